@@ -104,6 +104,7 @@ def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Re
 
 
 def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
+    """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         return packing.pack(packing.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
     except ConfigError as error:

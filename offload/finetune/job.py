@@ -230,7 +230,7 @@ def _groups(model: nn.Module, decay: Any) -> Any:
 
 
 def _identity(options: Options, folder: Path | None, data: Data, steps: int, settings: Mapping[str, Any]) -> Identity:
-    """Returns the identity of this job."""
+    """Returns the identity of this job, with absolute paths: a later process may have another working directory."""
     batches = data.batches
     text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())

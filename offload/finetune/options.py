@@ -170,7 +170,6 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
     """Merges --dtype, which replaces the blocks of all modes; "auto" leaves the choice to the machine."""
-    # DeepSpeed accepts both names of the block; the file's own is kept.
     bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
     wishes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
     for mode, wish in wishes.items():
@@ -250,8 +249,7 @@ def _overrules(flags: Sequence[str]) -> str:
 def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     """Returns the config block of a schedule; None for a constant rate without warm-up.
 
-    DeepSpeed's schedules run two steps at the minimum rate. The minimum is therefore 1 / rise of the rate, not 0, which
-    would waste these steps.
+    DeepSpeed's schedules run two steps at the minimum rate, so the minimum is 1 / rise of the rate: 0 would waste them.
     """
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
@@ -288,9 +286,7 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in groups, as torch optimizers take them.
-
-    Weight decay applies to matrices, not to biases and norms.
+    """Returns the trainable parameters in groups: weight decay applies to matrices, not to biases and norms.
 
     Args:
         parameters: tensors with `requires_grad` and `ndim`; frozen ones are left out.

@@ -287,6 +287,16 @@ class Rows:
     def __init__(
         self, packed: Packed, size: int, accumulation: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
+        """Stores the rows by reference.
+
+        Args:
+            packed: the rows.
+            size: rows of a micro-batch on each rank.
+            accumulation: micro-batches of a step.
+            seed: seed of the shuffling; must be the same on all ranks.
+            rank: this rank.
+            world_size: number of ranks.
+        """
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
         # The order of one pass is cached: computing it for every row would take time linear in the data.

@@ -115,6 +115,20 @@ class Batches:
         world_size: int = 1,
         accumulation: int = 1,
     ) -> None:
+        """Stores the tokens by reference.
+
+        Args:
+            tokens: token ids, (n,).
+            size: sequences of a micro-batch on each rank.
+            length: tokens of a sequence.
+            seed: seed of the positions; must be the same on all ranks.
+            rank: this rank.
+            world_size: number of ranks.
+            accumulation: micro-batches of a step.
+
+        Raises:
+            ConfigError: the text is shorter than one sequence.
+        """
         if len(tokens) < length:
             raise ConfigError(
                 f"the text has {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"

@@ -109,7 +109,16 @@ def _work(
     leased: int,
     again: int,
 ) -> float:
-    """Returns the seconds of the busiest resource: the drives, or the processors."""
+    """Returns the seconds of the busiest resource: the drives, or the processors.
+
+    Args:
+        first: uses of the step's first forward.
+        others: uses of each other forward and of each backward.
+        costs: one entry per unit; None for a unit that nothing trains.
+        rates: bytes and elements per second.
+        leased: bytes of host buffers for weights.
+        again: bytes of weights that each pass must read again, since no memory holds them.
+    """
     every = _Updates()
     for cost in costs:
         every = every.plus(cost)

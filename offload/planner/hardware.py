@@ -283,6 +283,7 @@ def described(
         upload=link or found.link,
         download=link or found.link,
         memory=bandwidth,
+        # The optimizer is limited by memory: its rate is bandwidth divided by bytes per parameter.
         optimizer=_HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
         device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
         # Each element of a gradient is read once and written once.

@@ -105,6 +105,7 @@ def _that_fits(
         return shape, layers
     one = _of(shape, 1, dtype, units)
     least = takes(one)
+    # A config whose number of layers has no effect cannot be reduced either.
     if one.parameters >= shape.parameters or least[0] > most[0]:
         raise ConfigError(
             f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
@@ -161,9 +162,17 @@ def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
 def _seconds(
     config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device, tell: Tell = lambda *_: None
 ) -> float:
-    """Returns the mean seconds of several passes, after a first one that is not counted.
+    """Returns the mean seconds of several forwards and backwards, after a first one that is not counted.
 
-    Each gradient is freed as soon as it is accumulated, as paging would move it away.
+    Each gradient is freed as soon as autograd has accumulated the gradient, as paging would move the gradient away.
+
+    Args:
+        config: the transformers config of the model, which gets random weights.
+        batch: sequences of a micro-batch.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        device: device that computes.
+        tell: receives the progress.
     """
     # The caller may be a test or a notebook: its random state must stay as it is.
     with torch.random.fork_rng():

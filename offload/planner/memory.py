@@ -1,7 +1,7 @@
 """Bytes of a run in every tier.
 
-The functions that place a run decide here too, from the same config. A run that finds the same free memory and disk as
-the plan assumed uses exactly the planned bytes.
+The functions that place a run also make the plan, from the same config. A run that finds the same free memory and disk
+as the plan assumed uses exactly the planned bytes.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Memory:
 def settle(
     layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
 ) -> Memory:
-    """Returns the memory of a run on the first of its ranks, decided as `initialize` decides it.
+    """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
     Args:
         layouts: one layout per unit of the model.
@@ -130,7 +130,7 @@ def settle(
         world_size: ranks of the run.
 
     Raises:
-        ConfigError: the config is wrong, or the drives have no room for the durability that it demands.
+        ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
         BudgetError: a budget is too small.
     """
     config = load_config(content)
@@ -207,7 +207,7 @@ def settings(
         durability: the value of the key "durability".
         batch: sequences of a micro-batch on each rank.
         accumulation: micro-batches of a step.
-        paths: folders for swap files; the config contains them only if it may need a store.
+        paths: folders for swap files; the config contains folders only if a store may be needed.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -244,6 +244,7 @@ def _states(memory: Memory) -> list[Row]:
         for nbytes, tiers in zip(parts.nbytes, placement.tiers, strict=True):
             if state in nbytes and (state is State.GRAD or tiers[state] is not Tier.DISK):
                 at[tiers[state]] += align_up(nbytes[state])
+        # Slots on DISK exist for states of every tier if each step is committed.
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
             rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))

@@ -217,7 +217,15 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
-    """Returns the plan with the default device budget, or with a smaller one if the activations need the room."""
+    """Returns the plan with the default device budget, or with a smaller one if the activations need the room.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        content: the candidate's config; a smaller device budget is written into it.
+        tiers: devices of weights and of optimizer states in `content`.
+    """
     try:
         planned = plan(shape, hardware, load, content)
     except BudgetError:

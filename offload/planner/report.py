@@ -68,6 +68,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
         },
         "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
         "drive_years": _rounded(years(planned, asked)),
+        # All changes; the text shows the best four only.
         "changes": [
             {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)}
             for each in advice.changes

@@ -323,8 +323,7 @@ def _least(
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
     """Returns the tokens of a micro-batch from which I/O can add at most a twentieth to compute.
 
-    Returns:
-        None if no number up to 2**24 tokens suffices.
+    The placement stays that of `memory`. Returns None if no number up to 2**24 tokens suffices.
     """
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)

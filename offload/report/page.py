@@ -160,7 +160,15 @@ def _steps(log: Log) -> list[int]:
 
 
 def _series(log: Log, name: str, color: str, field: str, over: str | None = None) -> Series:
-    """Returns a field of each step as a series, divided by the field `over` if given."""
+    """Returns a field of each step as a series.
+
+    Args:
+        log: the log.
+        name: the series' name in the legend.
+        color: a CSS variable.
+        field: key of the log.
+        over: key of a divisor, such as "seconds" for a rate; None for none.
+    """
     found: list[float | None] = []
     for values in log.steps:
         value, by = number(values, field), 1.0 if over is None else number(values, over)

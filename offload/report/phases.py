@@ -72,6 +72,7 @@ def parts(values: Mapping[str, Any]) -> dict[str, float]:
 
     phases = sum(map(seconds, ("forward", "backward", "step")))
     waits = {name: seconds(f"wait_for_{name}") for name in ("reads", "updates", "commits", "memory", "uploads")}
+    # The worker's own copies are part of the update, and `PARTS` has no phase for them.
     worker = {
         "optimizer": seconds("update_kernels") + seconds("update_copies"),
         "reads": seconds("update_waits_for_reads"),

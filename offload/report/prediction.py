@@ -56,6 +56,7 @@ def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _row(name: str, what: str, expected: float, came: float) -> dict[str, Any]:
+    """Returns a row: key, description, predicted and measured number, and their ratio."""
     ratio = came / expected if expected else None
     return {"name": name, "what": what, "predicted": expected, "measured": came, "ratio": ratio}
 

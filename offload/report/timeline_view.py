@@ -131,6 +131,7 @@ def _span(event: Mapping[str, Any]) -> Span:
         name=plain(event["name"]),
         start=start,
         end=start + event["dur"],
+        # A file may contain anything as "bytes"; the tooltip then leaves the size out.
         nbytes=int(nbytes) if is_number(nbytes) else 0,
     )
 

@@ -72,7 +72,15 @@ class Clock:
         return self._servers[-1]
 
     def begin(self, server: Server, row: str, unit: int, seconds: float, priority: int = 0) -> Work:
-        """Enqueues a work item and returns the item, which is done at once if `seconds` is 0."""
+        """Enqueues a work item and returns the item.
+
+        Args:
+            server: the server.
+            row: kind of the work, for the time line.
+            unit: the unit, for the time line.
+            seconds: duration at full speed; an item of 0 seconds is done at once and leaves no span.
+            priority: a smaller one runs first.
+        """
         work = Work(row, unit, seconds, priority)
         if seconds:
             insort(server.works, work, key=lambda other: other.priority)

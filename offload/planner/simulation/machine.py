@@ -122,7 +122,15 @@ class Machine:
         return Worked(**self._worked)
 
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
-        """Starts a read from the drives; `cause` is a field of `Moved`."""
+        """Starts a read from the drives.
+
+        Args:
+            row: kind of the read, for the time line.
+            cause: the field of `Moved` to count the bytes in.
+            unit: the unit.
+            nbytes: bytes to read.
+            priority: urgency relative to other reads.
+        """
         self._moved[cause] += nbytes
         return self.clock.begin(self._reads, row, unit, nbytes / self._rates.read, priority)
 

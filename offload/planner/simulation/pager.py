@@ -53,6 +53,15 @@ class SimulatedPager:
     def __init__(
         self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: Machine
     ) -> None:
+        """Starts with every unit in its tier and no access order.
+
+        Args:
+            sizes: bytes and tier of each unit.
+            host: allocator of host buffers of weights.
+            device: allocator of device buffers.
+            limits: limits of the policy.
+            machine: hardware that performs the moves.
+        """
         self.host, self.device, self.machine = host, device, machine
         self.access_order = AccessOrder()
         # `version` counts changes: an actor waits for a version other than the one it has seen.

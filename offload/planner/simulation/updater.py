@@ -57,6 +57,14 @@ class SimulatedUpdater:
         pager: SimulatedPager,
         machine: Machine,
     ) -> None:
+        """Starts idle.
+
+        Args:
+            costs: cost of each unit's update; None for a unit that nothing trains.
+            tile_numel: elements of a tile; None for a whole unit.
+            pager: the pager, which shares host buffers with the updates.
+            machine: hardware that performs the work.
+        """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
         self.undelivered = 0
         self._gradients: dict[int, Work] = {}
