@@ -98,6 +98,7 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
 
 def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
     """Yields the records of `files` and counts each kind in `kinds`."""
+    # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
         yield record

@@ -59,6 +59,7 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
+            # Sorted, since the order of a folder differs between file systems and the data must not.
             inside = sorted(file for file in path.rglob("*") if file.suffix in _IN_FOLDERS and file.is_file())
             if not inside:
                 raise ConfigError(f"there is no {', '.join(f'*{kind}' for kind in _IN_FOLDERS)} file under {path}")

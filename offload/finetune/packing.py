@@ -184,6 +184,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     kept = [document for document in whole if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
+    # A row whose only learned token comes first has nothing to learn, since first tokens do not count.
     rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(

@@ -72,6 +72,7 @@ def least(
     tiles = TILE_BUFFERS * tile_numel
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
+    # Weights that neither host buffers nor the device can keep from one pass to the next.
     again = max(0, _weights_on_disk(memory) - leased - memory.placement.moving_nbytes)
     seen: set[int] = set()
     done = _Updates()

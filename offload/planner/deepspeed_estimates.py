@@ -156,6 +156,7 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tupl
 
 def _count(number: float) -> int:
     """Returns a number of parameters as an int; DeepSpeed's documentation writes such numbers as floats."""
+    # bool is a subclass of int.
     if not (isinstance(number, int | float) and not isinstance(number, bool) and number >= 1 and number % 1 == 0):
         raise ConfigError(f"expected a whole number of parameters, as 2851e6, got {number!r}")
     return int(number)
@@ -168,6 +169,7 @@ def _check(ranks: int, nodes: int) -> None:
 
 def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
     print(f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk a machine:")
+    # Printed, not returned, as DeepSpeed's functions do.
     print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | homes")
     for each in found:
         sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk))

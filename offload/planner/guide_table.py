@@ -153,6 +153,7 @@ def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
         try:
             return choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
         except BudgetError:
+            # Not even one sequence fits: the error says why.
             if batch == _BATCHES[-1]:
                 raise
     raise AssertionError("unreachable")

@@ -77,6 +77,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
+    # The nearest rank, which is a measured value.
     most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": statistics.median(ordered), "p95": most, "least": ordered[0], "most": ordered[-1]}
 

@@ -30,6 +30,7 @@ class Log:
         """Returns the facts on the run; for each key the newest value."""
         said: dict[str, Any] = {}
         for _, about in self.abouts:
+            # Later processes replace values, such as the number of steps.
             said |= about
         return said
 

@@ -113,6 +113,7 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     if isinstance(about.get("parameters"), int):
         words.append(count_of(about["parameters"], "parameter"))
     words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
+    # The facts come from a file, so any type may occur.
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         words.append(f"{about['ranks']} ranks")
     words.append(f"log {found['log']}")

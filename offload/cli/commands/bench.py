@@ -209,6 +209,7 @@ def bench_swap(typed: SwapOptions) -> None:
             probe_bytes=parse_size(typed.probe_size),
         )
     with errors(FAILED), signals(), telling(console) as tell:
+        # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
     if typed.json_output:
         print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
@@ -252,6 +253,7 @@ def _rows_table(rows: list[Any]) -> Table:
             f"{row.gb_per_s:.2f}",
             "" if row.of_fio is None else f"{row.of_fio:.2f}",
             f"{row.cpu_s_per_gb:.4f}",
+            # Not every backend measures latencies.
             *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
         )
     return table
@@ -290,6 +292,7 @@ def _swap_table(rows: Sequence[Any]) -> Table:
         table.add_row(
             f"{row.compute_ms:g}",
             *(f"{each:.2f}" for each in seconds),
+            # Without I/O nothing can be hidden.
             "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}",
             f"{row.efficiency:.2f}",
             f"{row.bytes_per_parameter:.1f}",

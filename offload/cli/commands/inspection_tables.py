@@ -53,6 +53,7 @@ def _state(run: Mapping[str, Any]) -> str:
     """Returns remarks on a run: finished, another format, damaged, leftovers."""
     words = []
     if run["finished"] is not None:
+        # The note is a JSON file that people may edit: absent keys must not fail the command.
         words.append(f"finished at step {run['finished'].get('steps', '?')}")
     words += sorted(
         {f"format {r['other_format'].split(',')[0].split()[-1]}" for r in run["ranks"] if r["other_format"]}
@@ -109,6 +110,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["states"]:
         rows.append(("states", ", ".join(rank["states"])))
     rows += [(("on drive"), f"{format_size(d['allocated_bytes'])} in {d['path']}") for d in rank["drives"]]
+    # Without a commit the list of written bytes is empty.
     for drive, nbytes in zip(rank["drives"], rank["written_bytes"], strict=False):
         rated = rank["rated_bytes"]
         share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} it is rated for"

@@ -94,6 +94,7 @@ def tune(
     with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
+            # A mistyped --config would otherwise go unnoticed.
             alone = "" if there else f": {config} was not there, so the block is alone in it"
             console.print(f"written to {output or config}{alone}", markup=False)
 

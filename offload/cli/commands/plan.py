@@ -187,9 +187,11 @@ def plan(typed: PlanOptions) -> None:
         wanted = report.Asked(
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
+        # Advice repeats the prediction for every change, so this takes the longest.
         advice = choice.advise(planned)
     with errors(FAILED):
         if typed.write is not None:
+            # The default learning rate depends on weights in the model folder, as in `offload train`.
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
             # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
@@ -232,6 +234,7 @@ def _planned(typed: PlanOptions) -> Planned:
         sequence=typed.seq_len,
         accumulation=typed.accumulation,
         recompute=typed.recompute,
+        # "auto" and an absent option mean the same for the planner.
         dtype=None if typed.dtype == "auto" else typed.dtype,
         durability=typed.durability,
     )

@@ -67,6 +67,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
         for line in report.lines(_SHOWN):
             console.print(line, markup=False)
     if not report.whole:
+        # Damage is a result, not an error: the report is on stdout.
         raise typer.Exit(_DAMAGED)
 
 
@@ -97,6 +98,7 @@ def export(
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
+        # All arguments are checked before the weights are read.
         shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)

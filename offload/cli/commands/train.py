@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from offload.finetune.options import Options
 
 Home = Literal["none", "cpu", "nvme"]
+# Groups of the help, in the order of the fields below. Each option lists its own name first, then the names of Hugging
+# Face's arguments, which work but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
 
@@ -270,6 +272,7 @@ def train(typed: TrainOptions) -> None:
     """
     from rich.console import Console
 
+    # Imported on use: the module loads rich and psutil, which would slow down every other command.
     from offload.cli.commands.train_run import Training
 
     # Set by torchrun; only the first rank prints.
@@ -283,6 +286,7 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     from offload.finetune.options import Options
 
     values: dict[str, Any] = dict(vars(typed))
+    # The job knows nothing of the form of the output.
     del values["json_output"]
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())

@@ -116,6 +116,7 @@ class ProgressLine:
         """Returns True if the step gets a plain line: every `every` steps, or every few seconds without a terminal."""
         if self._every is not None:
             return step % self._every == 0 or step == self._job.steps
+        # Five seconds keep log files of batch systems short.
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
 
     def _on_gpu(self) -> int:

@@ -147,6 +147,7 @@ class Training:
                         )
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
                     _quit(error, BAD_INPUT)
+                # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
                     self._result(_Facts(run=job.run, saved=_path(job.output), total_steps=job.steps))
@@ -306,6 +307,7 @@ class Training:
         if self.json_output:
             from offload.fileio.jsonl import json_line
 
+            # `json_line` writes NaN as null, which every JSON parser accepts.
             print(json_line(vars(result)), flush=True)
 
 

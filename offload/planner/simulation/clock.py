@@ -49,6 +49,7 @@ class Server:
         """Returns the fraction of full speed while `working` servers of the group work, including this one."""
         if working == 1:
             return 1.0
+        # Half of a drive's bandwidth each is not what drives do, so their speeds beside each other are given.
         return 1 / working if self._beside is None else self._beside
 
 
@@ -83,6 +84,7 @@ class Clock:
         """
         work = Work(row, unit, seconds, priority)
         if seconds:
+            # A stable order: work items of equal priority run in the order of their start.
             insort(server.works, work, key=lambda other: other.priority)
         return work
 
@@ -93,6 +95,7 @@ class Clock:
             return False
         groups = [server.group for server in busy]
         speeds = [server.speed(groups.count(server.group)) for server in busy]
+        # Speeds are constant until the next end, so time can jump there.
         passed = min(server.works[0].left / speed for server, speed in zip(busy, speeds, strict=True))
         for server, speed in zip(busy, speeds, strict=True):
             work = server.works[0]
@@ -102,6 +105,7 @@ class Clock:
             if work.left <= work.seconds * 1e-12:  # the rest is rounding
                 work.left = 0.0
                 server.works.pop(0)
+                # Ends at the new time, which is set after all servers have advanced.
                 self.spans.append(Span(work.row, work.unit, work.start, self.now + passed))
         self.now += passed
         return True

@@ -33,6 +33,7 @@ class Rates(NamedTuple):
     @property
     def beside(self) -> tuple[float, float]:
         """Returns the fractions of their speeds that reads and writes keep while the drives do both."""
+        # An infinite rate has no meaningful fraction; work at infinite rates takes no time anyway.
         if math.isinf(self.read) or math.isinf(self.written):
             return 0.5, 0.5
         # `mixed` was measured with as many bytes read as written. Writes get half of the total, or more if reads
@@ -102,6 +103,7 @@ class Machine:
         self._kernel = self.clock.server("cores")
         self._compute = self.clock.server("cores" if rates.on_cpu else "device")
         self._link = self.clock.server("cores" if rates.on_cpu else "link")
+        # Mutable counters; the properties return them as tuples.
         self._moved = dict.fromkeys(Moved._fields, 0)
         self._waited = dict.fromkeys(Waited._fields, 0.0)
         self._worked = dict.fromkeys(Worked._fields, 0.0)

@@ -268,7 +268,7 @@ class SimulatedPager:
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self._move(entry, kept if entry.at_hand else Residency.DISK)
 
-    # -- host buffers of weights --------------------------------------------------------------------------
+    # -- host buffers of weights ------------------------------------------------------------------
 
     def _lease(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
