@@ -1,4 +1,4 @@
-"""The command line."""
+"""The command line of `offload`."""
 
 from offload.cli.main import app
 

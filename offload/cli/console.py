@@ -1,4 +1,4 @@
-"""Parts that all commands share: exit codes, errors in one line, a line that changes, counts such as 250M."""
+"""Helpers that all commands share: exit codes, one-line errors, a status line, and counts such as 250M."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; all e
 
 @contextmanager
 def errors(code: int) -> Iterator[None]:
-    """Reports an error of ours in one line, and exits with `code`.
+    """Reports an `OffloadError` or `OSError` in one line on stderr, and exits with `code`.
 
-    `ConfigError` and `BudgetError` are bad input wherever they show, and exit with `BAD_INPUT`.
+    `ConfigError` and `BudgetError` are bad input wherever they occur, and exit with `BAD_INPUT`.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def errors(code: int) -> Iterator[None]:
 
 @contextmanager
 def telling(console: Console) -> Iterator[Callable[[str], None]]:
-    """Yields a function that replaces a line of the terminal with its text; elsewhere the function does nothing."""
+    """Yields a function that shows its text as a status line. Without a terminal the function does nothing."""
     if not console.is_terminal:
         yield lambda _: None
         return
@@ -46,12 +46,16 @@ _COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e\+?[0-9]{1,2})?)(?:([kmgbt])(i?))?
 
 
 def parse_count(text: str) -> int:
-    """Returns the count that `text` names: 250M is 250 million, 64Mi is 64 * 2**20, 1.5B is 1.5 billion, 2T 2 * 10**12.
+    """Returns the count that `text` names.
+
+    Args:
+        text: such as "250M" for 250 million, "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion or "2T" for 2 * 10**12.
 
     Raises:
-        ConfigError: `text` is no such count, or less than 1.
+        ConfigError: `text` is not such a count, or is less than 1.
     """
     found = _COUNT.fullmatch(text.strip())
+    # "b" for billion counts as "g", so that the position in the list is the power.
     power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
     count = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if count < 1:

@@ -1,4 +1,4 @@
-"""The command line: options in, words out. The work is in `offload.finetune.job` and the library."""
+"""The entry point of the command line. Commands only parse options and print; the library does the work."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from offload.cli.commands import report as cli_report
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
 
-_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]  # typer's UsageError: of click, or of its own copy
+# Some versions of typer vendor click, so UsageError is taken from typer's own class hierarchy.
+_NotUsable: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 @contextmanager
 def _in_one_line() -> Iterator[None]:
+    """Reports typer's usage errors in one line and exits with `BAD_INPUT`, as for any other bad input."""
     try:
         yield
     except _NotUsable as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # its message is the whole help
+        # The message of this error is the complete help.
+        if type(error).__name__ == "NoArgsIsHelpError":
             raise
         print(f"error: {_one_line(error)}", file=sys.stderr)
         raise typer.Exit(cli_console.BAD_INPUT) from None
 
 
 def _one_line(error: Any) -> str:
-    """What typer has to say, with its hints, and where help is."""
+    """Returns typer's message in our style, with its hints and the command for help."""
     words = " ".join(error.format_message().split()).replace("Value error, ", "").removesuffix(".")
     command = "offload" if error.ctx is None else error.ctx.command_path
     return f"{words[:1].lower()}{words[1:]}{'' if words.endswith('?') else ';'} see `{command} --help`"
 
 
 class _Commands(TyperGroup):
-    """The commands, whose unusable options are told as any other bad input: in one line, with the same exit code."""
+    """The group of all commands. Usage errors appear in one line, with the exit code of other bad input."""
 
     def make_context(self, *args: Any, **more: Any) -> Any:
         with _in_one_line():
@@ -61,6 +64,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+# The order of registration is the order in the help.
 cli_machine.register(app)
 cli_plan.register(app)
 app.command()(cli_inspect.inspect)
@@ -70,13 +74,15 @@ cli_train.register(app)
 
 
 def main() -> None:
-    """Entry point of the command `offload`."""
+    """Runs the command `offload`."""
     for stream in (sys.stdout, sys.stderr):
+        # A test or a notebook may have replaced the streams.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # where a terminal has no µ, training need not end for it
+            # An encoding without µ must not end a training: such characters are replaced.
+            stream.reconfigure(errors="replace")
     try:
         app()
-    except OSError as error:  # a full disk below stdout, mostly
+    except OSError as error:  # usually a full disk behind stdout
         print(f"error: {error}", file=sys.stderr)
         sys.exit(cli_console.FAILED)
 

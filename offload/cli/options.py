@@ -1,4 +1,4 @@
-"""How the options of a command are declared and listed: in groups, with other names that the help leaves out."""
+"""Declaration of command options, listed in groups and with aliases that the help leaves out."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ import typer
 from typer.core import TyperCommand
 
 UNDERSCORES = {"token_normalize_func": lambda name: name.replace("_", "-")}
-"""The settings of a command whose options may be written with underscores, as Hugging Face's arguments are."""
+"""Context settings of a command whose options may contain underscores, as Hugging Face's arguments do."""
 
 
 def option(panel: str, name: str, help: str, *names: str, **more: Any) -> Any:
-    """Declare an option.
+    """Declares an option.
 
     Args:
-        panel: the group in which the help lists it.
-        name: what the help calls it.
-        names: other names of it, as Hugging Face's arguments have them.
+        panel: the group in which the help lists the option.
+        name: the name in the help.
+        help: the help text.
+        names: aliases, such as the names of Hugging Face's arguments.
+        more: further arguments of `typer.Option`.
+
+    Returns:
+        The `typer.Option` to annotate a field with.
     """
     return typer.Option(name, *names, help=help, rich_help_panel=panel, **more)
 
@@ -29,10 +34,10 @@ T = TypeVar("T")
 
 
 def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Returns a decorator that makes a typer command of a function which takes its options as one object.
+    """Returns a decorator that turns a function of one options object into a typer command.
 
-    typer reads a command's options from its signature. The decorated function shows the fields of `kind` there, so
-    that each option is written once: name, type, default, help.
+    typer reads a command's options from the function's signature. The decorated function shows the fields of `kind` as
+    its signature, so that name, type, default and help of each option are declared once.
 
     Args:
         kind: a dataclass, each field annotated with `typer.Option` or `typer.Argument`.
@@ -44,16 +49,17 @@ def takes_options(kind: type[T]) -> Callable[[Callable[[T], None]], Callable[...
         def typed(**options: Any) -> None:
             command(kind(**options))
 
-        typed.__signature__ = signature  # type: ignore[attr-defined]  # which `inspect` looks for
+        typed.__signature__ = signature  # type: ignore[attr-defined]  # `inspect.signature` reads this attribute
         return typed
 
     return decorate
 
 
 class Grouped(TyperCommand):
-    """A command whose options are listed in groups, each by its first name."""
+    """A command whose help lists options in groups, each option by its first name."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes one section of the help per group. An option without a group joins the group before."""
         groups: dict[str, list[tuple[str, str]]] = {}
         last = "Other"
         for parameter in self.get_params(ctx):

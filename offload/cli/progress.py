@@ -1,4 +1,4 @@
-"""What is told while something is measured: a bar in a terminal, lines elsewhere."""
+"""Progress of a measurement: a bar in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def measuring() -> Iterator[Callable[[str, float], None]]:
-    """Tells what is measured next, and shows how much of all is done, from 0 to 1; on stderr, so that stdout has what
-    was found and no more."""
+    """Yields a function of a description and the fraction done, from 0 to 1, which shows both.
+
+    The progress goes to stderr, so that stdout contains the result only.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,8 @@
-"""Signals that end a command: with its files removed, and also where Python or native code stands in the way."""
+"""Handlers for signals that end a command.
+
+`signals` raises an exception, so that temporary files are removed. `obeyed` ends the process even if native code blocks
+Python's own handlers. Python runs signal handlers on the main thread only, so both must be used there.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,25 @@ from contextlib import contextmanager
 from types import FrameType
 
 _GRACE = 1.0
-"""Seconds in which Python's own handler should have begun."""
+"""Seconds within which Python's own handler should start."""
 _AGAIN = 0.25
-"""Seconds after which a signal that was lost is sent again."""
+"""Seconds after which a lost signal is sent again."""
 
 
 @contextmanager
 def signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end what is inside as an exception does, so that its files are removed. Main thread only.
+    """Turns SIGTERM and SIGHUP inside the context into `SystemExit`, so that files are removed. Main thread only.
 
-    What a handler raises is lost where Python has no caller to give it to, as in a callback of the garbage collector:
-    then it is raised again a moment later. While it is on its way, and files are removed, nothing comes in between.
+    Python drops an exception that a handler raises without a caller to receive it, as in a callback of the garbage
+    collector. A helper thread therefore sends the signal again until the context ends. While the exception propagates
+    and files are removed, further signals raise nothing.
     """
     main, lock = threading.get_ident(), threading.Lock()
     ended, promoted = threading.Event(), list[BaseException]()
 
     def send(number: int) -> None:
+        # Runs on the helper thread. The lock orders the last signal before `ended`: after the context has ended no
+        # signal may reach handlers that are no longer ours.
         while not ended.wait(_AGAIN):
             with lock:
                 if not ended.is_set():
@@ -36,6 +43,7 @@ def signals() -> Iterator[None]:
         if not sending:
             sending.append(threading.Thread(target=send, args=(number,), daemon=True, name="offload-signals"))
             sending[0].start()
+        # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
         if not _in_finalizer(frame) and not any(each in promoted for each in _handled()):
             promoted.append(SystemExit(128 + number))
             raise promoted[-1]
@@ -52,6 +60,7 @@ def signals() -> Iterator[None]:
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
+    """Returns True if `frame` or a caller of it is a `__del__`."""
     while frame is not None:
         if frame.f_code.co_name == "__del__":
             return True
@@ -60,7 +69,7 @@ def _in_finalizer(frame: FrameType | None) -> bool:
 
 
 def _handled() -> Iterator[BaseException]:
-    """The exception that is being handled, and those in whose handling it came."""
+    """Yields the exception that is being handled, and the chain of its contexts."""
     error = sys.exc_info()[1]
     while error is not None:
         yield error
@@ -69,10 +78,13 @@ def _handled() -> Iterator[BaseException]:
 
 @contextmanager
 def obeyed(words: str) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM are obeyed within a call of native code as well, however long that takes.
+    """Obeys SIGINT and SIGTERM inside the context even during a long call of native code. Main thread only.
 
-    Python runs handlers between its own instructions. Where that has not come after a second, the process ends at once,
-    with `words` and exit code 128 and the signal's number: only for what has nothing to remove. Main thread only.
+    Python runs handlers between bytecode instructions. If the handler has not started after a second, the process exits
+    immediately with code 128 plus the signal's number. Use the context only if there is nothing to clean up.
+
+    Args:
+        words: the message on stderr for an immediate exit.
     """
     begun = threading.Event()
     reading, writing = os.pipe()
@@ -88,6 +100,8 @@ def obeyed(words: str) -> Iterator[None]:
         elif handler == signal.SIG_DFL:
             raise SystemExit(128 + number)
 
+    # The C-level handler writes the signal's number to the pipe at once, even if Python's handler cannot run yet. The
+    # watcher reads the pipe and needs the GIL only for a moment, which native code gives by releasing it.
     watcher = threading.Thread(target=_watch, args=(reading, begun, words), daemon=True, name="offload-signals")
     for number in before:
         signal.signal(number, begin)
@@ -99,8 +113,10 @@ def obeyed(words: str) -> Iterator[None]:
         begun.set()
         signal.set_wakeup_fd(earlier)
         for number, handler in before.items():
-            if signal.getsignal(number) is begin:  # else a handler has taken its own place
+            # A handler that was installed inside the context stays.
+            if signal.getsignal(number) is begin:
                 signal.signal(number, handler)
+        # The watcher must have ended before the pipe is closed: its descriptor might be reused at once.
         os.write(writing, b"\0")
         watcher.join()
         os.close(reading)
@@ -108,9 +124,16 @@ def obeyed(words: str) -> Iterator[None]:
 
 
 def _watch(reading: int, begun: threading.Event, words: str) -> None:
-    """End the process after a signal whose handler does not begin. A byte of 0 ends the thread."""
+    """Ends the process after a signal whose handler does not start. Runs on a thread, until a byte of 0 arrives.
+
+    Args:
+        reading: the pipe's end with signal numbers.
+        begun: set once a handler has started.
+        words: the message on stderr.
+    """
     while number := os.read(reading, 1)[0]:
         if number in (signal.SIGINT, signal.SIGTERM) and not begun.wait(_GRACE):
-            cursor = "\x1b[?25h" if os.isatty(2) else ""  # which a bar hides
+            # Shows the cursor, which a progress bar hides.
+            cursor = "\x1b[?25h" if os.isatty(2) else ""
             os.write(2, f"{cursor}{words}\n".encode())
             os._exit(128 + number)

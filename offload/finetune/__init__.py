@@ -1,8 +1,8 @@
-"""`offload train`: a causal language model trained or fine-tuned on documents or text.
+"""`offload train`: training and fine-tuning of a causal language model on documents or text.
 
-options ──► job ──► loop        what was asked for; checked and built; trained, a report a step
+options ──► job ──► loop        options and config; checks and construction; steps, with one report each
              │
-             ├─ data: documents ─ packing, or token_stream; evaluation: what is held out
+             ├─ data: documents ─ packing, or token_stream; evaluation: held-out sequences
              ├─ model ─ lora
-             └─ identity, output: whose run and whose folder it is
+             └─ identity, output: owner of the run and of the output folder
 """

@@ -1,4 +1,4 @@
-"""The loss of `offload train` on sequences that it does not learn from."""
+"""The evaluation of `offload train`: the loss on held-out sequences."""
 
 from __future__ import annotations
 
@@ -9,45 +9,52 @@ import numpy as np
 import torch
 
 MOST = 16
-"""Sequences that are held out at most: some thousands of tokens tell of a trend, and cost few forwards."""
+"""Most sequences that are held out: a few thousand tokens show a trend and cost few forwards."""
 _SHARE = 20
-"""One of so many sequences is held out."""
+"""One sequence in this many is held out."""
 _IGNORED = -100  # of torch's cross entropy
 
 
 def choose(count: int) -> np.ndarray:
-    """(k,) which of `count` sequences are held out, evenly spread: one in twenty, at most 16."""
+    """Returns the indices of held-out sequences, (k,), evenly spread over `count`: one in twenty, at most 16."""
     k = min(count // _SHARE, MOST)
     return (np.arange(k) * count // max(k, 1) + count // max(2 * k, 1)).astype(int)
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation has found, after so many steps."""
+    """Result of an evaluation after `step` steps."""
 
     step: int
     loss: float
-    """The mean over the tokens that are learned."""
+    """Mean over all tokens whose label is not -100."""
     seconds: float
 
     def line(self) -> dict[str, Any]:
-        """What the log has of it."""
+        """Returns the evaluation's line for the log."""
         return {"step": self.step, "eval_loss": self.loss, "eval_seconds": self.seconds}
 
 
 class HeldOut:
-    """Sequences to evaluate on, in batches; of several ranks each has a share of every batch."""
+    """Batches of held-out sequences. Each rank evaluates its own rows of every batch."""
 
     def __init__(self, inputs: Mapping[str, np.ndarray], size: int, rank: int = 0, world_size: int = 1) -> None:
-        """`inputs` are what a model is given, (n, length) each, with labels of -100 where nothing is learned."""
+        """Stores the arrays by reference.
+
+        Args:
+            inputs: keyword arguments of the model, (n, length) each; labels are -100 for tokens that do not count.
+            size: rows of a batch on each rank.
+            rank: this rank.
+            world_size: number of ranks.
+        """
         self._inputs, self._size, self._rank, self._world_size = inputs, size, rank, world_size
         self.count = len(inputs["labels"])
         self.largest_id = int(inputs["input_ids"].max())
 
     def batches(self) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
-        """Batches of this rank, and how many of their tokens count.
+        """Yields batches of this rank, each with the number of tokens that count.
 
-        Every rank has as many, since all of them take part in a forward: one that has no rows left gets a row again,
-        of which nothing counts.
+        Every rank yields the same number of batches, since a forward gathers weights from all ranks. A rank without
+        further rows repeats the first row, of which no token counts.
         """
         for begin in range(0, self.count, self._size * self._world_size):
             first = begin + self._rank * self._size
@@ -57,15 +64,15 @@ class HeldOut:
             yield inputs, counted
 
     def loss(self, loss_of: Callable[[dict[str, torch.Tensor]], float], mean: Callable[[float], float]) -> float:
-        """The mean loss of a token.
+        """Returns the mean loss of a token over all ranks. All ranks must call together.
 
         Args:
-            loss_of: the mean loss of a batch.
-            mean: the mean over ranks.
+            loss_of: returns the mean loss of a batch.
+            mean: returns the mean of a number over ranks; a collective.
         """
         total, tokens = 0.0, 0
         for inputs, counted in self.batches():
             found = loss_of(inputs)
-            if counted:  # without a token to learn there is no mean
+            if counted:  # the mean loss of no tokens is NaN
                 total, tokens = total + found * counted, tokens + counted
         return mean(total) / mean(float(tokens))

@@ -1,7 +1,7 @@
-"""What tells one job of `offload train` from another: what it trains, on what, and where its model goes.
+"""The identity of a job of `offload train`: model, data, output folder and settings.
 
-A run's commits hold it, and so does the note of a run that has ended: under `--resume auto` another job neither goes on
-with states that are not its own, nor is taken for one that is done.
+A run's commits contain the identity, and so does the note of a finished run. Under `--resume auto` another job
+therefore neither resumes from foreign states nor counts as finished.
 """
 
 from __future__ import annotations
@@ -16,23 +16,30 @@ _SAMPLES = 4
 
 
 class Identity(NamedTuple):
-    """A job, as JSON keeps it."""
+    """The identity of a job, as stored in JSON."""
 
     model: str
-    """A preset, or the path of a folder."""
+    """Name of a preset, or absolute path of a folder."""
     weights: str
-    """A checksum of the folder's config and of samples of its weights; empty for a preset."""
+    """Checksum of the folder's config and of samples of its weights; empty for a preset."""
     lora: str | None
     text: Mapping[str, Any]
-    """What the data are, after tokenizer and packing: their length and checksum."""
+    """Length and checksum of the data after tokenizing and packing."""
     output: str | None
     steps: int
     settings: Mapping[str, Any]
-    """What the config says of learning, each value by its key."""
+    """Settings of learning in the config, by key."""
 
 
 def weights_of(folder: Path | None) -> str:
-    """A checksum of the config and of samples of each file of weights: a folder that has moved is the same one."""
+    """Returns a checksum of the config and of samples of each weight file.
+
+    The path is not part of the checksum, so a moved folder stays the same model. Samples suffice to tell models
+    apart and take little time even for hundreds of gigabytes.
+
+    Returns:
+        Eight hexadecimal digits; empty for None, which is a preset.
+    """
     if folder is None:
         return ""
     crc = zlib.crc32((folder / "config.json").read_bytes())
@@ -47,7 +54,7 @@ def weights_of(folder: Path | None) -> str:
 
 
 def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
-    """What a resumed run would train on that is not its own; None where it is the same model."""
+    """Returns a sentence on the model if it differs from the earlier job's, else None."""
     if before.get("weights", mine.weights) == mine.weights and (mine.weights or before.get("model") == mine.model):
         return None
     same = before.get("model") == mine.model
@@ -55,7 +62,7 @@ def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
 
 
 def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
-    """What is not as it was in a job that has ended."""
+    """Yields a sentence for each difference from an earlier job's identity."""
     model = other_model(mine, before)
     if model is not None:
         yield model

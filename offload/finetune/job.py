@@ -1,4 +1,7 @@
-"""The job of `offload train`: all that can be checked is checked, then the model and its engine are built."""
+"""The job of `offload train`: checks first, then construction of the model and its engine.
+
+`prepare` checks everything that can fail before the model is built, which may take minutes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ from offload.timeline import path_of
 
 
 class Finished(NamedTuple):
-    """A run that needs no training: what to say, and what was asked for."""
+    """A run that has ended already, with a message for the user."""
 
     message: str
     run: str
@@ -62,40 +65,40 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run that is ready."""
+    """A run that is ready to train."""
 
     engine: Engine
     data: Data
     steps: int
     run: str
     folder: str | None
-    """The run's folder, where a later process resumes; None without a store."""
+    """Run folder from which a later process resumes; None without a store."""
     identity: Identity
     output: Path | None = None
-    """Where the model is saved after the last step."""
+    """Folder in which the model is saved after the last step; None to save nothing."""
     save_every: int | None = None
-    """After how many steps each it is saved below there, too."""
+    """Steps between saves into subfolders of `output`; None for no such saves."""
     eval_every: int = 0
-    """After how many steps each it is evaluated; 0 for never."""
+    """Steps between evaluations; 0 for none."""
     tokenizer: Any = None
-    """Of the model's folder."""
+    """Tokenizer of the model's folder; None for a preset."""
     always: Mapping[str, Any] = field(default_factory=dict)
-    """What each forward is given beside a batch."""
+    """Keyword arguments of each forward, beside the batch."""
     predicted: Mapping[str, Any] = field(default_factory=dict)
-    """What was foreseen of a step, by the log's names; empty where nothing was."""
+    """Prediction of a step, under the log's keys; empty without a prediction."""
 
     def save_model(self) -> None:
-        """Write the model, or its adapters, and the tokenizer; nothing where nobody asked for it. All ranks call it."""
+        """Saves the model or its adapters, and the tokenizer, if `output` is set. All ranks must call."""
         if self.output is not None:
             self.engine.save_pretrained(self.output, tokenizer=self.tokenizer)
             if self.engine.global_rank == 0:
                 (self.output / MARK).unlink(missing_ok=True)
 
     def finish(self, remove: bool) -> None:
-        """Close the engine after the last step. All ranks call it.
+        """Closes the engine after the last step. All ranks must call.
 
         Args:
-            remove: whether the swap files go; a note stays that the job is done.
+            remove: True to delete the swap files and to leave a note that the job is finished.
         """
         if remove:
             self.engine.finish({"job": self.identity._asdict()})
@@ -107,19 +110,36 @@ class Job:
 
 
 def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str], None]) -> Job | Finished:
-    """Check everything that can be wrong, then build the model and the engine. `say` gets one line at a time."""
+    """Checks options, config and files, then builds the model and the engine. All ranks must call.
+
+    Args:
+        options: options of the command.
+        file: content of the config file; None without one.
+        say: receives lines for the user, one at a time.
+
+    Returns:
+        The job, or a `Finished` if an identical job has ended under `--resume auto`.
+
+    Raises:
+        ConfigError: options, config, data or model are wrong.
+        BudgetError: a budget is too small.
+        StoreError: the swap files belong to another job, or cannot be used.
+    """
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
     content, lines = merge(file, options, Start.of(folder, options.lora is not None))
     lines += keep(content) if options.keep else ()
-    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}  # for the log and the summary
+    # The log and the summary need the phases; the command prints its own line per step.
+    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
     config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))  # of torchrun
+    # torchrun sets both variables. No process group exists yet.
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
     _check_logs(options, config, rank, world_size)
+    # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
     require_transformers()
     if lora is not None:
@@ -127,6 +147,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
+    # With --epochs the number of steps is known only after the data are packed.
     steps = steps_of(options, DEFAULT_STEPS, data.batches)
     content, lines = schedule(content, options, steps)
     for line in lines:
@@ -136,6 +157,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     if done is not None:
         return done
     going_on = _goes_on(config)
+    # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=going_on or is_marked(options.output, mine))
     check_apart(options.output, config)
     if chooses_dtype(content):
@@ -143,12 +165,15 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         if choice is not None:
             say(choice)
     torch.manual_seed(config.offload.seed)
+    # The seed is the same on all ranks here, so that all build the same initial weights.
     model, source, always = _model(options, folder, lora, content, data.largest_id)
+    # The prediction needs the model before `initialize` replaces its parameters by placeholders.
     predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
     if rank:
-        torch.manual_seed(config.offload.seed + rank)  # another dropout on each
+        # Another dropout mask on each rank.
+        torch.manual_seed(config.offload.seed + rank)
     if engine.resumable is None and options.resume in ("auto", "must"):
         say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
     for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
@@ -172,7 +197,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
 
 
 def _check_logs(options: Options, config: Config, rank: int, world_size: int) -> None:
-    """Raises `ConfigError` where the log or the trace cannot be written."""
+    """Raises `ConfigError` if the log or the trace cannot be written."""
     if options.log is not None:
         check_log(options.log)
     if config.offload.trace is not None:
@@ -182,7 +207,7 @@ def _check_logs(options: Options, config: Config, rank: int, world_size: int) ->
 def _model(
     options: Options, folder: Path | None, lora: Lora | None, content: Mapping[str, Any], largest_id: int
 ) -> tuple[nn.Module, str, Mapping[str, Any]]:
-    """Returns the model to train, a line on its weights, and the keywords that each forward has beside a batch."""
+    """Returns the model to train, a line on its weights, and the keyword arguments of each forward beside the batch."""
     model, source = build_model(options.model, folder, content)
     check_model(model, options.seq_len, largest_id)
     make_ready(model, options.gradient_checkpointing)
@@ -191,17 +216,21 @@ def _model(
 
 
 _EVALUATIONS = 5
-"""How often a run evaluates, by default."""
+"""Default number of evaluations in a run."""
 
 
 def _groups(model: nn.Module, decay: Any) -> Any:
-    """The model's parameters, in groups where there is a decay; a value that is no number is the config's to refuse."""
+    """Returns the model's parameters in groups by weight decay; None without decay.
+
+    A decay that is not a number also gives None, so that the config's own check refuses the value.
+    """
     if not isinstance(decay, int | float) or not decay:
         return None
     return decay_groups(model.parameters(), decay)
 
 
 def _identity(options: Options, folder: Path | None, data: Data, steps: int, settings: Mapping[str, Any]) -> Identity:
+    """Returns the identity of this job, with absolute paths: a later process may have another working directory."""
     batches = data.batches
     text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())
@@ -210,9 +239,13 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, set
 
 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
-    """Have commits hold whose they are; lines where a resumed run goes on with other data or adapters.
+    """Stores the job's identity in the engine for its commits, and returns lines on differences of a resumed run.
 
-    Raises `StoreError` where it is another model's run, `ConfigError` where its model would be saved among other files.
+    A resumed run may have other data or adapters, but not another model.
+
+    Raises:
+        StoreError: the run is another model's.
+        ConfigError: the model would be saved among other files.
     """
     before = engine.client_state.get("job")
     lines: list[str] = []
@@ -224,7 +257,8 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
                     f"--resume restart"
                 )
-            kept = before | {"settings": mine.settings, "steps": mine.steps}  # the engine has lines for them
+            # The engine reports these itself.
+            kept = before | {"settings": mine.settings, "steps": mine.steps}
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
         if (before is None or before.get("output") != mine.output) and not marked:
@@ -239,7 +273,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
 def _foreseen(
     options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], going_on: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the planner says of a step, by the log's names, and a line about it. Whatever it cannot do stops no run."""
+    """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
     found = probe.kept()
     if found is None:
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
@@ -247,22 +281,25 @@ def _foreseen(
         planned = foresee(
             found, model, content, options.seq_len, always, options.gradient_checkpointing, going_on=going_on
         )
-    except Exception as error:  # what fails here need not fail there, and is told
+    except Exception as error:  # a run may work where its prediction fails; the line tells why
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
 
 
 def _goes_on(config: Config) -> bool:
-    """Whether there is a run to go on with."""
+    """Returns True if there is a run to resume."""
     wanted = config.offload.resume in ("auto", "must") and bool(config.drives)
     return wanted and run_status(config.drives, config.offload.run).exists
 
 
 def _finished(config: Config, mine: Identity) -> Finished | None:
-    """What to say where `--resume auto` finds nothing to do; with must that is an error, which `initialize` raises.
+    """Returns the message for a job that has ended already under `--resume auto`, else None.
 
-    Raises `StoreError` where it was another job that ended there.
+    Under `--resume must` a finished run is an error, which `initialize` raises.
+
+    Raises:
+        StoreError: the finished job was another one, or its saved model is missing.
     """
     drives, run = config.drives, config.offload.run
     if not (drives and config.wants_store) or config.offload.resume != "auto":
@@ -272,6 +309,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
     job = status.finished.get("job")
+    # Only notes of `offload train` contain a job; any program may end a run.
     if isinstance(job, dict):
         others = [*differences(mine, job)]
         if others:

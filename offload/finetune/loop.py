@@ -1,4 +1,4 @@
-"""The steps of a job, and what is done between them: evaluations, and models that are saved on the way."""
+"""The training loop of a job: steps, and between them evaluations and saved models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.finetune.output import MARK
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """One step, as the log has it. Bytes and seconds are those between two returns of `step()`."""
+    """One step, for the log. Bytes and seconds are those between two returns of `step()`."""
 
     step: int
     loss: float
@@ -31,26 +31,26 @@ class StepReport:
     read_bytes: int
     written_bytes: int
     measured: Mapping[str, float]
-    """All else that the engine has measured of it; empty on other ranks than the first."""
+    """Further measurements of the engine for the step; empty on all ranks but the first."""
     drives: Mapping[str, int]
-    """Bytes that the run has written to each drive in its life."""
+    """Bytes that the run has written to each drive so far, in all its processes."""
 
     def line(self) -> dict[str, Any]:
-        """What the log has of it."""
+        """Returns the step's line for the log."""
         mine = {each.name: getattr(self, each.name) for each in fields(self)}
         mine |= {name: value for name, value in mine.pop("measured").items() if name not in mine}
         return mine | {"drives": mine.pop("drives"), "time": time.time()}
 
 
 class Saved(NamedTuple):
-    """The model was written after so many steps."""
+    """Report that the model was saved after `step` steps."""
 
     step: int
     folder: Path
 
 
 def about(job: Job) -> dict[str, Any]:
-    """What the first line of a log says of its run."""
+    """Returns the facts on the run for the first line of a log."""
     engine, config = job.engine, job.engine.config
     predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
     return {
@@ -73,10 +73,12 @@ def about(job: Job) -> dict[str, Any]:
 def steps(
     job: Job, hold: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Iterator[StepReport | Evaluation | Saved]:
-    """Train, one report a step, from the step after the last committed one; and one of what is between steps.
+    """Trains from the step after the last committed one, and yields a report of each step, evaluation and save.
 
-    `hold()` is a context in which no signal raises. It spans the end of a step and the use of its report, so that a
-    stopped run has told of every step that it commits.
+    Args:
+        job: the prepared job. All ranks must iterate alike.
+        hold: returns a context in which no signal raises. The context spans the end of a step and the caller's use of
+            the report, so that a stopped run has reported every step that it commits.
     """
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()
@@ -85,6 +87,7 @@ def steps(
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         loss, tokens = 0.0, 0
         for micro_batch in range(accumulation):
+            # Ends the last micro-batch; only the call below ends the step.
             if micro_batch:
                 engine.step()
             inputs = job.data.batches.inputs(step, micro_batch)
@@ -99,7 +102,9 @@ def steps(
             norm = engine.get_global_grad_norm()
             assert norm is not None
             read, written = after.read - moved.read, after.written - moved.written
+            # Over all processes of the run: the wear of a drive counts its whole life.
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
+            # Signals stay delayed until the caller resumes the generator.
             yield StepReport(
                 step=step,
                 loss=loss,
@@ -114,10 +119,14 @@ def steps(
             )
             last, moved = now, after
         evaluates = job.eval_every and (step % job.eval_every == 0 or step == job.steps)
-        saves = job.save_every and step % job.save_every == 0 and step < job.steps  # the last is saved for itself
+        saves = (
+            job.save_every and step % job.save_every == 0 and step < job.steps
+        )  # the final model is saved after training
         if not (evaluates or saves):
             continue
-        engine.synchronize()  # what is left of the step belongs to the next one's numbers, as it does without a pause
+        # Updates of the step that are still running belong to the next step's numbers, as without a pause. The time and
+        # bytes of the pause itself belong to no step, hence the corrections of `last` and `moved` below.
+        engine.synchronize()
         began, before = time.perf_counter(), engine.io_bytes()
         if evaluates:
             yield evaluate(job)
@@ -130,7 +139,7 @@ def steps(
 
 
 def evaluate(job: Job) -> Evaluation:
-    """The loss on what was held out, without dropout. All ranks call it, between steps."""
+    """Returns the loss on the held-out sequences, without dropout. All ranks must call, between steps."""
     engine, held_out, begin = job.engine, job.data.held_out, time.perf_counter()
     assert held_out is not None
 
@@ -147,9 +156,10 @@ def evaluate(job: Job) -> Evaluation:
 
 
 def _saved(job: Job) -> Saved:
-    """Write the model as it is after this step, whole or not at all."""
+    """Saves the model after this step atomically."""
     assert job.output is not None
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
+    # The mark is written before the first checkpoint: a job that is killed and starts again recognizes its own folder.
     if job.engine.global_rank == 0:
         job.output.mkdir(parents=True, exist_ok=True)
         atomic_write(job.output / MARK, json.dumps(job.identity._asdict()))

@@ -1,4 +1,4 @@
-"""`--lora`: low-rank adapters by peft over a model whose own weights stay as they are."""
+"""`--lora`: low-rank adapters by peft on a model with frozen weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,25 @@ _EXAMPLE = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
 
 class Lora(NamedTuple):
-    """What the adapters are."""
+    """Settings of the adapters."""
 
     r: int
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    """Names of linear layers, or ("all-linear",); none leaves it to peft, which knows many families."""
+    """Names of linear layers, or ("all-linear",). If empty, peft chooses; peft knows many model families."""
 
 
 def parse_lora(text: str) -> Lora:
-    """What was typed. `alpha` is twice `r` where it is not said. Raises `ConfigError`."""
+    """Returns the settings in the argument of `--lora`.
+
+    Args:
+        text: such as "r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj". Only `r` is required; `alpha` is 2 * r by
+            default.
+
+    Raises:
+        ConfigError: a field is unknown, repeated, missing or out of range.
+    """
     said: dict[str, str] = {}
     for part in text.split(","):
         name, equals, value = (each.strip() for each in part.partition("="))
@@ -56,7 +64,11 @@ def _number(said: dict[str, str], name: str, default: float) -> float:
 
 
 def require_peft() -> Any:
-    """The module `peft`; `ConfigError` with the line to install it where it is missing."""
+    """Returns the module `peft`.
+
+    Raises:
+        ConfigError: peft is not installed; the message contains the command to install it.
+    """
     try:
         import peft
     except ModuleNotFoundError as error:
@@ -65,16 +77,23 @@ def require_peft() -> Any:
 
 
 def adapt(model: nn.Module, lora: Lora) -> nn.Module:
-    """The model with adapters; only they train. Raises `ConfigError` where the model has no such layers."""
+    """Returns the model with adapters. Only the adapters train.
+
+    Raises:
+        ConfigError: the model contains no such layers, or peft does not know its family.
+    """
     peft = require_peft()
     _check_targets(model, lora.targets)
+    # peft takes "all-linear" as a string, names as a list, and None for its own choice by model family.
     targets = lora.targets[0] if lora.targets == ("all-linear",) else list(lora.targets) or None
     settings = peft.LoraConfig(
         r=lora.r, lora_alpha=lora.alpha, lora_dropout=lora.dropout, target_modules=targets, task_type="CAUSAL_LM"
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft asks transformers
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)  # peft sets it right
+        # peft reads a deprecated attribute of transformers.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        # peft corrects the setting itself.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)
         try:
             adapted: nn.Module = peft.get_peft_model(model, settings)
         except ValueError as error:
@@ -85,8 +104,10 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Raises `ConfigError` for a target that no module's name ends with."""
     names = [name for name, _ in model.named_modules()]
     for target in targets if targets != ("all-linear",) else ():
+        # The same rule by which peft matches names, so that the error names the choices before peft fails.
         if not any(name == target or name.endswith(f".{target}") for name in names):
             linear = {
                 name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)

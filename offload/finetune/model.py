@@ -1,4 +1,4 @@
-"""The model that `offload train` is asked for: a preset or a folder, its tokenizer, its weights."""
+"""The model of `offload train`: a preset or a folder, with tokenizer and weights."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ APART = frozenset(
     "cohere gemma gemma2 gemma3_text gpt2 gpt_neox gptj granite llama mistral mixtral olmo olmo2 phi phi3 qwen2 qwen3 "
     "qwen3_moe smollm3 stablelm starcoder2".split()
 )
-"""Families whose masks follow positions; a test holds each. Others have none, or let documents see each other."""
+"""Model families whose attention masks follow `position_ids`, so that documents of one row do not attend to each other.
+A test covers each. Other families ignore positions or let documents attend to each other."""
 
 _ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Nothing is downloaded, and no code of a folder is run, nor is anybody asked whether it should be."""
+"""Keyword arguments that prevent downloads, code of a folder, and the question whether such code may run."""
 
 
 def find_folder(name: str) -> Path | None:
-    """The folder that `name` is, or None for a preset. Raises `ConfigError` where it is neither."""
+    """Returns the folder that `name` is, or None for a preset.
+
+    Raises:
+        ConfigError: `name` is neither.
+    """
     path = Path(name)
     if not path.is_dir():
         check_name(name)
@@ -38,21 +43,35 @@ def find_folder(name: str) -> Path | None:
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The folder's own tokenizer. Raises `ConfigError` where it has none that can be read."""
+    """Returns the tokenizer of a model folder.
+
+    Raises:
+        ConfigError: the folder contains no readable tokenizer.
+    """
     transformers = require_transformers()
     try:
         found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
-    if not found.tokenize("what a tokenizer makes of words"):  # of a folder without its files some classes make one
+    # Some classes build an empty one without any file.
+    if not found.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} has no tokenizer: put the files of one there, such as tokenizer.json")
     return found
 
 
 def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> tuple[nn.Module, str]:
-    """The model, and where its weights come from, in words. Raises `ConfigError` and `StoreError`.
+    """Returns the model, and a line on the source of its weights.
 
-    Safetensors are read by `initialize`, a layer at a time; weights in other files are in RAM as a whole.
+    `initialize` reads safetensors later, one layer at a time. Weights in other files are loaded into RAM at once.
+
+    Args:
+        name: preset, or path of the folder.
+        folder: the model folder; None for a preset.
+        content: the run's config.
+
+    Raises:
+        ConfigError: the model cannot be built.
+        StoreError: a weight file cannot be read.
     """
     if folder is None:
         with init(content):
@@ -71,6 +90,7 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
         with init(content):
             fresh: nn.Module = auto.from_config(shape)
         return fresh, f"{folder} has no weights: its model is trained from scratch"
+    # Errors of this library name the cause already; all others get the folder's name below.
     except OffloadError:
         raise
     except Exception as error:  # safetensors and tokenizers raise classes of their own
@@ -78,18 +98,20 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
 
 
 def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
-    """Raise `ConfigError` where sequences of so many tokens, or such tokens, do not fit the model."""
+    """Raises `ConfigError` if sequences of `seq_len` tokens or token ids up to `largest_id` do not fit the model."""
     whole: Any = model.config
     config = whole.get_text_config()
     check_positions(config, seq_len)
+    # On a GPU such a token would be an asynchronous assertion failure, without a usable message.
     if largest_id >= config.vocab_size:
         raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
 
 
 def make_ready(model: Any, gradient_checkpointing: bool) -> None:
-    """Set what training wants of a model of transformers: the loss of a language model. Its config stays as it is."""
+    """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed."""
     if getattr(model, "loss_type", "") is None:
-        model.loss_type = "ForCausalLM"  # what the library would take, after a warning
+        # The library's own fallback, without the warning.
+        model.loss_type = "ForCausalLM"
     if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         try:
@@ -99,10 +121,10 @@ def make_ready(model: Any, gradient_checkpointing: bool) -> None:
 
 
 def without_cache(model: nn.Module) -> dict[str, Any]:
-    """What a forward is told so that it keeps no keys and values, for which training has no use."""
+    """Returns the keyword arguments with which a forward keeps no key-value cache; training does not use one."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
 def keeps_documents_apart(folder: Path | None) -> bool:
-    """Whether documents in one row do not see each other where positions begin anew; all presets do so."""
+    """Returns True if documents of one row do not attend to each other when positions restart; true for all presets."""
     return folder is None or json.loads((folder / "config.json").read_text()).get("model_type") in APART

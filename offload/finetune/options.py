@@ -1,4 +1,4 @@
-"""What `offload train` was asked for, and how it becomes one config with what a config file says. Pure functions."""
+"""Options of `offload train`, and their merge with a config file into one config. All functions are pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEFAULT_STEPS = 200
 DEFAULT_WARMUP = 0.03
 DEFAULT_CLIP = 1.0
 DEFAULT_DECAY = 0.1
-"""Of matrices; see `decay_groups`."""
+"""Weight decay of matrices; see `decay_groups`."""
 
 
 class Start(enum.Enum):
-    """What training starts from, which decides the learning rate where nobody gives one."""
+    """The starting point of training, which determines the default learning rate."""
 
     SCRATCH = 3e-4
     WEIGHTS = 2e-5
@@ -29,12 +29,12 @@ class Start(enum.Enum):
 
     @property
     def lr(self) -> float:
-        """The learning rate by default."""
+        """Returns the default learning rate."""
         return self.value
 
     @classmethod
     def of(cls, folder: Path | None, adapters: bool = False) -> Start:
-        """What training of a model folder starts from, or that of a preset, which is None."""
+        """Returns the starting point for a model folder, or for a preset if `folder` is None."""
         if adapters:
             return cls.ADAPTERS
         has_weights = folder is not None and any(any(folder.glob(f"*.{kind}")) for kind in ("safetensors", "bin"))
@@ -42,14 +42,14 @@ class Start(enum.Enum):
 
 
 def recipe(start: Start) -> dict[str, Any]:
-    """What a config says of learning by default, as this command does it; its schedule depends on the steps."""
+    """Returns the command's default settings of learning, without the schedule, which depends on the steps."""
     params = {"lr": start.lr, "weight_decay": DEFAULT_DECAY}
     return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What was asked for. None is what was not typed: the config's value, or else the default, counts."""
+    """Options of the command. None stands for an option not given: the config's value or the default applies."""
 
     model: str = "gpt2-tiny"
     text: tuple[Path, ...] = ()
@@ -87,7 +87,7 @@ class Options:
     trace: str | None = None
 
 
-# option, key in the config, default where neither says
+# Option, key in the config, and default if neither sets a value.
 _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
@@ -106,15 +106,28 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
 def merge(
     file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """One config out of a config file's content and what was typed; and a line for each key that was overruled.
+    """Merges a config file's content with the options.
 
-    Without a file the defaults of the command count; with one, what it does not say means what it means in DeepSpeed,
-    but for the learning rate, which may be "auto" or absent, for bf16.enabled "auto", which is --dtype auto, and for
-    the schedule, which `schedule` sets once the number of steps is known.
+    Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with three
+    exceptions: the learning rate may be "auto" or absent, bf16.enabled "auto" means --dtype auto, and `schedule` sets
+    the schedule once the number of steps is known.
+
+    Args:
+        file: content of the config file, which stays as it is; None without one.
+        options: the options; they override the file.
+        start: determines the default learning rate.
+
+    Returns:
+        The merged config, and a line for each key of the file that an option overrides.
+
+    Raises:
+        ConfigError: a block of the file is not an object.
     """
+    # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
     lines: list[str] = []
     for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
+        # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:
             _overrule(merged, path, typed, f"--{name.replace('_', '-')}", lines)
@@ -128,6 +141,7 @@ def merge(
     _merge_batch(merged, options, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
+        # A value that is not a block is left for `load_config` to refuse.
         zero.setdefault("stage", 3)
     merged.setdefault("optimizer", {}).setdefault("type", "AdamW")
     _merge_line(merged, lines)
@@ -142,10 +156,11 @@ _PATHS = (
 
 
 def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> None:
-    """Typed paths stand for all three keys; the default counts where none of them is there."""
+    """Merges the swap folders. Given paths replace all three keys; the default applies if no key is set."""
     named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
     if typed:
         for path, value in named.items():
+            # A single folder may be a string in the file and a list of one here; both mean the same.
             if value not in (typed, *(typed if len(typed) == 1 else ())):
                 lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_words(value)}")
             _get(merged, path[:-1]).pop("nvme_path")
@@ -154,7 +169,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 
 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
-    """--dtype stands for the blocks of all modes; auto leaves bf16 open."""
+    """Merges --dtype, which replaces the blocks of all modes; "auto" leaves the choice to the machine."""
     bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
     wishes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
     for mode, wish in wishes.items():
@@ -165,14 +180,14 @@ def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
 
 
 def chooses_dtype(merged: Mapping[str, Any]) -> bool:
-    """Whether a merged config leaves it to the machine: by default, by --dtype auto or by bf16.enabled "auto"."""
+    """Returns True if the merged config leaves the dtype to the machine, by default or by an explicit "auto"."""
     return any(_get(merged, (mode, "enabled")) == "auto" for mode in ("bf16", "bfloat16"))
 
 
 def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> None:
-    """--batch-size is a micro-batch on each rank, --accumulation how many of them make a step.
+    """Merges --batch-size, sequences of a micro-batch per rank, and --accumulation, micro-batches of a step.
 
-    The file's train_batch_size stays where one of the two is still open, and else gives way.
+    The file's train_batch_size stays if one of the two is still open; else train_batch_size is removed.
     """
     typed = {
         "train_micro_batch_size_per_gpu": ("--batch-size", options.batch_size),
@@ -193,10 +208,21 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
 
 
 def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A merged config with the learning rates of `steps` steps, and a line for what was overruled.
+    """Sets the learning-rate schedule of a merged config.
 
-    A file's schedule stays unless another was typed; where it has none, as in a file for a Trainer that makes its own,
-    it is a cosine after a warm-up of 3 %.
+    A file's schedule stays unless an option names another. Without one, as in a file for a Trainer that creates its
+    own, the schedule is a cosine after a warm-up of 3 %.
+
+    Args:
+        content: a merged config, which stays as it is.
+        options: the options.
+        steps: steps of the training.
+
+    Returns:
+        A config with the schedule, and a line if an option overrides the file's.
+
+    Raises:
+        ConfigError: the warm-up is longer than the training.
     """
     content, lines = dict(content), []
     before = content.get("scheduler")
@@ -210,7 +236,8 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
         return content | ({"scheduler": block} if block else {}), tuple(lines)
     kind, params = _get(content, ("scheduler", "type")), _get(content, ("scheduler", "params"))
     if str(kind).lower() in ("warmupdecaylr", "warmupcosinelr") and (params is None or isinstance(params, dict)):
-        if _get(params, ("total_num_steps",)) in (None, "auto"):  # a schedule that asks how long training is
+        # The schedule needs the length of the training.
+        if _get(params, ("total_num_steps",)) in (None, "auto"):
             content["scheduler"] = content["scheduler"] | {"params": {**(params or {}), "total_num_steps": steps}}
     return content, ()
 
@@ -220,9 +247,9 @@ def _overrules(flags: Sequence[str]) -> str:
 
 
 def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
-    """The block of a schedule; None for a rate that never changes.
+    """Returns the config block of a schedule; None for a constant rate without warm-up.
 
-    DeepSpeed's schedules have two steps at the start of the warm-up: they get a share of the rate, so as to be of use.
+    DeepSpeed's schedules run two steps at the minimum rate, so the minimum is 1 / rise of the rate: 0 would waste them.
     """
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
@@ -245,7 +272,7 @@ _OF_LEARNING = (
 
 
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
-    """What a merged config says of learning, but for the schedule, each value by its whole key."""
+    """Returns the settings of learning in a merged config, without the schedule, by dotted key."""
     blocks = {name: content[name] for name in _OF_LEARNING if name in content}
     return dict(_flat(blocks)) | {"offload.seed": _get(content, ("offload", "seed")) or 0}
 
@@ -259,10 +286,11 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameters that train, in groups: weight decay is for matrices, not for biases and norms.
+    """Returns the trainable parameters in groups: weight decay applies to matrices, not to biases and norms.
 
     Args:
-        parameters: tensors with `requires_grad` and `ndim`.
+        parameters: tensors with `requires_grad` and `ndim`; frozen ones are left out.
+        weight_decay: weight decay of matrices.
     """
     training = [parameter for parameter in parameters if parameter.requires_grad]
     matrices = [parameter for parameter in training if parameter.ndim > 1]
@@ -272,9 +300,10 @@ def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[st
 
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
-    """This command tells of each step itself: the engine does not print another line."""
+    """Turns off the engine's own line per step, since the command shows a progress line."""
     asked = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
+    # The key may be absent or infinite, which DeepSpeed users write to turn the line off.
     if asked or isinstance(every, int | float):
         if isinstance(every, int | float) and 0 < every < math.inf:
             asked.insert(0, "steps_per_print")
@@ -293,9 +322,11 @@ def _get(content: Any, path: tuple[str, ...]) -> Any:
 
 
 def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    # Blocks on the way are created; anything else than a block there is the user's error.
     for depth, key in enumerate(path[:-1], 1):
         inner = content.get(key)
-        if inner is None or inner is True or inner is False:  # "zero_optimization": true is a stage
+        # DeepSpeed reads "zero_optimization": true as stage 1.
+        if inner is None or inner is True or inner is False:
             inner = {} if inner is None or key != "zero_optimization" else {"stage": int(inner)}
         if not isinstance(inner, dict):
             raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_words(inner)}")
@@ -305,21 +336,22 @@ def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
 
 
 def _words(value: Any) -> str:
-    """A value of the config, as it stands there."""
+    """Returns a config value as a text, as in the file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
-    """Set a value that was typed, with a line where it overrules another."""
+    """Sets the value of an option, and adds a line if the value replaces another."""
     before = _get(content, path)
-    unsaid = (None, "auto") if path[0] != "offload" else (None,)  # there "auto" is a choice of its own
+    # In "offload", "auto" is a value of its own.
+    unsaid = (None, "auto") if path[0] != "offload" else (None,)
     if before not in unsaid and before != value:
         lines.append(f"{flag} {_words(value)} overrules {'.'.join(path)} {_words(before)}")
     _set(content, path, value)
 
 
 def check(options: Options) -> None:
-    """Raise `ConfigError` for options that cannot be, or cannot go together."""
+    """Raises `ConfigError` for options that are out of range or contradict each other."""
     for name in ("steps", "batch_size", "accumulation", "seq_len", "save_every", "log_every"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -351,7 +383,13 @@ def check(options: Options) -> None:
 
 
 def keep(content: dict[str, Any]) -> tuple[str, ...]:
-    """Swap files that are to be kept must be durable; `content` asks for that, so that a lack of room is an error."""
+    """Sets the durability that `--keep` needs in `content`, and returns a line about it.
+
+    An explicit "step" turns a lack of disk space into an error, while "auto" would fall back to no durability.
+
+    Raises:
+        ConfigError: the config sets durability "none".
+    """
     path = ("offload", "durability")
     wish = _get(content, path)
     if wish == "none":

@@ -1,4 +1,4 @@
-"""The folder of `--output`: checked before training, and marked as its job's until that has ended."""
+"""The folder of `--output`: checks before training, and a mark of the owning job until the job has ended."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from offload.errors import ConfigError
 from offload.finetune.identity import Identity, differences
 
 _HEADS = ("config.json", "adapter_config.json")
-"""Of a model, and of adapters."""
+"""Config files of a model and of adapters."""
 _TRIED = ".offload-tried-"
-"""A folder that another rank makes at this moment, to see whether it can."""
+"""Prefix of the folder that each rank creates to test for write access; other ranks must ignore the folder."""
 
 
 def check_output(folder: Path | None, may_be_there: bool) -> None:
-    """Raise `ConfigError` where a model cannot be saved to `folder`; `may_be_there` where the run may have done it."""
+    """Raises `ConfigError` if a model cannot be saved to `folder`.
+
+    Args:
+        folder: the folder; None passes.
+        may_be_there: True if this job may have saved to `folder` before, so that files in it are its own.
+    """
     if folder is None:
         return
     if folder.exists() and not folder.is_dir():
@@ -26,8 +31,9 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
     if folder.exists() and not may_be_there and any(not path.name.startswith(_TRIED) for path in folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    # Only an attempt tells: access() is wrong for root and on NFS.
     try:
-        os.rmdir(tempfile.mkdtemp(prefix=_TRIED, dir=above))  # what access() says is not so for root, or on NFS
+        os.rmdir(tempfile.mkdtemp(prefix=_TRIED, dir=above))
     except OSError as error:
         raise ConfigError(
             f"--output {folder} cannot be written: nothing can be made in {above} ({error.strerror}); give another "
@@ -36,11 +42,12 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
 
 
 MARK = ".offload-job.json"
-"""In a folder of checkpoints whose job has not ended: whose they are, so that it may begin again after a kill."""
+"""File with the job's identity, in an output folder whose job has not ended. By the file a killed job that starts again
+recognizes its own folder."""
 
 
 def is_marked(folder: Path | None, mine: Identity) -> bool:
-    """Whether this job, and no other, has written to the folder."""
+    """Returns True if the folder is marked as this job's."""
     try:
         before = {} if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -49,7 +56,7 @@ def is_marked(folder: Path | None, mine: Identity) -> bool:
 
 
 def check_apart(folder: Path | None, config: Config) -> None:
-    """Raise `ConfigError` where a model would lie among the swap files, with which it would be deleted."""
+    """Raises `ConfigError` if `folder` is inside the run folder, whose deletion would delete the model too."""
     if folder is None:
         return
     for drive in config.drives:
@@ -59,5 +66,5 @@ def check_apart(folder: Path | None, config: Config) -> None:
 
 
 def has_model(folder: Path) -> bool:
-    """Whether a model, or adapters, have been saved there."""
+    """Returns True if `folder` contains a saved model or saved adapters."""
     return any((folder / name).is_file() for name in _HEADS)

@@ -1,11 +1,13 @@
-"""What a run will be, before there is one: bytes of every tier, seconds of a step, and what to change first.
+"""Prediction of a run before it starts: bytes in every tier, seconds of a step, and the changes that help most.
 
-hardware   a machine in numbers, probed or described
-shape      a model in numbers: units, what each computes, what a backward keeps
-memory     what goes where, by the functions that a run uses
-timing     a step played by `simulate`
-bound      the least that it can take
-choice     homes and host budget where the user names none, and what to change first
-report     all of it in words and as JSON
-foresee    a run that is about to begin, on the probed machine
+request           the arguments of `offload plan`, turned into a plan
+hardware          a machine in numbers, probed or described
+model_shape       a model in numbers: units, work of each, bytes saved for the backward
+measure_model     rates of compute, scaled to a timed forward and backward of the model
+memory            bytes per tier, from the functions that a run uses
+timing            seconds of a step, played by `simulation`
+bound             a lower bound of these seconds
+recommend         tiers and host budget if the user names none, and the changes that help most
+report            a plan as text and as JSON
+predict_run       the plan of a run that is about to start on the probed machine
 """

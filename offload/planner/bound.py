@@ -1,11 +1,14 @@
-"""The least that a step can take: what its order allows, and what any one thing has to do. No order of moves is faster.
+"""A lower bound of the seconds of a step. No order of moves is faster.
+
+The bound is the larger of two:
 
 order    max over k of (updates up to the k-th use + the first forward from the k-th use on) + the other passes, each
-         the larger of its compute and the reads of weights that cannot be in memory when it begins
-work     all that the drives move; all compute, and where that is the CPU the optimizer's kernel on the same cores
+         the larger of its compute and the reads of weights that cannot be in memory when the pass starts
+work     the larger of all traffic of the drives and all compute; on a CPU, compute includes the optimizer's kernel,
+         which runs on the same cores
 
-An update comes before its unit's next use. Not counted are weights that may be in a lease when the step begins, and the
-writes of the last few tiles, which may go on while the unit is used.
+A unit's update ends before the unit's next use. The bound leaves out weights that may be in a host buffer when the step
+starts, and the writes of the last few tiles, which may overlap the use of the unit.
 """
 
 from __future__ import annotations
@@ -23,17 +26,18 @@ from offload.swapper.memory.host_arena import TILE_BUFFERS
 
 
 class _Updates(NamedTuple):
-    """What some updates come to, together."""
+    """Elements and bytes of several updates together."""
 
     numel: int = 0
     weights: int = 0
-    """Bytes that are read unless leases hold them."""
+    """Bytes that are read unless host buffers already hold them."""
     read: int = 0
     written: int = 0
     spilled: int = 0
-    """Bytes of gradients that were written in the backward, and are among what is read."""
+    """Bytes of gradients written during the backward; `read` includes the same bytes."""
 
     def plus(self, cost: UpdateCost | None) -> _Updates:
+        """Returns the sums with one more update; None is a unit that nothing trains."""
         if cost is None:
             return self
         return _Updates(
@@ -53,22 +57,36 @@ def least(
     rates: Rates,
     tile_numel: int,
 ) -> float:
-    """Seconds of a step whose first forward uses `first`, and whose other forwards and backwards use `others`."""
+    """Returns the seconds below which no step can be.
+
+    Args:
+        first: uses of the step's first forward, in order.
+        others: uses of each other forward and of each backward.
+        memory: the placement and the budgets.
+        costs: one entry per unit; None for a unit that nothing trains.
+        rates: bytes and elements per second.
+        tile_numel: elements of a tile of the update worker.
+    """
     costs = _as_read(costs, memory)
     leased = lease_budgets(memory.parts, memory.placement).host
     tiles = TILE_BUFFERS * tile_numel
+    # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
+    # Weights that neither host buffers nor the device can keep from one pass to the next.
     again = max(0, _weights_on_disk(memory) - leased - memory.placement.moving_nbytes)
     seen: set[int] = set()
     done = _Updates()
     left = order = sum(use.seconds for use in first)
+    # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
     for use in first:
+        # Only the first use of a unit waits for its update.
         if use.unit not in seen:
             seen.add(use.unit)
             done = done.plus(costs[use.unit])
         read = done.read + max(0, done.weights - leased)
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
+            # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
             before = max(before, done.numel / rates.kernel)
         order = max(order, before + left)
         left -= use.seconds
@@ -77,7 +95,7 @@ def least(
 
 
 def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
-    """Without weights that are at home above DISK: they are written for a commit, and never read."""
+    """Returns `costs` without reads of weights whose tier is above DISK: a commit writes them, nothing reads them."""
     return [
         cost if cost is None or tiers[State.WEIGHT] is Tier.DISK else cost._replace(weight_nbytes=0)
         for cost, tiers in zip(costs, memory.placement.tiers, strict=True)
@@ -92,6 +110,16 @@ def _work(
     leased: int,
     again: int,
 ) -> float:
+    """Returns the seconds of the busiest resource: the drives, or the processors.
+
+    Args:
+        first: uses of the step's first forward.
+        others: uses of each other forward and of each backward.
+        costs: one entry per unit; None for a unit that nothing trains.
+        rates: bytes and elements per second.
+        leased: bytes of host buffers for weights.
+        again: bytes of weights that each pass must read again, since no memory holds them.
+    """
     every = _Updates()
     for cost in costs:
         every = every.plus(cost)
@@ -102,13 +130,13 @@ def _work(
 
 
 def _drive_seconds(read: float, written: float, rates: Rates) -> float:
-    """So many bytes, both at once or one after the other, whatever is faster."""
+    """Returns the seconds to read and write these bytes, both at once or one after the other, whichever is faster."""
     if not read + written:
         return 0.0
     return min(read / rates.read + written / rates.written, rates.drive_seconds(read, written))
 
 
 def _weights_on_disk(memory: Memory) -> int:
-    """Bytes at home on DISK."""
+    """Returns the bytes of all weights whose tier is DISK."""
     tiers = zip(memory.parts.nbytes, memory.placement.tiers, strict=True)
     return sum(row[State.WEIGHT] for row, home in tiers if home[State.WEIGHT] is Tier.DISK)

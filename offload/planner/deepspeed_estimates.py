@@ -1,4 +1,7 @@
-"""DeepSpeed's estimators, by its names, with what this library takes: exact from the layout, not a rule of thumb."""
+"""DeepSpeed's memory estimators under DeepSpeed's names, for this library.
+
+The numbers are exact: the functions that place a run compute them from the layout. No rule of thumb is involved.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +18,39 @@ from offload.planner.memory import Room, settings, settle
 from offload.sizes import format_size
 
 _ENDLESS = Room(1 << 62, 1, None)
-"""Room for all, on a device that has none to spare: three of the largest units come and go on it."""
+"""A host without limit and a device without spare memory, which cycles three of the largest units."""
 
+# From the least memory to the most. ZeRO-2 keeps all weights on the GPU, so only the last placements are its own.
 _ZERO_3 = (("nvme", "nvme"), ("cpu", "nvme"), ("cpu", "cpu"), ("none", "cpu"), ("none", "none"))
 _ZERO_2 = tuple(tiers for tiers in _ZERO_3 if tiers[0] == "none")
 
 
 class Estimate(NamedTuple):
-    """Bytes with weights and states at home so."""
+    """Bytes of one placement of weights and optimizer states."""
 
     weights: str
     states: str
     host: int
-    """Of one machine: the host budgets of all its ranks."""
+    """Bytes of one machine: the host budgets of all its ranks."""
     device: int
-    """Of one GPU, without activations."""
+    """Bytes of one GPU, without activations."""
     disk: int
-    """Of one machine: two slots, so every step is durable."""
+    """Bytes of one machine: two slots, so every step is durable."""
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Print what the states of `model` take in each placement; its parameters may be on the meta device.
+    """Prints the bytes of the states of `model` in each placement.
 
-    `additional_buffer_factor` has no effect: all buffers are counted.
+    Args:
+        model: a model whose parameters may be on the meta device.
+        num_gpus_per_node: ranks of one machine.
+        num_nodes: machines.
+        additional_buffer_factor: without effect, since all buffers are counted.
+
+    Raises:
+        ConfigError: `num_gpus_per_node` or `num_nodes` is less than 1.
     """
     _print(_live(model, num_gpus_per_node, num_nodes, _ZERO_3), num_gpus_per_node, num_nodes)
 
@@ -51,7 +62,18 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """The same for a model that is not there: its parameters, and those of its largest layer, such as 2851e6."""
+    """Prints the bytes of the states in each placement, for a model that is given by its size alone.
+
+    Args:
+        total_params: parameters of the model, such as 2851e6; must be integral.
+        largest_layer_params: parameters of the largest layer; must be integral.
+        num_gpus_per_node: ranks of one machine.
+        num_nodes: machines.
+        additional_buffer_factor: without effect, since all buffers are counted.
+
+    Raises:
+        ConfigError: a number is not integral, is less than 1, or the largest layer exceeds the model.
+    """
     found = _cold(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, _ZERO_3)
     _print(found, num_gpus_per_node, num_nodes)
 
@@ -59,14 +81,34 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As `estimate_zero3_model_states_mem_needs_all_live`, with weights on the GPU."""
+    """Prints the same as `estimate_zero3_model_states_mem_needs_all_live`, for placements with weights on the GPU.
+
+    Args:
+        model: a model whose parameters may be on the meta device.
+        num_gpus_per_node: ranks of one machine.
+        num_nodes: machines.
+        additional_buffer_factor: without effect, since all buffers are counted.
+
+    Raises:
+        ConfigError: `num_gpus_per_node` or `num_nodes` is less than 1.
+    """
     _print(_live(model, num_gpus_per_node, num_nodes, _ZERO_2), num_gpus_per_node, num_nodes)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As `estimate_zero3_model_states_mem_needs_all_cold`, with weights on the GPU, in layers of a 32nd each."""
+    """Prints the same as `estimate_zero3_model_states_mem_needs_all_cold`, for placements with weights on the GPU.
+
+    Args:
+        total_params: parameters of the model, such as 2851e6; must be integral. The largest layer is taken as a 32nd.
+        num_gpus_per_node: ranks of one machine.
+        num_nodes: machines.
+        additional_buffer_factor: without effect, since all buffers are counted.
+
+    Raises:
+        ConfigError: a number is not integral or is less than 1.
+    """
     total = _count(total_params)
     found = _cold(total, -(-total // 32), num_gpus_per_node, num_nodes, _ZERO_2)
     _print(found, num_gpus_per_node, num_nodes)
@@ -75,24 +117,36 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimates(
     layouts: Sequence[UnitLayout], ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]
 ) -> list[Estimate]:
-    """What each placement takes, for bf16 and AdamW; `ranks` are those of one of `nodes` machines."""
+    """Returns the bytes of each placement, for bf16 and AdamW.
+
+    Args:
+        layouts: one layout per unit of the model.
+        ranks: ranks of one machine.
+        nodes: machines.
+        tiers: pairs of devices, of the weights and of the optimizer states: "none", "cpu" or "nvme".
+    """
     found = []
     for weights, states in tiers:
+        # All ranks of a machine have equal shards, so one rank's bytes times `ranks` are the machine's.
         memory = settle(layouts, settings(weights, states), _ENDLESS, world_size=ranks * nodes)
         found.append(Estimate(weights, states, ranks * memory.host, memory.device, ranks * memory.stored))
     return found
 
 
 def _live(model: nn.Module, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
+    """Returns the estimates of a model that exists."""
     _check(ranks, nodes)
     return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, tiers)
 
 
 def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
+    """Returns the estimates of `total` parameters in units of `largest`, the remainder in one smaller unit."""
     _check(ranks, nodes)
     if not 1 <= largest <= total:
         raise ConfigError(f"expected a largest layer of 1 to {total} parameters, got {largest}")
+    # As many units of the largest size as fit, and one for the remainder: the layout needs a size for each unit.
     sizes = [largest] * (total // largest) + ([total % largest] if total % largest else [])
+    # One meta tensor per unit suffices: a layout depends on sizes only, and meta tensors allocate no memory.
     layouts = [
         lay_out(f"{index}", [("weight", nn.Parameter(torch.empty(size, device="meta")))], ranks * nodes)
         for index, size in enumerate(sizes)
@@ -101,7 +155,8 @@ def _cold(total: int, largest: int, ranks: int, nodes: int, tiers: Sequence[tupl
 
 
 def _count(number: float) -> int:
-    """A number of parameters, which DeepSpeed's documentation writes as a float."""
+    """Returns a number of parameters as an int; DeepSpeed's documentation writes such numbers as floats."""
+    # bool is a subclass of int.
     if not (isinstance(number, int | float) and not isinstance(number, bool) and number >= 1 and number % 1 == 0):
         raise ConfigError(f"expected a whole number of parameters, as 2851e6, got {number!r}")
     return int(number)
@@ -114,6 +169,7 @@ def _check(ranks: int, nodes: int) -> None:
 
 def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
     print(f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk a machine:")
+    # Printed, not returned, as DeepSpeed's functions do.
     print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | homes")
     for each in found:
         sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk))

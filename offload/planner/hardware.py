@@ -1,4 +1,7 @@
-"""A machine in numbers: probed, or described in a few words, with what had to be assumed."""
+"""A machine in numbers: probed or described, with a list of the assumptions made.
+
+`probed` takes measured rates from `offload probe`; `described` takes published ones from a name such as "RTX 4090".
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,11 @@ from offload.hardware.probe import DriveRates, Probed
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
-"""That AdamW moves for each parameter: weight, what makes a master of it, and moments in and out, and the gradient in;
-an fp16 weight goes out only."""
+"""Bytes that AdamW moves for each parameter. The weight, the low bits of the master and the moments are read and
+written; the gradient is read. An fp16 weight is written only."""
 _ITEMSIZES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
+# Fractions of published figures that a described machine is assumed to reach; `described` lists each as an assumption.
 _MATMUL_SHARE = 0.5
 _DEVICE_SHARE = 0.7
 _HOST_SHARE = 0.9
@@ -25,22 +29,22 @@ _USABLE_RAM = 0.9
 _DRIVE = (7e9, 5e9)
 _RAM_BANDWIDTH = 50e9
 _HANDED_SECONDS = 0.4e-3
-"""On two cores at some 3 GHz, for units of up to a dozen parameters."""
+"""Measured on two cores at about 3 GHz, for units of up to a dozen parameters."""
 
 
 class Gpu(NamedTuple):
-    """As its maker publishes it."""
+    """A GPU's published figures."""
 
     name: str
     memory: int
     flops: float
-    """Dense, bf16 and fp16, sums in fp32, a second."""
+    """Dense operations per second in bf16 and fp16, accumulated in fp32."""
     flops_fp32: float
-    """The same in fp32, by its plain units: torch takes TF32 only where it is told to."""
+    """Dense operations per second in fp32, by the CUDA cores: torch uses TF32 only on request."""
     bandwidth: float
-    """Of its own memory, bytes a second."""
+    """Bytes per second of the GPU's own memory."""
     link: float
-    """Bytes a second that copies from pinned memory reach: of PCIe 3, 4 and 5 with 16 lanes 12, 25 and 50 GB/s."""
+    """Bytes per second that copies from pinned memory reach: 12, 25 and 50 GB/s for 16 lanes of PCIe 3, 4 and 5."""
 
 
 GPUS = (
@@ -55,107 +59,122 @@ GPUS = (
     Gpu("H100", 80 * GIB, 989e12, 67e12, 3350e9, 50e9),
     Gpu("H200", 141 * GIB, 989e12, 67e12, 4800e9, 50e9),
 )
-"""Of NVIDIA's data sheets and of its white papers of Ampere (GA102), Ada and Blackwell; H100 and H200 are those on SXM
-boards."""
+"""Figures from NVIDIA's data sheets and its white papers on Ampere (GA102), Ada and Blackwell. H100 and H200 are the
+SXM versions."""
 
 
 class Drive(NamedTuple):
-    """One drive, in bytes and bytes a second."""
+    """A drive, in bytes and bytes per second."""
 
     name: str
     read: float
     write: float
     mixed: float
-    """Half of the bytes read and half written, both at once."""
+    """Total rate while half of the bytes are read and half written, both at once."""
     free: int | None = None
-    """None where nobody knows."""
+    """Free bytes; None if unknown."""
 
 
 class Measured(NamedTuple):
-    """A forward and backward of one micro-batch of a model, run on the machine."""
+    """A timed forward and backward of one micro-batch of a model on this machine."""
 
     layers: int
+    """Layers that were run."""
     of: int
-    """Layers that the model has."""
+    """Layers of the model."""
     seconds: float
-    """The mean of some passes, since a training has slow moments too."""
+    """Mean of several passes. A minimum would leave out the slow moments that training meets too."""
     by_probe_seconds: float
-    """What the probe's rates come to for the same layers."""
+    """Prediction by the probe's rates for the same layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """All that a prediction counts with, for weights of one dtype. Rates are of a second."""
+    """The machine's side of a prediction, for weights of one dtype. All rates are per second."""
 
     name: str
     dtype: str
-    """bf16, fp16 or fp32: what rates of products, elementwise work, optimizer and gradients are of."""
+    """bf16, fp16 or fp32. The rates of products, elementwise work, optimizer and gradients are those of this dtype."""
     gpu_memory: int
-    """Bytes that training may take; 0 where the CPU computes."""
+    """Bytes of GPU memory that training may take; 0 if the CPU computes."""
     ram: int
-    """Bytes that training may take."""
+    """Bytes of host memory that training may take."""
     matmul: float
     """Floating-point operations of matrix products."""
     weights: float
-    """Bytes of weights that a product takes in, beside its operations."""
+    """Bytes of weights that matrix products read; the time adds to that of their operations."""
     fresh: float
-    """Bytes of new memory that are filled on the device."""
+    """Bytes of newly allocated device memory that can be filled."""
     elementwise: float
-    """Bytes of other work on the device."""
+    """Bytes that all other work on the device reads and writes."""
     upload: float
-    """Bytes to the device."""
+    """Bytes copied to the device."""
     download: float
+    """Bytes copied from the device."""
     memory: float
     """Bytes of host memory, read and written."""
     optimizer: float
-    """Parameters that AdamW steps on the host."""
+    """Parameters that AdamW updates on the host."""
     device_optimizer: float
-    """The same on the device."""
+    """Parameters that AdamW updates on the device."""
     gradient: float
-    """Parameters whose gradient is stored and its squares summed."""
+    """Parameters whose gradient is stored in host memory, with the sum of its squares."""
     handed_seconds: float
-    """In which a unit's weights are given to a use and taken back while nothing computes; a GPU has work meanwhile."""
+    """Seconds to bind a unit's weights to a use and to release them. On a CPU nothing computes meanwhile; on a GPU
+    queued work does, so the value is 0."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
-    """Sentences: what was neither measured nor given."""
+    """Sentences, one per assumption that was neither measured nor given."""
     measured: Measured | None = None
-    """What the rates of compute were scaled to; None where they are the probe's own."""
+    """The timing to which the rates of compute are scaled; None if they are the probe's own."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a weight, and of its gradient."""
+        """Returns the bytes of one weight, and of one element of its gradient."""
         return _ITEMSIZES[self.dtype]
 
     @property
     def on_cpu(self) -> bool:
+        """Returns True if the CPU computes."""
         return self.gpu_memory == 0
 
     @property
     def read(self) -> float:
-        """Bytes a second that all drives read together."""
+        """Returns the bytes per second that all drives together read."""
         return sum(drive.read for drive in self.drives)
 
     @property
     def written(self) -> float:
-        """Bytes a second that all drives write together."""
+        """Returns the bytes per second that all drives together write."""
         return sum(drive.write for drive in self.drives)
 
     @property
     def mixed(self) -> float:
-        """Bytes a second that all drives read and write, while they do both."""
+        """Returns the bytes per second that all drives together move while they read and write at once."""
         return sum(drive.mixed for drive in self.drives)
 
 
 def find_gpu(text: str) -> tuple[Gpu, str | None]:
-    """A GPU by its name, "4090", "a100-80gb", or the slowest that has so much memory, "24GB"; and what is assumed."""
+    """Returns the GPU that `text` names, and an assumption in words or None.
+
+    Args:
+        text: a name or a part of one, such as "4090" or "a100-80gb", or a memory size such as "24GB". A size selects
+            the smallest and slowest RTX card with that much memory, or else the smallest and slowest other GPU.
+
+    Raises:
+        ConfigError: `text` is neither.
+    """
     wanted = re.sub(r"[^a-z0-9]", "", text.lower())
     named = [gpu for gpu in GPUS if wanted and wanted in re.sub(r"[^a-z0-9]", "", gpu.name.lower())]
     size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
-    nbytes = 0 if size is None else int(float(size[1]) * GIB)  # what is sold as 24 GB has 24 GiB
+    # GPUs sold as 24 GB contain 24 GiB.
+    nbytes = 0 if size is None else int(float(size[1]) * GIB)
+    # Without a size, the entry with the most memory represents the name: "A100" is the one of 80 GB.
     if size is None and named:
         return max(named, key=lambda gpu: gpu.memory), None
     if nbytes:
         of_size = sorted((gpu for gpu in GPUS if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
+        # A bare memory size usually means a consumer card, so RTX cards are preferred.
         like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or GPUS[-1:])[0]
         return like._replace(
             name=f"GPU of {format_size(nbytes)}", memory=nbytes
@@ -165,7 +184,15 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
 
 
 def parse_drive(text: str) -> Drive:
-    """ "7GB/s,4GB/s" reads and writes so much, "7GB/s" both; "7GB/s,4GB/s,2TB" has 2 TB free."""
+    """Returns the drive that `text` describes.
+
+    Args:
+        text: "READ", "READ,WRITE" or "READ,WRITE,FREE", such as "7GB/s,4GB/s,2TB". Without WRITE, READ is the rate of
+            both.
+
+    Raises:
+        ConfigError: `text` is in another form.
+    """
     fields = [field.strip() for field in text.split(",")]
     try:
         if not 1 <= len(fields) <= 3:
@@ -180,7 +207,14 @@ def parse_drive(text: str) -> Drive:
 
 
 def parse_rate(text: str) -> float:
-    """Bytes a second of "7GB/s". A number alone is none: "7" is meant as gigabytes and would be seven bytes."""
+    """Returns the bytes per second of a text such as "7GB/s".
+
+    A number without a unit is refused: a user who types "7" means gigabytes, and seven bytes would be the result.
+
+    Raises:
+        ConfigError: `text` is not a rate, or is one in bits.
+    """
+    # "Gb" are gigabits and "GB" are gigabytes: the check below refuses bits instead of being wrong by a factor of 8.
     words = re.sub(r"/s$", "", text.strip(), flags=re.IGNORECASE)
     if re.search(r"[a-z]b$", words, re.IGNORECASE) and words.endswith("b") and not words.islower():
         raise ConfigError(f"{text!r} are bits a second; give bytes, such as '7GB/s'")
@@ -199,14 +233,25 @@ def described(
     dtype: str = "bf16",
     autocast: bool = False,
 ) -> Hardware:
-    """A machine that need not be there. `memory` and `link` are bytes a second of RAM and of PCIe.
+    """Returns a machine that need not exist, from published figures. `Hardware.assumed` lists every assumption.
 
-    With `autocast` fp32 weights are multiplied in bf16.
+    Args:
+        gpu: a text for `find_gpu`.
+        ram: bytes of RAM; by default 64 GiB.
+        drives: drives for swap files; by default one of 7 and 5 GB/s.
+        memory: bytes per second of RAM.
+        link: bytes per second of PCIe, each way.
+        dtype: bf16, fp16 or fp32.
+        autocast: True if fp32 weights are multiplied in bf16.
+
+    Raises:
+        ConfigError: `gpu` is None or unknown.
     """
     if gpu is None:
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
     found, like = find_gpu(gpu)
     assumed = [] if like is None else [like]
+    # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
     flops = found.flops_fp32 if dtype == "fp32" and not autocast else found.flops
     assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {flops / 1e12:.0f} Tflop/s")
     assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
@@ -219,6 +264,7 @@ def described(
         assumed.append(f"there are {format_size(ram)} of RAM")
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
     if not drives:
+        # The mixed rate is the harmonic mean: reading and writing at once takes as long as one after the other.
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
         assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
     else:
@@ -230,14 +276,17 @@ def described(
         gpu_memory=int(_USABLE_RAM * found.memory),
         ram=int(_USABLE_RAM * ram),
         matmul=_MATMUL_SHARE * flops,
+        # Published figures contain one bandwidth, so all memory-bound rates are equal here.
         weights=_DEVICE_SHARE * found.bandwidth,
         fresh=_DEVICE_SHARE * found.bandwidth,
         elementwise=_DEVICE_SHARE * found.bandwidth,
         upload=link or found.link,
         download=link or found.link,
         memory=bandwidth,
+        # The optimizer is limited by memory: its rate is bandwidth divided by bytes per parameter.
         optimizer=_HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
         device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
+        # Each element of a gradient is read once and written once.
         gradient=_HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
         handed_seconds=0.0,
         drives=tuple(drives),
@@ -248,11 +297,20 @@ def described(
 def probed(
     found: Probed, free_host: int, folders: Sequence[str] = (), dtype: str = "bf16", autocast: bool = False
 ) -> Hardware:
-    """The machine that was measured. `folders` choose among its drives, each once; by default the last one counts.
+    """Returns the machine that `offload probe` measured.
 
-    With `autocast` fp32 weights are multiplied in bf16.
+    Args:
+        found: the stored probe.
+        free_host: bytes of RAM that training may take.
+        folders: folders on the drives to use; each drive counts once. The default is the drive that was probed last.
+        dtype: bf16, fp16 or fp32.
+        autocast: True if fp32 weights are multiplied in bf16.
+
+    Raises:
+        ConfigError: the drive of a folder was not probed.
     """
     rates, of, gpu = found.rates, found.rates.by_dtype[dtype], found.machine["gpu"]
+    # `dict.fromkeys` keeps the order and counts a drive once if several folders are on it.
     measured = dict.fromkeys(_measured(found, each) for each in folders) if folders else found.drives[-1:]
     drives = tuple(map(_drive, measured))
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
@@ -283,7 +341,7 @@ def probed(
 
 
 def _measured(found: Probed, folder: str) -> DriveRates:
-    """What was measured in this folder, or else in another one of the same file system."""
+    """Returns the rates measured in `folder`, or else in another folder of the same file system."""
     path = os.path.realpath(folder)
     for each in found.drives:
         if each.path == path:
@@ -296,7 +354,8 @@ def _measured(found: Probed, folder: str) -> DriveRates:
 
 
 def _file_system(path: str) -> int:
-    """The number of the one on which `path` lies, or will lie."""
+    """Returns the device number of the file system of `path`, which need not exist yet."""
+    # The folder may not exist yet: its first existing parent is on the same file system.
     while not os.path.exists(path):
         path = os.path.dirname(path)
     return os.stat(path).st_dev

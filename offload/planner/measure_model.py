@@ -1,9 +1,9 @@
-"""What a model really computes in on this machine: its own forward and backward, timed, in place of the probe's rates.
+"""Rates of compute from the model itself: a timed forward and backward replaces the probe's rates.
 
-    the model, or as many of its layers as fit ─► seconds of a micro-batch ─► rates by which a prediction has them
+    the model, or as many of its layers as fit ─► seconds of a micro-batch ─► rates that predict these seconds
 
-A probe's rates are those of products and sums of one size each. What a model does between its products differs up to
-twofold from one to another.
+A probe measures products and sums of one size each. The work between a model's products differs up to twofold from one
+model to another.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
 
 _SHARE = 0.5
-"""Of what is free, for the layers that are run and all that they make."""
+"""Fraction of free memory for the layers that are run and all tensors that they allocate."""
 _PASS_SECONDS = 20.0
-"""Of a forward and backward at most, as the probe's rates have it: fewer layers where all would take longer."""
+"""Upper limit of one forward and backward, predicted by the probe's rates. Fewer layers are run if all take longer."""
 _ENOUGH_SECONDS = 10.0
+"""Measured time after which no further pass starts, once the least number of passes is done."""
 _PASSES = range(3, 16)
-"""The least that are counted, and the most."""
+"""Passes that are counted: the first and the last element are the least and the most."""
 
 Tell = Callable[[str, float], None]
-"""Is told what is done next, and how much of all is done by then, from 0 to 1."""
+"""Receives a description of the next operation, and the fraction of all work done so far, from 0 to 1."""
 
 
 def measured(
@@ -45,10 +46,18 @@ def measured(
     units: Sequence[str] = (),
     tell: Tell = lambda *_: None,
 ) -> Hardware:
-    """The same machine, its rates of compute such that they come to what the model takes on it.
+    """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes.
 
-    `shape` is that of a preset or a folder, in `dtype` and cut into `units`. Takes up to some minutes, and half of the
-    memory that is free. Raises `ConfigError` where not even one layer has room, or the model cannot be run.
+    Args:
+        hardware: this machine, with the probe's rates.
+        shape: the shape of a preset or a model folder, in `dtype` and divided into `units`.
+        load: the micro-batch to run.
+        dtype: dtype of the weights.
+        units: names of the units, as in the config; none for the default division.
+        tell: receives the progress.
+
+    Raises:
+        ConfigError: half of the free memory has no room for one layer, or the model cannot be run.
     """
     layers = int(config_of(shape.name).get_text_config().num_hidden_layers)
     part, taken = _that_fits(hardware, shape, layers, load, dtype, units)
@@ -61,6 +70,7 @@ def measured(
             f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
         ) from error
     predicted = compute_seconds(part, hardware, load.batch)
+    # One factor for all rates of compute: a single time cannot tell products from other work.
     slower = seconds / predicted
     return replace(
         hardware,
@@ -73,7 +83,7 @@ def measured(
 
 
 def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
-    """A forward and backward of the model alone, as rates have it: no gradient is on its way to anywhere."""
+    """Returns the predicted seconds of a forward and backward of the model alone, without any copy of gradients."""
     alone = replace(hardware, handed_seconds=0.0)
     first = forward(shape, alone, batch)
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
@@ -83,10 +93,11 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
 def _that_fits(
     hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Sequence[str]
 ) -> tuple[Shape, int]:
-    """The model if all of it fits, which is `shape`; else so many of its layers as do."""
+    """Returns the shape to run and its number of layers: `shape` itself if all of it fits, else one of fewer layers."""
     most = (int(_SHARE * _free(hardware)), _PASS_SECONDS)
 
     def takes(each: Shape) -> tuple[float, float]:
+        """Returns the bytes and seconds that a shape needs."""
         return _nbytes(each, load.batch, dtype), compute_seconds(each, hardware, load.batch)
 
     whole = takes(shape)
@@ -94,16 +105,19 @@ def _that_fits(
         return shape, layers
     one = _of(shape, 1, dtype, units)
     least = takes(one)
+    # A config whose number of layers has no effect cannot be reduced either.
     if one.parameters >= shape.parameters or least[0] > most[0]:
         raise ConfigError(
             f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
             f"{format_size(most[0])} may be taken: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
+    # Both limits apply, bytes and seconds, each interpolated linearly between one layer and all layers.
     taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
 
 def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> Shape:
+    """Returns the shape of the same model reduced to `layers` layers."""
     try:
         return from_name(shape.name, shape.sequence, dtype, units, layers)
     except ConfigError as error:
@@ -113,7 +127,15 @@ def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> 
 
 
 def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> int:
-    """Of so many equal layers, how many come to at most `room`; one at least."""
+    """Returns the number of equal layers that need at most `room`, at least one.
+
+    Args:
+        layers: layers of the model.
+        one: need of the model with one layer, in bytes or seconds.
+        all_of_them: need of the model with all layers.
+        room: the limit, in the same unit.
+    """
+    # The difference between the two needs is that of `layers - 1` layers: embedding and head are part of both.
     each = (all_of_them - one) / max(layers - 1, 1)
     if all_of_them <= room or each <= 0:
         return layers
@@ -121,7 +143,7 @@ def _layers_within(layers: int, one: float, all_of_them: float, room: float) -> 
 
 
 def _free(hardware: Hardware) -> int:
-    """Bytes that are free where the model will run, whatever machine is planned for."""
+    """Returns the free bytes of this machine's device, which may be fewer than those of the planned machine."""
     if hardware.on_cpu:
         return min(hardware.ram, free_host_memory())
     return min(hardware.gpu_memory, torch.cuda.mem_get_info()[0])
@@ -132,7 +154,7 @@ def _device(hardware: Hardware) -> torch.device:
 
 
 def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
-    """Weights, what a micro-batch keeps and makes, and gradients until they are dropped."""
+    """Returns the bytes of weights, of a micro-batch's activations, and of gradients until they are freed."""
     largest = max(layout.numel for layout in shape.layouts)
     return (shape.parameters + 2 * largest) * dtype.itemsize + activations(shape, Load(batch))
 
@@ -140,7 +162,19 @@ def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
 def _seconds(
     config: Any, batch: int, sequence: int, dtype: torch.dtype, device: torch.device, tell: Tell = lambda *_: None
 ) -> float:
-    """The mean of some passes, after the first one. Gradients are dropped as they come, as paging takes them away."""
+    """Returns the mean seconds of several forwards and backwards, after a first one that is not counted.
+
+    Each gradient is freed as soon as autograd has accumulated the gradient, as paging would move the gradient away.
+
+    Args:
+        config: the transformers config of the model, which gets random weights.
+        batch: sequences of a micro-batch.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        device: device that computes.
+        tell: receives the progress.
+    """
+    # The caller may be a test or a notebook: its random state must stay as it is.
     with torch.random.fork_rng():
         with device:
             model = model_of(config, dtype)
@@ -156,19 +190,21 @@ def _seconds(
             start = time.perf_counter()
             model(input_ids=ids, labels=ids).loss.backward()
             if device.type == "cuda":
-                torch.cuda.synchronize(device)  # it is what is measured
+                # Kernels run asynchronously, and their end is measured.
+                torch.cuda.synchronize(device)
             taken.append(time.perf_counter() - start)
+    # The first pass allocates memory and chooses kernels.
     return statistics.fmean(taken[1:])
 
 
 def _done(taken: Sequence[float]) -> float:
-    """How much of all passes these are: whichever ends them first."""
+    """Returns the fraction of all passes that is done, by the limit that is reached first."""
     least = len(taken) / (_PASSES[0] + 1)
     return min(least, max(sum(taken) / _ENOUGH_SECONDS, len(taken) / (_PASSES[-1] + 1)))
 
 
 def _as_in_training(values: torch.Tensor) -> torch.Tensor:
-    """The same values on 2 MiB pages, where training has its weights: products of large ones are faster from there."""
+    """Returns a copy of `values` on 2 MiB pages, as in training: large products run faster from such pages."""
     memory = torch.frombuffer(aligned_empty(values.nbytes), dtype=values.dtype) if values.numel() else values
     return memory.view(values.shape).copy_(values)
 

@@ -1,6 +1,7 @@
-"""What goes where, in bytes: decided by the functions that a run decides by, from the same config.
+"""Bytes of a run in every tier.
 
-A run that finds as much free memory and disk as the plan was told holds what the plan says, byte for byte.
+The functions that place a run also make the plan, from the same config. A run that finds the same free memory and disk
+as the plan assumed uses exactly the planned bytes.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from offload.states import State, Tier
 from offload.swapper.modes import ADAM, Mode
 
 PATH = "/mnt/nvme"
-"""Where the swap files of a machine that is not there would lie."""
+"""Folder for swap files in the config of a described machine."""
 
 
 class Room(NamedTuple):
-    """What a machine has for a run, in bytes."""
+    """Free memory and disk for a run, in bytes."""
 
     host: int
     device: int
-    """0 where the CPU computes."""
+    """0 if the CPU computes."""
     disk: int | None
-    """None where nobody knows."""
+    """None if unknown."""
     drives: int = 1
 
 
 class Row(NamedTuple):
-    """Bytes of one thing in each tier."""
+    """One line of the plan's table: bytes of one item in each tier."""
 
     name: str
     device: int = 0
@@ -53,7 +54,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Every byte of a run, but for activations and libraries."""
+    """Every byte of a run, except activations and libraries."""
 
     config: Config
     mode: Mode
@@ -66,31 +67,33 @@ class Memory:
 
     @property
     def least_host(self) -> int:
-        """Bytes of the smallest host budget that works."""
+        """Returns the bytes of the smallest host budget that works."""
         return sum(least_host(self.parts, self.mode, wish_of(self.config), self.machine))
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """All of it: states where they are at home and in the files, then the memory that works on them."""
+        """Returns one row per state, with its tier and its swap files, then one per kind of working memory."""
         return (*_states(self), *_working(self))
 
     @property
     def total(self) -> Row:
+        """Returns the sums of all rows."""
         rows = self.rows
         return Row("all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True)))
 
     @property
     def host(self) -> int:
-        """Bytes of the host arena."""
+        """Returns the bytes of the host arena."""
+        # The classes divide the arena completely.
         return sum(self.placement.classes)
 
     @property
     def device(self) -> int:
-        """Bytes of the device arena."""
+        """Returns the bytes of the device arena."""
         return self.placement.device_nbytes
 
     def at_home_on_disk(self, *states: State) -> int:
-        """Bytes of these states that DISK is the home of, in one slot."""
+        """Returns the bytes of these states whose tier is DISK, counted for one slot."""
         return sum(
             nbytes
             for row, tiers in zip(self.parts.nbytes, self.placement.tiers, strict=True)
@@ -100,37 +103,38 @@ class Memory:
 
     @property
     def stored(self) -> int:
-        """Bytes of the states file, on all drives together."""
+        """Returns the bytes of the states file, on all drives together."""
         return self.placement.store(self.parts, self.slots).nbytes
 
     @property
     def spilled(self) -> int:
-        """Bytes of the files in which gradients wait."""
+        """Returns the bytes of the files to which gradients spill."""
         return sum(align_up(self.parts.nbytes[unit][State.GRAD]) for unit in self.placement.spilled)
 
     @property
     def export(self) -> int:
-        """Bytes that an export of the weights would take beside."""
+        """Returns the bytes that an export of the weights takes in addition."""
         return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
 def settle(
     layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
 ) -> Memory:
-    """Returns the memory of a run on the first of its ranks, decided as `initialize` decides it.
+    """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
     Args:
-        layouts: of every unit of the model.
+        layouts: one layout per unit of the model.
         content: a config in DeepSpeed's form.
-        room: the machine's.
+        room: the machine's free memory and disk.
         accumulation: micro-batches of a step.
         world_size: ranks of the run.
 
     Raises:
-        ConfigError: where the config is wrong, or the drives have no room for what it asks.
-        BudgetError: where a budget is too small.
+        ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
+        BudgetError: a budget is too small.
     """
     config = load_config(content)
+    # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
         free_device=room.device,
@@ -142,12 +146,14 @@ def settle(
         MemoryRequest(
             config=config,
             layouts=tuple(layouts),
+            # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
             optimizer=ADAM if config.optimizer is None else rule_name(config.optimizer),
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
         )
     )
+    # The steps below are those of `initialize`, in the same order.
     wanted = wanted_slots(placed, on_disk=placed.placement.on_disk)
     plan = plan_memory(placed, wanted, _no_room(placed, wanted, room))
     return Memory(
@@ -163,7 +169,11 @@ def settle(
 
 
 def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:
-    """Returns a notice where the disk has no room for two slots; `ConfigError` where it must have."""
+    """Returns a notice if the disk has no room for two slots, else None.
+
+    Raises:
+        ConfigError: the config demands two slots.
+    """
     if wanted.count < 2 or room.disk is None or placed.two_slots_nbytes <= room.disk:
         return None
     if wanted.must:
@@ -186,8 +196,21 @@ def settings(
     accumulation: int = 1,
     paths: Sequence[str] = (PATH,),
 ) -> dict[str, Any]:
-    """A config in DeepSpeed's form, with an AdamW. It has paths where something may lie there."""
+    """Returns a config in DeepSpeed's form, with AdamW.
+
+    Args:
+        weights: device of the weights: "none", "cpu" or "nvme".
+        states: device of the optimizer states.
+        dtype: bf16, fp16 or fp32.
+        host_memory: bytes of the host budget; None leaves the default.
+        device_memory: bytes of the device budget; None leaves the default.
+        durability: the value of the key "durability".
+        batch: sequences of a micro-batch on each rank.
+        accumulation: micro-batches of a step.
+        paths: folders for swap files; the config contains folders only if a store may be needed.
+    """
     block: dict[str, Any] = {"durability": durability}
+    # Without paths there is no store, so that "auto" then means that nothing is durable.
     if "nvme" in (weights, states) or durability == "step":
         block["nvme_path"] = list(paths)
     if host_memory is not None:
@@ -209,17 +232,19 @@ def settings(
 
 
 def _states(memory: Memory) -> list[Row]:
-    """One row for each state: where it is at home, and its slots."""
+    """Returns one row per state: bytes in its tier, and bytes of its slots on disk."""
     parts, placement = memory.parts, memory.placement
     store = placement.store(parts, memory.slots)
     rows = []
     for state in State:
         at = dict.fromkeys(Tier, 0)
+        # Totals of gradient accumulation stay on the device until the last micro-batch, beside the state's own tier.
         if state is State.GRAD:
             at[Tier.DEVICE] = sum(nbytes for _, nbytes in placement.added)
         for nbytes, tiers in zip(parts.nbytes, placement.tiers, strict=True):
             if state in nbytes and (state is State.GRAD or tiers[state] is not Tier.DISK):
                 at[tiers[state]] += align_up(nbytes[state])
+        # Slots on DISK exist for states of every tier if each step is committed.
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
             rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))
@@ -227,7 +252,7 @@ def _states(memory: Memory) -> list[Row]:
 
 
 def _working(memory: Memory) -> list[Row]:
-    """What no state is at home in."""
+    """Returns the rows of working memory, which is no state's tier."""
     classes, placement, parts = memory.placement.classes, memory.placement, memory.parts
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     rows = [
@@ -235,6 +260,7 @@ def _working(memory: Memory) -> list[Row]:
         Row("weights on their way", host=classes.weights),
         Row("weights kept (cache)", host=classes.cache - promoted),
         Row("gradients on their way", host=classes.gradients + classes.staging),
+        # States whose tier is DEVICE have rows of their own.
         Row("layers in use", device=placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE)),
     ]
     return [row for row in rows if any(row[1:])]

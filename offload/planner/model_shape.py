@@ -1,6 +1,7 @@
-"""A model in numbers: its units as they will lie, what each computes, and what a backward keeps.
+"""A model in numbers: layouts of its units, the work of each, and the bytes saved for the backward.
 
-A preset or a folder's config is built and run once on tensors without memory; a count of parameters needs no model.
+A preset or a folder's config is built and run once on fake tensors, which allocate no memory. A count of parameters
+needs no model.
 """
 
 from __future__ import annotations
@@ -25,50 +26,57 @@ _VOCABULARY = 32000
 
 
 class Use(NamedTuple):
-    """A unit in the forward of one sequence."""
+    """A use of a unit in the forward of one sequence."""
 
     unit: int
     flops: float
-    """Of matrix products and attention."""
+    """Operations of matrix products and attention."""
     nbytes: float
-    """That all else reads and writes."""
+    """Bytes that all other operations read and write."""
     saved: int
-    """Bytes that the backward needs of it."""
+    """Bytes saved for the backward."""
     boundary: int
-    """Bytes that come into it: what is kept where it is computed again."""
+    """Bytes of the input, which is all that activation checkpointing keeps."""
     lookup: bool = False
-    """An embedding: its backward does not read its weights."""
+    """True for an embedding, whose backward does not read the weights."""
 
 
 class Shape(NamedTuple):
-    """What a plan must know of a model."""
+    """The model's side of a prediction."""
 
     name: str
     layouts: tuple[UnitLayout, ...]
     uses: tuple[Use, ...]
-    """In the order of the forward."""
+    """Uses in the order of the forward."""
     temporary: int
-    """Bytes of the largest tensor that a sequence makes (the logits, mostly)."""
+    """Bytes of the largest tensor that one sequence creates, usually the logits."""
     sequence: int
     """Tokens of a sequence."""
 
     @property
     def parameters(self) -> int:
-        """A tied one counts once."""
+        """Returns the number of parameters; a tied one counts once."""
         return sum(segment.numel for layout in self.layouts for segment in layout.segments)
 
 
 # -- from numbers -------------------------------------------------------------------------------------
 
 _LAYER = {2: (46, 440), 4: (85, 745)}
-"""Bytes for each token and each element of the hidden size that a layer keeps, and moves: as Llama's, whose norms and
-rotations are in fp32 in any case. By bytes of a weight."""
+"""By bytes of a weight: bytes that a layer saves, and moves, per token and per element of the hidden size. The numbers
+are those of Llama's layer, whose norms and rotary embeddings are always in fp32."""
 
 
 def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
-    """A decoder of equal layers, with an embedding and a head of 32000 tokens that are not tied.
+    """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
 
-    Its weights and activations have `itemsize` bytes an element; the loss is of fp32 in any case.
+    Args:
+        parameters: parameters of the whole model.
+        layers: layers between embedding and head.
+        sequence: tokens of a sequence.
+        itemsize: bytes per element of weights and activations; the loss is always in fp32.
+
+    Raises:
+        ConfigError: a number is less than 1, or the parameters are too few for the layers.
     """
     if parameters < 1 or layers < 1 or sequence < 1:
         raise ConfigError(
@@ -82,6 +90,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
             f"{parameters} parameters are too few for {layers} layers between an embedding and a head of {_VOCABULARY} "
             f"tokens; give a --model"
         )
+    # The embedding takes the remainder of the division, so that the sizes sum to `parameters` exactly.
     sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
     layouts = tuple(
@@ -89,10 +98,12 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         for name, size in zip(names, sizes, strict=True)
     )
     tokens = sequence * hidden
+    # 2 operations per weight and token, and 4 * sequence * hidden per token for the two products of attention.
     flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
     saved, traffic = _LAYER[itemsize]
     layer = (flops, float(traffic * tokens), saved * tokens, itemsize * tokens)
     logits = sequence * _VOCABULARY
+    # The embedding reads no weights in its backward; the head keeps the logits in fp32, at 4 bytes each.
     uses = (
         Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
         *(Use(index, *layer) for index in range(1, layers + 1)),
@@ -102,7 +113,11 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
 
 
 def _hidden(parameters: int, layers: int) -> int:
-    """The root of 12 * layers * hidden**2 + 2 * vocabulary * hidden = parameters, in steps of 64."""
+    """Returns the root of 12 * layers * hidden**2 + 2 * vocabulary * hidden = parameters, as a multiple of 64.
+
+    A root below 64 is only rounded down to an integer.
+    """
+    # A decoder layer contains 12 * hidden**2 parameters: 4 for attention, 8 for a feed-forward of four times the width.
     a, b = 12 * layers, 2 * _VOCABULARY
     hidden = (math.sqrt(b * b + 4 * a * parameters) - b) / (2 * a)
     return max(64, round(hidden / 64) * 64) if hidden >= 64 else max(1, int(hidden))
@@ -118,9 +133,21 @@ def from_name(
     units: Sequence[str] = (),
     layers: int | None = None,
 ) -> Shape:
-    """Of a preset, or of a folder with a config.json; of so many of its layers. Raises `ConfigError`."""
+    """Returns the shape of a preset, or of a folder with a config.json.
+
+    Args:
+        name: the preset, or the folder's path.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: names of the units, as in the config; none for the default division.
+        layers: layers to build; None for all of them.
+
+    Raises:
+        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
+    """
     config = config_of(name, layers)
     try:
+        # Fake tensors have shapes and dtypes but no memory, so a model of any size can be run.
         with fake_tensors(), torch.device("cpu"):
             check_positions(config, sequence)
             model = model_of(config, dtype)
@@ -137,9 +164,19 @@ def from_name(
 def from_training(
     model: nn.Module, sequence: int, dtype: torch.dtype, units: Sequence[str], always: Mapping[str, Any]
 ) -> Shape:
-    """Of a model that is about to be trained: one forward is run, with `always`, on tensors in place of its own.
+    """Returns the shape of a model that is about to be trained. The model itself stays as it is.
 
-    Raises `ConfigError` where its code needs values.
+    One forward runs on fake tensors in place of the parameters and buffers.
+
+    Args:
+        model: the model, with gradient checkpointing on or off.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights during training.
+        units: names of the units, as in the config.
+        always: keyword arguments of each forward, beside the batch.
+
+    Raises:
+        ConfigError: the model's code needs the values of its tensors.
     """
     title = type(model).__name__
     try:
@@ -156,11 +193,12 @@ def from_training(
 
 
 def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A tensor for each parameter, in the dtype that it will have, and for each buffer; what is tied stays tied."""
+    """Returns a fake tensor for each parameter, in `dtype`, and for each buffer. Tied parameters stay tied."""
     made: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
+            # Created inside `fake_tensors`, so nothing is allocated.
             values = torch.empty(parameter.shape, dtype=dtype, device="cpu")
             made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
         found[name] = made[id(parameter)]
@@ -171,7 +209,10 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 @contextlib.contextmanager
 def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in training and keeps all activations: what recomputation saves is `Load`'s to say."""
+    """Sets training mode and turns gradient checkpointing off inside the context, then restores both.
+
+    The forward must save all activations to be counted; `Load.recompute` accounts for recomputation later.
+    """
     modules: list[Any] = list(model.modules())
     training = [module.training for module in modules]
     again = [module for module in modules if getattr(module, "gradient_checkpointing", False) is True]
@@ -188,7 +229,11 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 
 
 def config_of(name: str, layers: int | None = None) -> Any:
-    """The library's config of a preset, or of a folder; of so many of its layers. Raises `ConfigError`."""
+    """Returns the transformers config of a preset or of a folder, optionally reduced to `layers` layers.
+
+    Raises:
+        ConfigError: the name is unknown, the config cannot be read, or its layers cannot be reduced.
+    """
     folder = Path(name)
     if not folder.is_dir() or name in ("", *PRESETS):
         check_name(name)
@@ -200,6 +245,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
     except Exception as error:  # whatever the library raises of a file that is none of its own
         raise ConfigError(f"cannot read the config of {name} ({type(error).__name__}: {said(error)})") from error
     text = config.get_text_config()
+    # A key-value cache would count as saved bytes, and training has none.
     text.use_cache = False
     if layers is not None:
         try:
@@ -212,13 +258,15 @@ def config_of(name: str, layers: int | None = None) -> Any:
 
 
 def _cut(text: Any, layers: int) -> None:
+    """Reduces a text config to `layers` layers in place."""
     text.num_hidden_layers = layers
-    if getattr(text, "layer_types", None):  # one word for each layer
+    # One entry per layer.
+    if getattr(text, "layer_types", None):
         text.layer_types = text.layer_types[:layers]
 
 
 def model_of(config: Any, dtype: torch.dtype) -> Any:
-    """The causal language model of such a config, on the device that is the default one."""
+    """Returns the causal language model of a transformers config, on torch's default device."""
     model = require_transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
     if getattr(model, "loss_type", "") is None:
         vars(model)["loss_type"] = "ForCausalLM"
@@ -239,7 +287,16 @@ def _counted(
     sequence: int,
     named: Sequence[str],
 ) -> Shape:
-    """Of a causal language model, of which `forward` is run once; it works on `weights`, which are fake."""
+    """Returns the shape of a causal language model, counted during one call of `forward`.
+
+    Args:
+        model: the model, for its units and layouts.
+        forward: runs the model on fake tensors.
+        weights: the fake tensors that `forward` uses as parameters.
+        name: the shape's name.
+        sequence: tokens of a sequence.
+        named: names of the units, as in the config.
+    """
     units = find_units(model, named)
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = _Counter({weight.untyped_storage()._cdata for weight in weights})
@@ -257,6 +314,8 @@ def _counted(
 
 
 def _begin(counter: _Counter, needed: Sequence[int]) -> Any:
+    """Returns a forward pre-hook that starts the uses of the units `needed`."""
+
     def begin(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
         for unit in needed:
@@ -266,26 +325,29 @@ def _begin(counter: _Counter, needed: Sequence[int]) -> Any:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts what happens from the beginning of one unit's use to the next one's."""
+    """A dispatch mode that attributes operations to the unit whose use started last."""
 
     def __init__(self, weights: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._weights, self._known = weights, set(weights)
         self._rows: list[dict[str, Any]] = []
         self._storages: list[Any] = []
-        """Kept, so that no address comes twice."""
+        """References that keep storages alive: a freed storage's address could be used again and be taken for known."""
         self.largest = 0
 
     def begin(self, unit: int, boundary: int, lookup: bool) -> None:
+        """Starts a use of `unit`, unless the last use is of the same unit; `boundary` is the bytes of its input."""
         if not self._rows or self._rows[-1]["unit"] != unit:
             self._rows.append(
                 {"unit": unit, "flops": 0.0, "nbytes": 0.0, "saved": 0, "boundary": boundary, "lookup": lookup}
             )
 
     def uses(self) -> list[Use]:
+        """Returns the uses in the order in which they started."""
         return [Use(**row) for row in self._rows]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Counts a tensor that autograd saves, once per storage and without weights, and returns the tensor."""
         storage = tensor.untyped_storage()
         if self._rows and storage._cdata not in self._known:
             self._known.add(storage._cdata)
@@ -299,11 +361,13 @@ class _Counter(TorchDispatchMode):
         if not self._rows:
             return out
         made = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        # An operation counts by its FLOPs if torch has a formula, else by its traffic; views move nothing.
         formula = flop_registry.get(function._overloadpacket)
         if formula is not None:
             self._rows[-1]["flops"] += formula(*args, **kwargs, out_val=out)
         elif not function.is_view:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+            # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
             self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
         if not function.is_view:

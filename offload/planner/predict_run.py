@@ -1,4 +1,4 @@
-"""What a run that is about to begin will be, by the rates that `offload probe` has kept of this machine."""
+"""The prediction for a run that is about to start, from the rates that `offload probe` stored for this machine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,20 @@ def foresee(
     recompute: bool = False,
     going_on: bool = False,
 ) -> Planned:
-    """The plan of a run on one rank whose model is not yet under an engine, and stays as it is.
+    """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
-    Each forward is given `always` beside sequences of so many tokens. With `going_on` its files are there already.
-    Raises `ConfigError` and `BudgetError` where there is no plan.
+    Args:
+        found: the stored probe of this machine.
+        model: the model to train.
+        content: the run's config.
+        sequence: tokens of a sequence.
+        always: keyword arguments of each forward, beside the batch.
+        recompute: True if activations are computed again in the backward.
+        going_on: True if the run's swap files exist already, so that free disk space does not matter.
+
+    Raises:
+        ConfigError: the config has no plan, or the probe is of another device.
+        BudgetError: a budget is too small.
     """
     config = load_config(content)
     machine = _machine(found, config, going_on)
@@ -44,7 +54,7 @@ def foresee(
 
 
 def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
-    """As it was measured, with the memory that is free now."""
+    """Returns the probed machine with the memory that is free now."""
     device = compute_device(config.offload.device)
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
         raise ConfigError(
@@ -61,7 +71,12 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
 
 
 def as_step(planned: Planned, resident: int) -> dict[str, Any]:
-    """What a log will have of a steady step, by the log's names; `resident` are the process's bytes of RAM now."""
+    """Returns the prediction of a steady step, under the keys that the log uses.
+
+    Args:
+        planned: the plan.
+        resident: bytes of RAM that the process uses now.
+    """
     timing = planned.timing
     step = {
         "seconds": timing.seconds,

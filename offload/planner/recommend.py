@@ -1,4 +1,7 @@
-"""Homes and a host budget where the user names none, and what to change first: each is tried by a prediction."""
+"""Choice of tiers and host budget if the user names none, and advice on what to change.
+
+Every candidate is tried by a prediction of its own.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,14 @@ from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
 
 HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
-"""Of weights and states, the fastest first where all fit."""
+"""Devices of weights and of optimizer states. If all fit, the first is the fastest."""
 
 _HOST_SHARE = 0.8
+"""Fraction of the RAM beside the process's own needs that a recommended host budget may take."""
 _WORTH = 1.03
-"""A larger host budget must be so much faster than a smaller one."""
+"""Speed-up that a larger host budget must bring over a smaller one."""
 _GAIN = 1.05
-"""What a change must bring to be worth a line."""
+"""Speed-up from which a change is reported."""
 
 
 class Planned(NamedTuple):
@@ -41,45 +45,57 @@ class Planned(NamedTuple):
 
     @property
     def activations(self) -> int:
-        """Bytes of a micro-batch's activations."""
+        """Returns the bytes of a micro-batch's activations."""
         return activations(self.shape, self.load)
 
     @property
     def host_peak(self) -> int:
-        """Bytes of RAM above what the process has before."""
+        """Returns the peak bytes of RAM beyond those in use before the run."""
         return host_peak(self.memory, self.shape, self.hardware, self.load)
 
 
 class Advice(NamedTuple):
-    """What might be otherwise."""
+    """Advice on a plan."""
 
     changes: tuple[Change, ...]
-    """The best first."""
+    """Changes, the best first."""
     host: int
-    """Bytes of the host budget that is worth its memory."""
+    """Bytes of the recommended host budget."""
 
 
 class Change(NamedTuple):
-    """One thing done otherwise, and what comes of it."""
+    """One change of a plan and its predicted effect."""
 
     words: str
     seconds: float
     gain: float
-    """Tokens a second, of those without it."""
+    """Tokens per second with the change, divided by those without it."""
 
 
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
-    """The run of a config. Raises `ConfigError` and `BudgetError` where it does not fit."""
+    """Returns the plan of a config.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: micro-batch, accumulation and recomputation of a step.
+        content: a config in DeepSpeed's form.
+
+    Raises:
+        ConfigError: the config is wrong, or needs a drive that the machine does not have.
+        BudgetError: a budget is too small, or the activations do not fit.
+    """
     memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
+    # Activations are checked before the arena grows, which takes only memory that they leave free.
     _check_activations(shape, hardware, load, memory)
     memory = _grown(memory, shape, hardware, load)
     return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
-    """With the device arena as the first step of a run leaves it."""
+    """Returns `memory` with the device arena as it is after the first step, which grows the arena into free memory."""
     if hardware.on_cpu:
         return memory
     kept = beside_weights(memory, shape, load)
@@ -89,6 +105,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
 
 
 def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:
+    """Raises `BudgetError` if the activations have no room beside the budgets."""
     need = activations(shape, load)
     if hardware.on_cpu:
         have = hardware.ram - memory.host - memory.device
@@ -99,6 +116,7 @@ def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Mem
 
 
 def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
+    """Returns the error for activations that exceed `have` bytes, with the largest micro-batch that fits."""
     most = max(have, 0) // activations(shape, load._replace(batch=1))
     advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
     if not load.recompute:
@@ -110,12 +128,16 @@ def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
 
 
 def _room(hardware: Hardware) -> Room:
+    """Returns the machine's room for a run; disk space is unknown if that of one drive is."""
     disk = None if any(drive.free is None for drive in hardware.drives) else sum(d.free or 0 for d in hardware.drives)
     return Room(hardware.ram, hardware.gpu_memory, disk, max(len(hardware.drives), 1))
 
 
 def with_host_budget(planned: Planned) -> Planned:
-    """The same with the host budget that is worth its memory: from the least that a run takes, as far as it pays."""
+    """Returns the plan with the recommended host budget.
+
+    Budgets are tried from the smallest up. A larger one replaces the best so far only if a step is faster by `_WORTH`.
+    """
     best = planned
     for budget in _budgets(planned):
         content = copy.deepcopy(dict(planned.content))
@@ -130,13 +152,14 @@ def with_host_budget(planned: Planned) -> Planned:
 
 
 def _budgets(planned: Planned) -> Iterator[int]:
-    """Room for all weights beside what is needed, then for all states, as far as the machine has it."""
+    """Yields host budgets in bytes: room for all weights, for half of and for all other states, within the RAM."""
     memory, hardware = planned.memory, planned.hardware
     most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
     weights = memory.at_home_on_disk(State.WEIGHT)
     states = memory.at_home_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
     for more in dict.fromkeys((weights, weights + states // 2, weights + states)):
         budget = (memory.host + more) // PAGE * PAGE
+        # A budget that the plan has already, or that the RAM has no room for, is not tried.
         if more and memory.host < budget <= most:
             yield budget
     if memory.host < most < memory.host + weights + states:
@@ -144,7 +167,7 @@ def _budgets(planned: Planned) -> Iterator[int]:
 
 
 def recommended_host(planned: Planned) -> int:
-    """Bytes of the host budget that is worth its memory, whatever the config has."""
+    """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
     content = copy.deepcopy(dict(planned.content))
     content.get("offload", {}).pop("host_memory", None)
     try:
@@ -155,18 +178,28 @@ def recommended_host(planned: Planned) -> int:
 
 
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
-    """The fastest homes that fit, with the host budget that is worth its memory.
+    """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
-    `recompute` None computes activations again only where they do not fit otherwise. Raises the error of what takes
-    least memory where nothing fits.
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: micro-batch and accumulation of a step.
+        recompute: True or False to fix recomputation of activations; None to try both and to prefer none.
+        options: keyword arguments of `memory.settings`, such as `durability` and `dtype`.
+
+    Raises:
+        ConfigError: nothing fits; the error is that of the candidate that takes the least memory.
+        BudgetError: likewise.
     """
     error: Exception | None = None
     found: list[Planned] = []
+    # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again in (False, True) if recompute is None else (recompute,):
         if not hardware.on_cpu and activations(shape, load._replace(recompute=again)) > hardware.gpu_memory:
             error = error or _too_long(shape, load._replace(recompute=again), hardware.gpu_memory)
             continue
         for weights, states in HOMES:
+            # Without drives these tiers cannot exist; the next candidate is tried.
             if "nvme" in (weights, states) and not hardware.drives:
                 continue
             content = settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
@@ -177,12 +210,22 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     if not found:
         assert error is not None
         raise error
+    # Candidates that move the least come first in `found`: the first one near the best is preferred to a marginally
+    # faster one.
     best = max(each.timing.tokens_per_second for each in found)
     return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
-    """With the default device budget, or a smaller one where activations need the room."""
+    """Returns the plan with the default device budget, or with a smaller one if the activations need the room.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        content: the candidate's config; a smaller device budget is written into it.
+        tiers: devices of weights and of optimizer states in `content`.
+    """
     try:
         planned = plan(shape, hardware, load, content)
     except BudgetError:
@@ -196,7 +239,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
 
 
 def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
-    """What was to stay in memory and has no room there is another choice's."""
+    """Raises `BudgetError` if states that should stay in memory were placed on DISK, as another candidate asks for."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
 
@@ -205,13 +248,14 @@ def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
 
 
 def advise(planned: Planned) -> Advice:
-    """What makes it faster, and the host budget to take; each is a prediction of its own."""
+    """Returns changes that make the run faster and the recommended host budget, each predicted."""
     found: list[Change] = []
     for words, act in _ideas(planned):
         try:
             other = act()
         except (BudgetError, ConfigError):
             continue
+        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
         gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
         if gain >= _GAIN:
             found.append(Change(words, other.timing.seconds, gain))
@@ -219,6 +263,7 @@ def advise(planned: Planned) -> Advice:
 
 
 def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
+    """Yields candidate changes: a description, and a function that predicts the changed run."""
     shape, hardware, load, content = planned.shape, planned.hardware, planned.load, planned.content
     sequence = shape.sequence
     for times in (2, 4):
@@ -230,6 +275,7 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
         yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), content)
     if hardware.drives and planned.memory.slots:
         one = hardware.drives[0]
+        # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
         wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
         yield "one more drive like the first", lambda: plan(shape, wider, load, content)
     if planned.memory.slots == 2:

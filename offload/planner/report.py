@@ -1,4 +1,4 @@
-"""A plan in words and as JSON. Every number is of `Planned`; nothing is decided here."""
+"""A plan as text and as JSON. Every number is taken or derived from `Planned`; this module decides nothing."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from offload.planner.timing import Timing, hiding_tokens
 from offload.sizes import format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
+"""Seconds of a year."""
 _NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
 
 
 class Asked(NamedTuple):
-    """What the user wants to know beside."""
+    """Quantities for the additional answers that a user may ask for."""
 
     tokens: int | None = None
-    """To train on."""
+    """Tokens to train on."""
     endurance: int | None = None
     """Bytes that all drives together are rated to have written to them (TBW)."""
 
 
 def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
-    """What `--json` prints. Bytes, seconds, and bytes or tokens a second."""
+    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second."""
     memory, timing, shape = planned.memory, planned.timing, planned.shape
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
@@ -54,6 +55,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "tokens": timing.tokens,
             "seconds": _rounded(timing.seconds),
             "tokens_per_second": _rounded(timing.tokens_per_second),
+            # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
             "parts_seconds": {name: _rounded(value) for name, value in timing.parts.items()},
             "compute_seconds": _rounded(timing.compute_seconds),
             "formula_seconds": _rounded(timing.formula_seconds),
@@ -66,6 +68,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
         },
         "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
         "drive_years": _rounded(years(planned, asked)),
+        # All changes; the text shows the best four only.
         "changes": [
             {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)}
             for each in advice.changes
@@ -74,7 +77,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
 
 
 def in_short(planned: Planned) -> str:
-    """One line, for the beginning of a run."""
+    """Returns the prediction in one line, for the start of a run."""
     timing = planned.timing
     return (
         f"predicted: {_seconds(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
@@ -83,7 +86,7 @@ def in_short(planned: Planned) -> str:
 
 
 def heading(planned: Planned) -> list[str]:
-    """Lines above the table of tiers."""
+    """Returns the lines above the table of tiers."""
     shape, hardware, load = planned.shape, planned.hardware, planned.load
     drives = ", ".join(f"{d.name} ({d.read / 1e9:.1f}, {d.write / 1e9:.1f} GB/s)" for d in hardware.drives) or "none"
     device = "" if hardware.on_cpu else f", {format_size(hardware.gpu_memory)} of GPU memory"
@@ -99,7 +102,7 @@ def heading(planned: Planned) -> list[str]:
 
 
 def table(planned: Planned) -> list[tuple[str, ...]]:
-    """Name, device, host, disk: every row of the plan and their sums."""
+    """Returns the plan's rows and their sums: name, device, host, disk."""
     return [
         (_NAMES.get(row.name, row.name), *(format_size(nbytes) if nbytes else "" for nbytes in row[1:]))
         for row in (*planned.memory.rows, planned.memory.total)
@@ -107,7 +110,7 @@ def table(planned: Planned) -> list[tuple[str, ...]]:
 
 
 def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
-    """What stands below the table."""
+    """Returns the lines below the table."""
     return [
         *_of_memory(planned, advice),
         *_of_time(planned),
@@ -121,6 +124,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
 
 
 def _measured(planned: Planned) -> list[str]:
+    """Returns a line on the timed model; none if the probe's rates apply."""
     found = planned.hardware.measured
     if found is None:
         return []
@@ -131,7 +135,9 @@ def _measured(planned: Planned) -> list[str]:
 
 
 def _of_memory(planned: Planned, advice: Advice) -> list[str]:
+    """Returns the lines on host budget, activations and disk."""
     memory = planned.memory
+    # Two slots alternate between commits, so the last commit survives a kill at any time.
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(memory.least_host)
     told = [
@@ -143,11 +149,13 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     ]
     free = [drive.free for drive in planned.hardware.drives]
     if free and all(each is not None for each in free) and memory.stored:
+        # Free space is shown only if known for all drives, since files are spread over them.
         told[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
     return told
 
 
 def _of_time(planned: Planned) -> list[str]:
+    """Returns the lines on the seconds of a step, its work and its waits."""
     timing = planned.timing
     busy = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.busy.items() if value)
     waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
@@ -158,21 +166,26 @@ def _of_time(planned: Planned) -> list[str]:
     ]
     enough = _hiding(planned)
     have = planned.load.batch * planned.shape.sequence
+    # The hint is of use only if a larger micro-batch can be reached.
     if not timing.hidden and enough is not None and enough > have:
         told.append(f"  from {enough:,} tokens in a micro-batch on, {have:,} now, all I/O could hide behind compute")
     return told
 
 
 def _words(timing: Timing) -> str:
+    """Returns the limiting resource and its fraction of the step, in words."""
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
+    # The budget is no hardware, so its sentence differs.
     if timing.limit == "budget":
         return f"the host budget limits ({share}: units wait for room)"
     return f"{timing.limit} limits ({share})"
 
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:
+    """Returns the lines on bytes written, drive life and the length of the training."""
     timing, told = planned.timing, []
     if timing.moved.written:
+        # 86400 seconds: training day and night.
         daily = timing.moved.written / timing.seconds * 86400
         line = f"each step writes {format_size(timing.moved.written)}, {daily / 1e12:.1f} TB a day"
         life = years(planned, asked)
@@ -189,6 +202,7 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
 
 
 def _untold(planned: Planned, advice: Advice) -> list[str]:
+    """Returns a line that explains why there is no advice; none if there is some."""
     if advice.changes:
         return []
     if planned.timing.hidden:
@@ -205,13 +219,14 @@ def _run_seconds(planned: Planned, tokens: int) -> float:
 
 
 def years(planned: Planned, asked: Asked) -> float | None:
-    """Until the drives have been written what they are rated for; None where nobody knows, or nothing is written."""
+    """Returns the years until the drives reach their rated writes; None if unknown or if nothing is written."""
     written = planned.timing.moved.written / planned.timing.seconds
+    # Bytes over bytes per second are seconds.
     return None if asked.endurance is None or not written else asked.endurance / written / YEAR
 
 
 def _count(number: int) -> str:
-    """For people, with three digits of a large one."""
+    """Returns a count in words; large ones have three digits."""
     named = (("billion", 1e9), ("million", 1e6))
     return next((f"{number / size:.3g} {name}" for name, size in named if number >= size), f"{number:,}")
 
@@ -221,4 +236,5 @@ def _seconds(value: float) -> str:
 
 
 def _rounded(value: float | None) -> float | None:
+    """Returns four significant digits: predictions have no more, and JSON stays readable."""
     return None if value is None else float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""From what a user types to a plan."""
+"""The arguments of `offload plan`, and their conversion into a plan and a config file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DURABILITIES = ("auto", "step", "none")
 
 
 class Model(NamedTuple):
-    """A preset or folder, or a count of parameters in so many layers."""
+    """A preset or folder, or a number of parameters and layers."""
 
     name: str | None
     parameters: int | None = None
@@ -42,7 +42,7 @@ class Model(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What was said of the machine; None and nothing where the probed one counts."""
+    """Options that describe the machine. None or empty leaves a value to the probed machine."""
 
     gpu: str | None = None
     ram: str | None = None
@@ -53,7 +53,7 @@ class Described(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What was said of a step; None leaves it to the config, or to its default."""
+    """Options that describe a step. None leaves a value to the config or to its default."""
 
     batch: int | None = None
     sequence: int = 1024
@@ -71,13 +71,24 @@ def planned(
     measure: bool = False,
     tell: Tell = lambda *_: None,
 ) -> Planned:
-    """The plan; with `measure` after the model was run for a moment, of which `tell` is told.
+    """Returns the plan that the options ask for.
 
-    Raises `ConfigError` and `BudgetError`.
+    Args:
+        model: the model.
+        machine: the described machine, or additions to the probed one.
+        step: batch, sequence and the like.
+        file: a config file; None lets the planner choose tiers and budgets.
+        measure: True to scale the rates of compute by running the model.
+        tell: receives the progress of that run.
+
+    Raises:
+        ConfigError: options or config are wrong.
+        BudgetError: the run does not fit.
     """
     _check(step, file)
     if measure and (model.name is None or machine.gpu is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
+    # The raw content is kept: the plan's config must contain the user's keys unchanged.
     content = None if file is None else read_json(file)
     config = None if content is None else load_config(content)
     dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
@@ -88,9 +99,11 @@ def planned(
         load = Load(step.batch or 1, step.accumulation or 1)
         on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
         options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+        # Drives of the probed machine have real folders, which the config can name.
         if machine.gpu is None and on.drives and not machine.drives:
             options["paths"] = [drive.name for drive in on.drives]
         return choice.choose(of, on, load, step.recompute, **options)
+    # A config is planned for one rank.
     sizes = resolve_batch(load_config(content), 1)
     load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
@@ -98,12 +111,14 @@ def planned(
 
 
 def _dtype(machine: Described) -> str:
-    """Return what a run takes by default: on a described machine bf16, on this one what `offload train` chooses."""
+    """Returns the default dtype: bf16 on a described machine, the choice of `offload train` on this one."""
+    # A described machine cannot be asked which dtypes are fast on it.
     found = kept() if machine.gpu is None else None
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
 
 
 def _check(step: Step, file: Path | None) -> None:
+    """Raises `ConfigError` for values out of range, and for options that a config file already sets."""
     for name, value in (("batch-size", step.batch), ("seq-len", step.sequence), ("accumulation", step.accumulation)):
         if value is not None and value < 1:
             raise ConfigError(f"expected {name} of at least 1, got {value}")
@@ -116,7 +131,17 @@ def _check(step: Step, file: Path | None) -> None:
 
 
 def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
-    """The model in numbers."""
+    """Returns the model in numbers.
+
+    Args:
+        model: a name, or parameters and layers; not both.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: names of the units, as in the config.
+
+    Raises:
+        ConfigError: both or none are given, or the model cannot be built.
+    """
     if model.name is not None:
         if model.parameters is not None or model.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
@@ -127,7 +152,16 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] 
 
 
 def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) -> Hardware:
-    """The described machine, or the probed one with what was said of it, for weights of this dtype."""
+    """Returns the described machine, or the probed one with the given changes.
+
+    Args:
+        machine: the options.
+        dtype: bf16, fp16 or fp32.
+        autocast: True if fp32 weights are multiplied in bf16.
+
+    Raises:
+        ConfigError: an option does not fit the others, or this machine was not probed.
+    """
     ram = None if machine.ram is None else parse_size(machine.ram)
     drives = tuple(map(parse_drive, machine.drives))
     memory = None if machine.memory is None else parse_rate(machine.memory)
@@ -152,7 +186,12 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
 
 
 def endurance(on: Hardware, given: str | None) -> int | None:
-    """Bytes that all drives together may be written: as given for each, or as SMART tells of all; None else."""
+    """Returns the rated bytes written (TBW) of all drives together, or None if unknown.
+
+    Args:
+        on: the machine with its drives.
+        given: the rating of each drive as text; None to derive the ratings of all drives from SMART.
+    """
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
     told = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
@@ -161,7 +200,7 @@ def endurance(on: Hardware, given: str | None) -> int | None:
 
 
 def parse_tbw(text: str) -> int:
-    """Bytes of "1200TB"; a number alone is of terabytes, as "drive_tbw" in a config."""
+    """Returns the bytes of a text such as "1200TB". A number alone means terabytes, as "drive_tbw" does in a config."""
     plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
     nbytes = parse_size(f"{text.strip()}TB" if plain else text)
     if not nbytes:
@@ -170,9 +209,10 @@ def parse_tbw(text: str) -> int:
 
 
 def _by_smart(folder: str) -> int | None:
-    """What is written so far over the share of its life that the drive says is used; needs smartctl and rights."""
+    """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
     from offload.hardware.info import drive as about_drive
 
+    # The rating is an extra: a missing tool, right or field must not fail the plan.
     with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
         if shutil.which("smartctl") is None:
             return None
@@ -183,8 +223,16 @@ def _by_smart(folder: str) -> int | None:
 
 
 def rated_bytes(smart: Mapping[str, Any]) -> int | None:
-    """From smartctl's JSON of an NVMe drive; None for one that has used less than a hundredth of its life."""
+    """Returns the bytes written so far divided by the fraction of the drive's life used.
+
+    Args:
+        smart: smartctl's JSON of an NVMe drive. A data unit is 512,000 bytes.
+
+    Returns:
+        None for a drive that reports 0 % used, since the division has no result.
+    """
     log = smart["nvme_smart_health_information_log"]
+    # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.
     used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
     return written * 100 // used if used else None
 
@@ -193,7 +241,7 @@ def rated_bytes(smart: Mapping[str, Any]) -> int | None:
 
 
 def check_target(path: Path | None) -> None:
-    """Raise `ConfigError` where a config cannot be written, or would be written over another."""
+    """Raises `ConfigError` if `path` exists already or its folder does not exist."""
     if path is None:
         return
     if path.exists():
@@ -203,9 +251,10 @@ def check_target(path: Path | None) -> None:
 
 
 def ready(planned: Planned) -> dict[str, Any]:
-    """The config of a plan with its budgets in it: a run of it holds what the plan says.
+    """Returns the plan's config with the planned budgets, so that a run of the config uses the planned memory.
 
-    Of a GPU no budget is written unless one was asked for: the first step measures what activations leave free.
+    The device budget of a GPU is left out unless the config sets one: the first step measures the memory beside the
+    activations.
     """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
@@ -219,15 +268,25 @@ def ready(planned: Planned) -> dict[str, Any]:
 
 
 def format_exact(nbytes: int) -> int | str:
-    """As people write it, where that is the same number."""
+    """Returns a readable size if the text stands for exactly `nbytes`, else the number."""
     words = format_size(nbytes).replace(" ", "")
     return words if parse_size(words) == nbytes else nbytes
 
 
 def write_config(planned: Planned, path: Path, said: Mapping[str, Any]) -> None:
-    """Write the ready config, with what is `said` of learning; none is left where that fails. Errors are `OSError`."""
+    """Writes the config of `ready`, updated by `said`, to a new file. A failure leaves no file.
+
+    Args:
+        planned: the plan.
+        path: the file; must not exist.
+        said: top-level keys on learning, such as "optimizer".
+
+    Raises:
+        OSError: the file exists or cannot be written; the message names it.
+    """
     text = json.dumps({**ready(planned), **said}, indent=2) + "\n"
     try:
+        # Mode "x" never replaces a file that appeared since `check_target`.
         with open(path, "x", encoding="utf-8") as file:
             try:
                 file.write(text)

@@ -1,11 +1,15 @@
-"""A step before it is made: played by `simulate` with a machine's rates, and from how many tokens on all I/O can hide.
+"""Predicted seconds of a step: `simulate` plays the step with a machine's rates.
 
-compute of a use  =  flops / matmul + bytes of weights / weights + bytes / elementwise, once more where recomputed,
-                     + what it takes to hand the weights over where the CPU computes
-its backward      =  products again for what comes in, and once more for weights that train, + 2 bytes / elementwise
-of an embedding   =  bytes of its gradient / fresh, and as much again for each other use of it, to sum them
-gradient of a unit:  beside the backward's compute on a GPU, after it where the CPU computes
-added up on a GPU:   (2 * bytes of its total + bytes of its gradient) / elementwise; the total leaves with the last
+compute of a use     flops / matmul + bytes of weights / weights + bytes / elementwise, once more if recomputed,
+                     + `handed_seconds` if the CPU computes
+backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
+                     + 2 * bytes / elementwise
+of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
+gradient of a unit   copied beside the backward's compute on a GPU, after the compute on a CPU
+accumulated on a GPU (2 * bytes of the total + bytes of the gradient) / elementwise; the last micro-batch copies the
+                     total to the host
+
+The module also predicts from how many tokens per micro-batch all I/O hides behind compute, and the memory of a step.
 """
 
 from __future__ import annotations
@@ -33,15 +37,15 @@ from offload.sizes import MIB
 from offload.states import State, Tier
 
 _NEAR = 1.05
-"""Of a bound: a step within it has reached it."""
+"""Factor within which a step counts as having reached a bound."""
 _LIBRARIES = 32 * MIB
-"""That come with the first step, and stacks of threads."""
+"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _TILES_OF_A_UNIT = 16
-"""Played at most, for the time that playing takes."""
+"""Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
 
 
 class Load(NamedTuple):
-    """What a step computes."""
+    """Work of a step: micro-batch, accumulation, recomputation."""
 
     batch: int
     """Sequences of a micro-batch."""
@@ -49,34 +53,34 @@ class Load(NamedTuple):
     recompute: bool = False
 
     def tokens(self, shape: Shape) -> int:
-        """Of a step."""
+        """Returns the tokens of a step."""
         return self.batch * self.accumulation * shape.sequence
 
 
 class Pass(NamedTuple):
-    """A use of a unit: what it computes, in seconds."""
+    """A use of a unit and its seconds of compute."""
 
     unit: int
     seconds: float
     backward: float = 0.0
-    """Of its backward, where it is a use of a forward."""
+    """Seconds of the backward, for a use in a forward."""
     lookup: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing:
-    """A step, from one return of `step()` to the next."""
+    """Prediction of a step, from one return of `step()` to the next."""
 
     seconds: float
     compute_seconds: float
     formula_seconds: float
-    """The least that it can take, see `bound`."""
+    """Lower bound of `seconds`, see `bound`."""
     busy: dict[str, float]
-    """Seconds of work by what does it: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
+    """Seconds of work by resource: compute, PCIe, NVMe, DRAM (the optimizer's kernel)."""
     limit: str
-    """Which of them most of the step's seconds are spent on, computing or waiting; or "budget"."""
+    """Resource that takes most of the step's seconds, by work or by waits for the resource; or "budget"."""
     limit_seconds: float
-    """Those of it."""
+    """Seconds of the step that `limit` takes."""
     waited: Waited
     moved: Moved
     tokens: int
@@ -84,24 +88,25 @@ class Timing:
 
     @property
     def hidden(self) -> bool:
-        """Whether all I/O is, but for a twentieth."""
+        """Returns True if I/O adds at most a twentieth to the compute."""
         return self.seconds <= _NEAR * self.compute_seconds
 
     @property
     def tokens_per_second(self) -> float:
+        """Returns the tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def parts(self) -> dict[str, float]:
-        """Seconds of each part of a step, as a run will measure them.
+        """Returns the seconds of each phase of a step, under the names by which a run measures them.
 
-        Uploads are in "compute": the device's own queue waits for them, or the thread that computes makes them.
+        "compute" includes uploads: the device's stream waits for them, or the computing thread copies itself.
         """
         waited, worked = self.waited, self.simulation.worked
         return phases.parts(
             {
                 "seconds": self.seconds,
-                "forward_seconds": self.seconds,  # and backward, and the step: their sum is what counts
+                "forward_seconds": self.seconds,  # includes backward and step: only the sum counts
                 "wait_for_updates_seconds": waited.update,
                 "wait_for_reads_seconds": waited.read,
                 "wait_for_memory_seconds": waited.room,
@@ -113,14 +118,17 @@ class Timing:
 
 
 def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
-    """The uses of one micro-batch's forward."""
+    """Returns the uses of one micro-batch's forward, in order; `batch` is its number of sequences."""
     found, times = [], Counter(use.unit for use in shape.uses)
     for use in shape.uses:
         layout = shape.layouts[use.unit]
         learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel
+        # The time to read weights is paid once per use, for any batch.
         products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
         other = batch * use.nbytes / hardware.elementwise
+        # A tied embedding receives a gradient from each of its uses, and all of them are summed.
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
+        # One product for the gradient of the input, one for that of the weights if these train.
         back = (1 + learning) * products + 2 * other + made
         handed = hardware.handed_seconds
         found.append(Pass(use.unit, products + other + handed, back + handed, use.lookup))
@@ -128,7 +136,7 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
 
 
 def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load) -> list[list[Pass]]:
-    """The uses of the backward of each micro-batch of a step."""
+    """Returns the uses of the backward of each micro-batch of a step."""
     numels, totals = memory.parts.trainable_numel, dict(memory.placement.added)
     last = backward(first, numels, hardware, load.recompute, totals)
     if load.accumulation == 1:
@@ -144,10 +152,17 @@ def backward(
     totals: Mapping[int, int] = {},
     leave: bool = True,
 ) -> list[Pass]:
-    """The uses of its backward; a gradient leaves with the last use of its unit.
+    """Returns the uses of one backward. A gradient is copied to the host with the last use of its unit.
 
-    `totals` are bytes of those that are added up on the device, by unit; they `leave` with the last micro-batch.
+    Args:
+        first: uses of the micro-batch's forward.
+        parts_numel: trainable elements of this rank's partition, per unit.
+        hardware: the machine.
+        recompute: True if the backward computes the forward again.
+        totals: bytes of gradients that accumulate on the device, by unit.
+        leave: True if the totals are copied to the host in this backward, as in the last micro-batch.
     """
+    # The backward runs in reverse, so the last use of a unit is its first one in the forward.
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
     found: list[Pass] = []
     for position, each in reversed(list(enumerate(first))):
@@ -158,7 +173,8 @@ def backward(
             seconds = max(seconds, nbytes / hardware.download) if leave else seconds
         elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
-        if each.lookup and found:  # its weights are not fetched for it
+        # Its weights are not fetched for the backward.
+        if each.lookup and found:
             found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
         else:
             found.append(Pass(each.unit, seconds))
@@ -166,12 +182,13 @@ def backward(
 
 
 def _with_gradient(seconds: float, numel: int, hardware: Hardware) -> float:
+    """Returns the seconds of a backward with the copy of its gradient: after compute on a CPU, beside it on a GPU."""
     kept = numel / hardware.gradient
     return seconds + kept if hardware.on_cpu else max(seconds, kept, hardware.itemsize * numel / hardware.download)
 
 
 def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
-    """What `simulate` counts with."""
+    """Returns the rates for `simulate`."""
     return simulate_machine.Rates(
         hardware.read or math.inf,  # without drives nothing is read or written
         hardware.written or math.inf,
@@ -183,9 +200,10 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
 
 
 def _updated(memory: Memory, hardware: Hardware) -> float:
-    """Parameters that are updated in a second, where each unit's update runs on the GPU or on the host.
+    """Returns the parameters updated per second, averaged over units updated on the GPU and on the host.
 
-    What lives on the GPU is updated there if its gradient stays there too; else it goes to the host and back.
+    A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied
+    to the host and back.
     """
     seconds = 0.0
     for row, nbytes, numel in zip(
@@ -200,7 +218,18 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
 
 
 def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps: int = 3) -> Timing:
-    """Play a step. Raises `BudgetError` where what is in use at a time has no room on the device."""
+    """Returns the prediction of a step.
+
+    Args:
+        memory: the placement and the budgets.
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        steps: steps to simulate; the last one is reported, since the first ones start without an access order.
+
+    Raises:
+        BudgetError: units in use at the same time have no room on the device.
+    """
     first = forward(shape, hardware, load.batch)
     second = backwards(first, memory, hardware, load)
     passes = [TimedUse(each.unit, each.seconds) for back in second for each in (*first, *back)]
@@ -221,7 +250,9 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
     )
     compute = sum(each.seconds for each in passes)
     busy = _busy(found, costs, rates, compute, hardware)
-    bound = min(_least(first, second, memory, costs, rates), found.seconds)  # where both are one sum, by its rounding
+    bound = min(
+        _least(first, second, memory, costs, rates), found.seconds
+    )  # if both are the same sum, rounding may differ
     limit, limit_seconds = _limit(found, compute, hardware.on_cpu)
     return Timing(
         seconds=found.seconds,
@@ -244,6 +275,7 @@ def _busy(
     compute: float,
     hardware: Hardware,
 ) -> dict[str, float]:
+    """Returns the seconds of work of each resource."""
     uploads = sum(span.end - max(span.start, 0.0) for span in found.spans if span.row == "upload")
     moved = found.moved
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
@@ -256,18 +288,23 @@ def _busy(
 
 
 def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]:
-    """The step's seconds are those of compute, of waits, and on a CPU of what else its cores do meanwhile."""
+    """Returns the resource that takes most of the step's seconds, and these seconds.
+
+    The step's seconds divide into compute, waits and, on a CPU, other work of the same cores.
+    """
     waited, worked = found.waited, found.worked
+    # A wait for an update counts for the resource on which the worker spent most of its time.
     updates = "DRAM" if worked.kernels > worked.reads + worked.writes else "NVMe"
     rest = max(0.0, found.seconds - compute - sum(waited)) + waited.upload
     spent: dict[str, float] = defaultdict(float, {"compute": compute, "budget": waited.room, "NVMe": waited.read})
     spent[updates] += waited.update
-    spent["DRAM" if on_cpu else "PCIe"] += rest  # copies, beside the kernel where that takes the same cores
+    # Copies; on a CPU also the kernel, on the same cores.
+    spent["DRAM" if on_cpu else "PCIe"] += rest
     return max(spent.items(), key=lambda each: each[1])
 
 
 def _tile_numel(memory: Memory) -> int:
-    """Elements of an update that are read, computed and written at a time, as it is played."""
+    """Returns the elements of a simulated tile, which may be larger than a real one."""
     return max(memory.placement.tile_numel, max(memory.parts.trainable_numel) // _TILES_OF_A_UNIT)
 
 
@@ -278,13 +315,16 @@ def _least(
     costs: Sequence[UpdateCost | None],
     rates: simulate_machine.Rates,
 ) -> float:
-    """What `bound` says of a step of these passes."""
+    """Returns the lower bound of a step of these passes."""
     opening, *others = ([TimedUse(each.unit, each.seconds) for each in one] for back in second for one in (first, back))
     return least(opening, others, memory, costs, rates, _tile_numel(memory))
 
 
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
-    """Tokens of a micro-batch from which a step can hide all but a twentieth; None where no number does."""
+    """Returns the tokens of a micro-batch from which I/O can add at most a twentieth to compute.
+
+    The placement stays that of `memory`. Returns None if no number up to 2**24 tokens suffices.
+    """
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
 
@@ -294,6 +334,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
         compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
         return _least(first, second, memory, costs, rates) <= _NEAR * compute
 
+    # Double until I/O hides, then bisect. The bound replaces a simulation, which would be too slow for a search.
     batch = 1
     while not hidden(batch):
         batch *= 2
@@ -310,8 +351,9 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 
 
 def activations(shape: Shape, load: Load) -> int:
-    """Bytes that a micro-batch keeps for its backward, and the largest that it makes, with a gradient as large."""
+    """Returns the bytes of a micro-batch's activations: all saved tensors, the largest temporary and its gradient."""
     kept = sum(use.saved for use in shape.uses)
+    # With checkpointing each layer keeps its input; one layer at a time, and the head, keep all they save.
     if load.recompute:
         layers = [use.saved for use in shape.uses[:-1]]
         kept = sum(use.boundary for use in shape.uses) + max(layers, default=0) + shape.uses[-1].saved
@@ -319,22 +361,26 @@ def activations(shape: Shape, load: Load) -> int:
 
 
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
-    """Bytes of a GPU that activations take, and gradients until they have left it: at most those of one unit."""
+    """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
+    # Gradients whose tier is DEVICE stay in the arena, which is counted already.
     leave = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
     return activations(shape, load) + (memory.parts.largest_gradient if leave else 0)
 
 
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
-    """Bytes of RAM above what the process has before: the host arena, and where the CPU computes all of its own.
+    """Returns the peak bytes of RAM beyond those in use before the run.
 
-    There the arena has what was touched: not the tiles, where states are updated in their homes. Beside activations
-    torch has a gradient, of a layer's weights a copy in the order in which its products want them, and the first of two
-    gradients where weights are tied.
+    On a GPU these are the bytes of the host arena. If the CPU computes, they also include the device arena and
+    activations. The host arena then counts only touched pages: no tiles if states are updated in place. torch also
+    allocates a gradient, a copy of a layer's weights in the layout that its products use, and a second gradient if
+    weights are tied.
     """
     if not hardware.on_cpu:
-        return memory.host  # pinned at the start, all of it
+        # The arena is pinned at the start, which touches all of its pages.
+        return memory.host
     touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
     parts = memory.parts
+    # A unit that is used twice has tied weights.
     tied = len({use.unit for use in shape.uses}) < len(shape.uses)
     beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
     return touched + memory.device + activations(shape, load) + beside

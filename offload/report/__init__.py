@@ -1,15 +1,16 @@
-"""What a run has shown: where a step's time goes, and `offload report`, a page made of a log and a time line.
+"""Analysis of a run: the time of a step by phase, and `offload report`, a page made from a log and a time line.
 
-| file | what it is |
+| file | content |
 |---|---|
-| `phases.py` | the parts of a step, and which of them it is bound by |
-| `log.py` | the steps of a log, whatever a kill or a resume has made of the file |
-| `predicted.py` | what a plan has foreseen |
-| `figures.py` | the numbers of a whole run |
-| `spans.py` | one step of a time line |
-| `charts.py` | lines, stacks and rows as SVG |
-| `page.py` | what the page shows: tiles, sections, tables |
-| `render.py`, `templates/` | its HTML, CSS and script |
+| `phases.py` | phases of a step, and the phase that limits the step |
+| `log.py` | steps of a log, after kills and resumes too |
+| `prediction.py` | predicted and measured numbers |
+| `drive_wear.py` | bytes written in relation to the drives' rated life |
+| `figures.py` | numbers of a whole run |
+| `timeline_view.py` | one step of a time line |
+| `charts.py` | lines and stacks as SVG |
+| `page.py` | content of the page: tiles, sections, tables |
+| `render.py`, `templates/` | HTML, CSS and script of the page |
 
-Needs neither torch nor a network: a log can be looked at on any machine.
+The package needs neither torch nor a network, so a log can be examined on any machine.
 """

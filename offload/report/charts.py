@@ -1,7 +1,7 @@
-"""Charts as SVG that needs nothing beside it: lines, stacks and rows of spans. Colours are variables of the page's CSS.
+"""Charts as self-contained SVG: lines and stacks. Colours are variables of the page's CSS.
 
-Each takes numbers by step and says them in one unit, whose name stands in the title. A chart of more steps than it has
-room for shows a stretch of steps as one point: its mean, and for a line the least and the most as a band.
+A chart takes numbers by step and shows them in one unit, which the title names. If there are more steps than points,
+each point covers several steps: the mean, and for a line also the range as a band.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from offload.report.render import render
 from offload.sizes import count_of
 
 POINTS = 240
-"""The most that a chart shows."""
+"""Most points that a chart shows."""
+# Coordinates of the SVG's view box. The page scales charts, so these are not pixels.
 _WIDTH, _HEIGHT = 400, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 26
 
@@ -27,17 +28,17 @@ Values = Sequence[float | None]
 
 
 class Series(NamedTuple):
-    """One line, or one layer of a stack."""
+    """A line, or a layer of a stack."""
 
     name: str
     color: str
-    """A variable of the CSS."""
+    """A CSS variable."""
     values: Values
-    """One for each step; None where there is none."""
+    """One value per step; None if a step has none."""
 
 
 class Unit(NamedTuple):
-    """What an axis counts in: its name, and how much of the plain unit one of it is."""
+    """A unit of an axis: name, and size in seconds, bytes or other base units."""
 
     name: str
     size: float = 1.0
@@ -45,7 +46,7 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A stretch of steps."""
+    """Values of consecutive steps that are drawn as one point."""
 
     first: int
     last: int
@@ -55,31 +56,34 @@ class Point:
 
 
 def seconds_unit(most: float) -> Unit:
+    """Returns the unit for times up to `most` seconds."""
     return Unit("s") if most >= 1 else Unit("ms", 1e-3) if most >= 1e-3 else Unit("µs", 1e-6)
 
 
 def bytes_unit(most: float) -> Unit:
+    """Returns the binary unit for sizes up to `most` bytes."""
     power = min(int(math.log(most, 1024)), 5) if most >= 1024 else 0
     return Unit(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")[power], 1024.0**power)
 
 
 def decimal_unit(most: float) -> Unit:
-    """Of bytes, where drives' life is meant."""
+    """Returns the decimal unit for sizes up to `most` bytes, as drives' endurance is rated."""
     named = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6))
     return next((Unit(*each) for each in named if most >= each[1]), Unit("kB", 1e3))
 
 
 def rate_unit(most: float) -> Unit:
-    """Of bytes a second: powers of ten, as drives are sold."""
+    """Returns the decimal unit for rates up to `most` bytes per second, as drives are sold."""
     return Unit("GB/s", 1e9) if most >= 1e9 else Unit("MB/s", 1e6) if most >= 1e6 else Unit("kB/s", 1e3)
 
 
 def plain_unit(most: float) -> Unit:
+    """Returns the unit of plain numbers, which has no name."""
     return Unit("")
 
 
 def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Point]:
-    """Returns at most `most` stretches of steps, as even as can be, each with the mean and the range of its values."""
+    """Divides steps into at most `most` ranges of nearly equal length, each with mean and range of its values."""
     count = min(len(steps), most)
     found: list[Point] = []
     for index in range(count):
@@ -98,21 +102,24 @@ def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Poi
 
 
 _LEAST = 1e-300
-"""What is smaller is drawn as zero."""
+"""Smallest magnitude that is not drawn as zero."""
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from at most `low` to at least `high`; at least two."""
+    """Returns at least two round numbers, from at most `low` to at least `high`; about `about` of them."""
     size = max(abs(low), abs(high), _LEAST)
-    span = high - low if high - low > 1e-9 * size else size or 1.0  # what floats cannot tell apart is one value
+    # A span within rounding error is one value.
+    span = high - low if high - low > 1e-9 * size else size or 1.0
+    # The step is the smallest of 1, 2, 2.5, 5 or 10 times a power of ten that gives at most `about` intervals.
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)
+    # The tolerance keeps a value on a tick from adding another tick by rounding.
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
 def say(value: float) -> str:
-    """A number for people: four digits that count."""
+    """Returns a number as a text with four significant digits."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:
@@ -122,7 +129,7 @@ def say(value: float) -> str:
 
 
 class _Axes:
-    """A frame with round numbers at its sides, and where values lie in it."""
+    """A chart's frame with round numbers, and the mapping from values to coordinates."""
 
     def __init__(self, first: float, last: float, low: float, high: float) -> None:
         self.marks = ticks(low, high)
@@ -130,15 +137,18 @@ class _Axes:
         self._low, self._high = self.marks[0], self.marks[-1]
 
     def x(self, step: float) -> float:
+        """Returns the x coordinate of a step."""
+        # A single step is drawn in the middle.
         share = 0.5 if self._last == self._first else (step - self._first) / (self._last - self._first)
         return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
 
     def y(self, value: float) -> float:
+        """Returns the y coordinate of a value."""
         share = (value - self._low) / (self._high - self._low)
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     def frame(self) -> str:
-        """Lines at round values, and steps below."""
+        """Returns the SVG of grid lines at round values, and of step labels below."""
         parts = []
         for mark in self.marks:
             y = self.y(mark)
@@ -146,13 +156,14 @@ class _Axes:
             parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{say(mark)}</text>')
         for mark in _steps(self._first, self._last):
             x = self.x(mark)
+            # A label at the right end would be cut off, so its end is aligned instead of its middle.
             side = "end" if x > _WIDTH - _RIGHT - 20 else "middle"
             at = min(x + 8, _WIDTH) if side == "end" else x
             parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{side}">{mark:,}</text>')
         return "".join(parts)
 
     def resumed(self, steps: Sequence[int]) -> str:
-        """Marks where a run went on in another process."""
+        """Returns the SVG of marks at steps where another process resumed the run."""
         parts = []
         for x in (self.x(step) for step in steps if self._first < step <= self._last):
             parts.append(
@@ -163,7 +174,7 @@ class _Axes:
 
 
 def _steps(first: float, last: float) -> list[int]:
-    """Steps to name below a chart."""
+    """Returns the steps to label below a chart."""
     if last - first < 7:
         return list(range(math.ceil(first), math.floor(last) + 1))
     return [int(each) for each in ticks(first, last, 4) if first <= each <= last and each == int(each)]
@@ -179,18 +190,28 @@ def lines(
     bounds: Sequence[tuple[str, float]] = (),
     note: str = "",
 ) -> Markup:
-    """Returns a chart of lines. With `zero` its axis begins there; `bounds` are names and values of lines across.
+    """Returns a chart of lines; empty if no series contains a value.
 
-    Empty where no series has a value.
+    Args:
+        title: the title, without the unit.
+        steps: numbers of the steps, ascending.
+        series: the lines, in base units.
+        unit: selects the unit for the largest magnitude.
+        zero: True to include 0 in the axis.
+        resumed: steps at which another process resumed the run.
+        bounds: names and values of horizontal lines.
+        note: a sentence below the chart; by default about missing values, if any.
     """
     drawn = [each for each in series if any(value is not None for value in each.values)]
     if not drawn:
         return Markup()
     shown = [points(steps, each.values) for each in drawn]
     every = [value for row in shown for p in row for value in (p.least, p.most) if value is not None]
+    # Bounds extend the axis, so that a budget far above the values is visible too.
     every += [value for _, value in bounds]
     low, high = (min(0.0, *every) if zero else min(every)), max(every)
     used = unit(max(abs(low), abs(high)))
+    # Axes work in the shown unit, so that tick values are round in that unit.
     axes = _Axes(steps[0], steps[-1], low / used.size, high / used.size)
     body = [axes.frame(), axes.resumed(resumed)]
     for name, value in bounds:
@@ -200,6 +221,7 @@ def lines(
         body.append(f'<text class="tick label" {place}>{escape(name)}</text>')
     for each, row in zip(drawn, shown, strict=True):
         body += _line(axes, each, row, used)
+    # JSON stores NaN and infinity of a loss as null, so such steps have no value.
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
         note = f"no finite value in {missing:,} of {count_of(len(steps), 'step')}"
@@ -214,7 +236,7 @@ def _range(point: Point, unit: Unit) -> str:
 
 
 def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list[str]:
-    """The band and the line of a series; what stands alone is a dot."""
+    """Returns the SVG of a series: a band and a line, or a dot for a point without neighbours."""
     style = f'style="--c: var({series.color})"'
     drawn: list[str] = []
     for run in _runs(row):
@@ -233,7 +255,7 @@ def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list
 
 
 def _runs(row: Sequence[Point]) -> list[list[Point]]:
-    """Neighbours that have values."""
+    """Returns the runs of consecutive points that have values."""
     runs: list[list[Point]] = [[]]
     for point in row:
         if point.mean is None:
@@ -251,14 +273,24 @@ def stack(
     resumed: Sequence[int] = (),
     note: str = "",
 ) -> Markup:
-    """Returns a chart of layers that add up, from zero, a column for each stretch of steps; empty without values."""
+    """Returns a chart of stacked columns; empty if no series contains a value other than 0.
+
+    Args:
+        title: the title, without the unit.
+        steps: numbers of the steps, ascending.
+        series: the layers from the bottom up, in base units; None counts as 0.
+        unit: selects the unit for the highest column.
+        resumed: steps at which another process resumed the run.
+        note: a sentence below the chart.
+    """
     drawn = [each for each in series if any(each.values)]
     if not drawn:
         return Markup()
     shown = [points(steps, each.values) for each in drawn]
     tops = [sum(row[index].mean or 0.0 for row in shown) for index in range(len(shown[0]))]
     used = unit(max(tops))
-    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2  # room for the first and the last column
+    # Half a column more at either end gives the first and the last column room.
+    half = (steps[-1] - steps[0] + 1) / len(shown[0]) / 2
     axes = _Axes(steps[0] - half, steps[-1] + half, 0.0, max(tops) / used.size)
     width = min((_WIDTH - _LEFT - _RIGHT) / len(shown[0]), 48.0)
     inner = _Columns(axes, shown[0], width)
@@ -275,16 +307,18 @@ def stack(
 
 
 class _Columns:
-    """Where the columns of a stack stand: side by side, and never over the frame."""
+    """Coordinates of a stack's columns, which stand side by side inside the frame."""
 
     def __init__(self, axes: _Axes, row: Sequence[Point], width: float) -> None:
         self._axes, self._half = axes, width / 2 * (0.86 if len(row) <= 60 else 1.0)
         self._middles = [axes.x((p.first + p.last) / 2) for p in row]
 
     def path(self, below: Sequence[float], above: Sequence[float]) -> str:
+        """Returns the SVG path of one layer between two heights per column. A path per layer keeps the page small."""
         parts = []
         for middle, low, high in zip(self._middles, below, above, strict=True):
             if high > low:
+                # Columns at the ends are clipped at the frame.
                 left, right = max(middle - self._half, _LEFT), min(middle + self._half, _WIDTH - _RIGHT)
                 top, bottom = self._axes.y(high), self._axes.y(low)
                 parts.append(f"M{left:.1f} {bottom:.2f}V{top:.2f}H{right:.1f}V{bottom:.2f}z")
@@ -301,7 +335,18 @@ def _figure(
     rows: Sequence[Sequence[str | None]],
     note: str,
 ) -> Markup:
-    """Returns the chart with its title, its legend, and the numbers that its pointer shows."""
+    """Returns the chart with title, legend, and the numbers that the page's script shows at the pointer.
+
+    Args:
+        title: the title, without the unit.
+        unit: unit of the numbers.
+        series: names and colours for the legend.
+        body: SVG of frame and values.
+        axes: mapping to coordinates.
+        row: the points, for their steps.
+        rows: numbers as text, per series and point.
+        note: a sentence below the chart.
+    """
     words = f"{title}, {unit.name}" if unit.name else title
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
@@ -316,6 +361,7 @@ def _figure(
         wide=False,
         title=words,
         label=f"{words} by step",
+        # The script of the page, templates/pointer.js, reads this attribute.
         numbers=json.dumps(about, separators=(",", ":")),
         series=series,
         width=_WIDTH,

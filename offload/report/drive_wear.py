@@ -1,4 +1,4 @@
-"""What a run takes of the life that its drives are rated for."""
+"""Wear of drives: bytes that a run writes in relation to the drives' rated endurance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TERA = 1e12
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What a drive has borne, and will have borne at the end."""
+    """Bytes written to a drive so far and predicted for the end of the run."""
 
     path: str
     so_far_bytes: float
@@ -20,12 +20,20 @@ class Use:
 
     @property
     def share(self) -> float | None:
-        """Of the rated life, at the end; None where nobody has said what it is."""
+        """Returns the fraction of the rated endurance used at the end; None if the rating is unknown."""
         return None if self.rated_bytes is None else self.at_end_bytes / self.rated_bytes
 
 
 def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float | None) -> Use:
-    """What a drive will have borne when `steps_left` more have written as much as those of now."""
+    """Predicts the bytes written to a drive at the end of a run.
+
+    Args:
+        path: folder on the drive.
+        so_far: bytes written so far.
+        a_step: bytes that each further step writes.
+        steps_left: further steps.
+        tbw: rated endurance in terabytes; None if unknown.
+    """
     return Use(
         path=path,
         so_far_bytes=so_far,
@@ -35,7 +43,7 @@ def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float
 
 
 def warning(use: Use, share: float, seconds_left: float) -> str | None:
-    """What to say where a run would take more than `share` of a drive's rated life; None where it does not."""
+    """Returns a warning if a run will use more than the fraction `share` of a drive's endurance, else None."""
     if use.share is None or use.share <= share:
         return None
     assert use.rated_bytes is not None

@@ -1,4 +1,4 @@
-"""The numbers of a run, from its log: what `offload report --json` prints and the page shows."""
+"""The numbers of a run, computed from the log for `offload report --json` and for the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ from offload.report.prediction import compare
 
 
 def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """All of it, as JSON, in seconds and bytes; medians are without the first step of each process."""
+    """Returns the numbers of a run as a JSON object, in seconds and bytes.
+
+    Medians and rates leave out the first step of each process, which has no access order and reads on demand.
+
+    Args:
+        log: the log.
+        plan: a prediction to compare with; by default the one in the log.
+    """
     steady = _steady(log)
     by = bound(steady)
     about = {name: value for name, value in log.about.items() if name != "predicted"}
@@ -27,6 +34,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "first_step": log.steps[0]["step"],
         "last_step": log.steps[-1]["step"],
         "resumed_at": list(log.resumed),
+        # "torn_lines" is part of the published JSON and must keep its name.
         "torn_lines": log.in_critical_section,
         "repeated_steps": log.again,
         "loss": _ends(column(log.steps, "loss")),
@@ -54,30 +62,35 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
 
 
 def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
-    """The steps but the first of each process; all where nothing else is left."""
+    """Returns the steps without the first of each process; all steps if no other is left."""
     first = {log.steps[0]["step"], *log.resumed}
     return [values for values in log.steps if values["step"] not in first] or log.steps
 
 
 def _ends(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns first, last, least and largest value; None without values."""
     return {"first": values[0], "last": values[-1], "least": min(values), "most": max(values)} if values else None
 
 
 def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns median, 95th percentile, least and largest value; None without values."""
     if not values:
         return None
     ordered = sorted(values)
+    # The nearest rank, which is a measured value.
     most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": statistics.median(ordered), "p95": most, "least": ordered[0], "most": ordered[-1]}
 
 
 def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    """Returns a field's sum per second, over the steps that contain both; None without such steps."""
     both = [(number(values, name), number(values, "seconds")) for values in steps]
     known = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
     return sum(amount for amount, _ in known) / sum(seconds for _, seconds in known) if known else None
 
 
 def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
+    """Returns the samples per second; None if the log does not state the samples of a step."""
     samples, seconds = about.get("samples_a_step"), column(steps, "seconds")
     return samples * len(seconds) / sum(seconds) if isinstance(samples, int) and sum(seconds) > 0 else None
 
@@ -90,15 +103,17 @@ def _bytes(
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each drive has borne in the life of the run, and will have borne at its end."""
+    """Returns the bytes written to each drive so far and at the end of the run, over all processes of the run."""
     tbw, ends = about.get("drive_tbw"), about.get("steps")
     rows = [values["drives"] for values in log.steps if values.get("drives")]
     if not rows:
         return []
+    # Without the total number of steps the present state is also the end.
     left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
     found = []
     for path, so_far in rows[-1].items():
         known = [row[path] for row in rows if path in row]
+        # The counter may fall after a resume from an earlier step: such a pair of steps says nothing.
         grown = [after - before for before, after in pairwise(known) if after >= before]
         a_step = statistics.median(grown) if grown else None
         use = foresee(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)

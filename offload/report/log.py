@@ -1,4 +1,4 @@
-"""The steps of a log: JSON lines of `offload train --log` or of the key "log", as a kill or a resume has left them."""
+"""Reader of logs: JSON lines of `offload train --log` or of the key "log", possibly truncated or repeated by kills."""
 
 from __future__ import annotations
 
@@ -13,35 +13,41 @@ from offload.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """What a log tells."""
+    """Content of a log."""
 
     path: Path
     steps: tuple[Mapping[str, Any], ...]
-    """Of each step the last line that tells of it, in order."""
+    """Values of each step in order, from the last line about the step."""
     abouts: tuple[tuple[int, Mapping[str, Any]], ...]
-    """What each process has said of the run, with the first of its steps."""
+    """For each process, its first step and its facts on the run."""
     in_critical_section: int
-    """Lines that are none: a kill has cut them short."""
+    """Number of lines that cannot be read, since a kill truncated them."""
     again: int
-    """Lines of steps that a later line tells of again."""
+    """Number of lines about steps that were trained again later."""
 
     @property
     def about(self) -> Mapping[str, Any]:
-        """What is said of the run, the newest of each."""
+        """Returns the facts on the run; for each key the newest value."""
         said: dict[str, Any] = {}
         for _, about in self.abouts:
+            # Later processes replace values, such as the number of steps.
             said |= about
         return said
 
     @property
     def resumed(self) -> tuple[int, ...]:
-        """The first step of each process but the first."""
+        """Returns the first step of each process except the first process."""
         return tuple(step for step, _ in self.abouts[1:])
 
 
 def read_log(path: Path) -> Log:
-    """Read a log. Raises `ConfigError` where there is none, or it is none."""
+    """Reads a log.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains no step.
+    """
     try:
+        # A kill may have cut a line within a character, so decoding replaces errors.
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
@@ -54,11 +60,13 @@ def read_log(path: Path) -> Log:
             in_critical_section += bool(line.strip())
             continue
         step = values["step"]
-        if "eval_loss" in values and "loss" not in values:  # of an evaluation after that step
+        # A line of an evaluation belongs to the step before the evaluation.
+        if "eval_loss" in values and "loss" not in values:
             if step in found:
                 found[step] = {**found[step], **{name: values[name] for name in values if name.startswith("eval_")}}
             continue
-        if step in found or (found and step < next(reversed(found))):  # it went on from before: what follows is void
+        # The run resumed from an earlier step: lines of later steps are of weights that no longer exist.
+        if step in found or (found and step < next(reversed(found))):
             for late in [each for each in found if each >= step]:
                 del found[late]
                 again += 1
@@ -80,12 +88,13 @@ def read_log(path: Path) -> Log:
 
 
 def _values(line: str) -> dict[str, Any] | None:
-    """What a line tells of a step; None where it is torn or tells of none."""
+    """Returns the values of a line; None if the line is truncated or not about a step."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
     step = values.get("step") if isinstance(values, dict) else None
+    # Any JSON file can be given: the limit keeps absurd step numbers from the charts.
     if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= _MOST_STEPS:
         return None
     fine = {name: _of_step(name, value) for name, value in values.items()}
@@ -93,7 +102,7 @@ def _values(line: str) -> dict[str, Any] | None:
 
 
 def _of_step(name: str, value: Any) -> Any:
-    """A value that is of the kind that belongs there; None else."""
+    """Returns `value` if its type fits the field `name`, else None."""
     if name == "about":
         return plain(value) if isinstance(value, dict) else None
     if name == "drives":
@@ -102,20 +111,21 @@ def _of_step(name: str, value: Any) -> Any:
 
 
 def _of_drives(value: dict[str, Any]) -> dict[str, Any]:
+    """Returns the drives whose bytes are valid numbers."""
     return {path: nbytes for path, nbytes in plain(value).items() if is_number(nbytes)}
 
 
 _MOST_STEPS, _MOST, _LEAST = 10**12, 1e100, 1e-100
-"""What is beyond is no number of a run: sums and quotients of those within are finite."""
+"""Limits of valid numbers. Within them, sums and quotients of a run's numbers stay finite."""
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it can be counted with."""
+    """Returns True for a number within the limits; False for a bool."""
     return type(value) in (int, float) and (value == 0 or _LEAST <= abs(value) <= _MOST)
 
 
 def plain(value: Any) -> Any:
-    """What a file has said, without numbers that cannot be counted with and without half characters."""
+    """Returns parsed JSON with invalid numbers replaced by None and single surrogates by "?"."""
     if isinstance(value, dict):
         return {plain(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list):
@@ -126,11 +136,11 @@ def plain(value: Any) -> Any:
 
 
 def number(values: Mapping[str, Any], name: str) -> float | None:
-    """A number of a step; None where it has none, or one that was not finite."""
+    """Returns a field of a step; None if absent or not finite."""
     value: float | None = values.get(name)
     return value
 
 
 def column(steps: Iterable[Mapping[str, Any]], name: str) -> list[float]:
-    """That number of each step that has one."""
+    """Returns a field's values, of all steps that contain the field."""
     return [value for values in steps if (value := number(values, name)) is not None]

@@ -1,4 +1,7 @@
-"""The content of the page, section by section, for `templates/page.html`. It needs no network and no second file."""
+"""The content of the report page for `templates/page.html`, section by section.
+
+The page is one self-contained file and loads nothing from a network.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ from offload.report.timeline_view import Window, rows
 from offload.sizes import count_of, format_decimal, format_time
 
 BEGIN = '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="generator" content="offload report">'
-"""By this a page of ours is known from another file."""
+"""Start of every page. `offload report` overwrites an existing file only if the file starts with these bytes."""
 
+# Layers are stacked in this order. `timeline_view.COLORS` uses the same colours for the same kinds of work.
 _COLORS = {
     "compute": "--blue",
     "optimizer": "--green",
@@ -31,7 +35,7 @@ _COLORS = {
 
 
 class Tile(NamedTuple):
-    """A number that a reader wants to know first."""
+    """A number at the top of the page."""
 
     name: str
     value: str
@@ -39,7 +43,7 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table; with a colour, a variable of the CSS, it has a mark of the legend."""
+    """A row of a table; with a CSS variable as `color` the row shows the legend's mark."""
 
     cells: tuple[str, ...]
     color: str = ""
@@ -47,7 +51,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of a section; above that of a step's parts stands what it is bound by."""
+    """A table of a section; that of a step's phases is headed by the limiting phase and advice."""
 
     head: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -59,14 +63,20 @@ Block = Markup | Table
 
 
 class Section(NamedTuple):
-    """Charts and tables below a heading; one without any is left out."""
+    """Charts and tables below a heading; an empty section is left out."""
 
     name: str
     blocks: Sequence[Block]
 
 
 def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
-    """Returns a whole HTML document of a log's figures, and of a stretch of its time line."""
+    """Returns the HTML document.
+
+    Args:
+        log: the log, for the charts.
+        found: the numbers of `figures`.
+        window: one step of a time line; None without a time line.
+    """
     sections = [
         Section("Learning", _learning(log)),
         Section("Where the time goes", _time(log, found)),
@@ -83,6 +93,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         subtitle=_subtitle(found),
         tiles=_tiles(found),
         steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
+        # Charts without values are empty markup and are left out here.
         sections=[Section(name, [block for block in blocks if block]) for name, blocks in sections],
         notes=" ".join(_notes(found)),
     )
@@ -102,6 +113,7 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     if isinstance(about.get("parameters"), int):
         words.append(count_of(about["parameters"], "parameter"))
     words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
+    # The facts come from a file, so any type may occur.
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         words.append(f"{about['ranks']} ranks")
     words.append(f"log {found['log']}")
@@ -109,7 +121,7 @@ def _subtitle(found: Mapping[str, Any]) -> str:
 
 
 def _tiles(found: Mapping[str, Any]) -> list[Tile]:
-    """Returns what a reader wants to know first."""
+    """Returns the numbers at the top of the page."""
     loss, step = found["loss"], found["step_seconds"]
     tiles = [
         Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
@@ -124,14 +136,17 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
         slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
         tiles.append(Tile("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
     for name in ("tokens", "samples"):
+        # Logs of `offload train` contain tokens; those of other loops only samples.
         if found[f"{name}_per_second"]:
             tiles.append(Tile("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
             break
     if found["bound_by"] is not None:
+        # The small number avoids a division by zero for steps of zero length.
         share = found["step_parts_seconds"][found["bound_by"]] / max(sum(found["step_parts_seconds"].values()), 1e-12)
         tiles.append(Tile("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
     if found["drives"]:
         total = sum(each["so_far_bytes"] for each in found["drives"])
+        # The worst drive counts: it fails first.
         rated = [each["share"] for each in found["drives"] if each["share"] is not None]
         more = f"{max(rated):.2%} of rated life at the end" if rated else "drive_tbw is not set"
         tiles.append(Tile("written to drives", format_decimal(total), more))
@@ -146,7 +161,15 @@ def _steps(log: Log) -> list[int]:
 
 
 def _series(log: Log, name: str, color: str, field: str, over: str | None = None) -> Series:
-    """A field of each step, or its quotient by another."""
+    """Returns a field of each step as a series.
+
+    Args:
+        log: the log.
+        name: the series' name in the legend.
+        color: a CSS variable.
+        field: key of the log.
+        over: key of a divisor, such as "seconds" for a rate; None for none.
+    """
     found: list[float | None] = []
     for values in log.steps:
         value, by = number(values, field), 1.0 if over is None else number(values, over)
@@ -168,8 +191,10 @@ def _learning(log: Log) -> list[Block]:
 
 
 def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
+    """Returns charts and table of the phases of a step."""
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
+    # A stack needs all phases of a step: steps without measurements give empty columns.
     layers = [
         Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
@@ -198,6 +223,7 @@ def _legend(name: str) -> str:
 
 
 def _parts_table(found: Mapping[str, Any]) -> Block:
+    """Returns the table of a mean step's phases; a hint if phases were not measured."""
     spent = found["step_parts_seconds"]
     if not spent:
         return Markup('<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>')
@@ -257,6 +283,7 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
         Series(
             each["path"],
             colors[index % len(colors)],
+            # A resumed run may have other drives, so a step need not contain each path.
             [(row.get("drives") or {}).get(each["path"]) for row in log.steps],
         )
         for index, each in enumerate(found["drives"])
@@ -275,6 +302,8 @@ def _drive_row(each: Mapping[str, Any]) -> Row:
 
 
 def _window(window: Window) -> list[Block]:
+    """Returns the drawing of one step and the busy time of each row, in microseconds of the time line."""
+    # In microseconds, while the busy times are in seconds.
     took = window.end - window.start
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
@@ -283,6 +312,7 @@ def _window(window: Window) -> list[Block]:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
+    """Returns sentences on steps and lines that the numbers leave out."""
     in_critical_section = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")

@@ -1,7 +1,7 @@
-"""Where the time of a step goes: what the model computed, what it waited for, and by which of these a step is bound.
+"""Phases of a step: compute, waits by cause, and the phase that limits the step.
 
-A wait for an update is a wait for whatever the update worker did meanwhile: its kernels, or its own waits for reads and
-writes. It is shared out as the worker's time was.
+A wait for an update is a wait for the update worker's kernels, or for the worker's own reads and writes. The time is
+divided among these in proportion to the worker's time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PARTS: Mapping[str, str] = {
     "uploads": "waits for uploads",
     "loop": "the loader and the loop's own code",
 }
-"""The parts of a step, in the order in which they are shown, and what each is."""
+"""Phases of a step, in the order in which they are shown, with a description of each."""
 
 ADVICE: Mapping[str, str] = {
     "compute": "a faster device, or less to recompute (activation checkpointing); paging is not what limits",
@@ -29,25 +29,26 @@ ADVICE: Mapping[str, str] = {
     "uploads": 'more "device_memory", so that weights stay on the device',
     "loop": "a loader with workers; less to do between steps (evaluations, saves)",
 }
-"""What to change where a step is bound by a part."""
+"""Advice for a step that is limited by a phase."""
 
 
 class Bound(NamedTuple):
-    """What limits a step."""
+    """The limiting phase of a mean step."""
 
     by: str
-    """One of `PARTS`."""
+    """A key of `PARTS`."""
     seconds: float
-    """Of a mean step."""
+    """Seconds of a mean step."""
     parts: Mapping[str, float]
-    """Seconds of each part in a mean step; zeros are left out."""
+    """Seconds of each phase in a mean step; zeros are left out."""
 
     @property
     def share(self) -> float:
+        """Returns the fraction of the step that the limiting phase takes."""
         return self.parts[self.by] / self.seconds if self.seconds else 0.0
 
     def words(self) -> str:
-        """A sentence with the numbers."""
+        """Returns the phases and their seconds in one line, the limiting phase first."""
         rest = sorted((name for name in self.parts if name != self.by), key=lambda name: -self.parts[name])
         others = [f"{self.parts[name]:.3f} s {PARTS[name]}" for name in rest if self.parts[name] >= 0.0005]
         first = f"{self.by}: {self.parts[self.by]:.3f} of {self.seconds:.3f} s a step ({self.share:.0%})"
@@ -55,9 +56,13 @@ class Bound(NamedTuple):
 
 
 def parts(values: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of each of `PARTS` in a step with such numbers; empty where its phases were not measured.
+    """Returns the seconds of each phase of a step, which sum to the step's seconds.
 
-    They add up to the step's seconds.
+    Args:
+        values: a step's measurements, by the log's keys.
+
+    Returns:
+        Seconds by key of `PARTS`; empty if the phases were not measured.
     """
     if values.get("forward_seconds") is None:
         return {}
@@ -67,16 +72,19 @@ def parts(values: Mapping[str, Any]) -> dict[str, float]:
 
     phases = sum(map(seconds, ("forward", "backward", "step")))
     waits = {name: seconds(f"wait_for_{name}") for name in ("reads", "updates", "commits", "memory", "uploads")}
+    # The worker's own copies are part of the update, and `PARTS` has no phase for them.
     worker = {
         "optimizer": seconds("update_kernels") + seconds("update_copies"),
         "reads": seconds("update_waits_for_reads"),
         "writes": seconds("update_waits_for_writes"),
     }
     busy = sum(worker.values())
+    # Without measurements of the worker the whole wait counts as the optimizer's.
     of_updates = {
         name: waits["updates"] * (part / busy if busy else name == "optimizer") for name, part in worker.items()
     }
     return {
+        # Waits happen inside the phases, so the rest is compute. Clock noise could make the rest negative.
         "compute": max(phases - sum(waits.values()), 0.0),
         "optimizer": of_updates["optimizer"],
         "reads": waits["reads"] + of_updates["reads"],
@@ -88,7 +96,7 @@ def parts(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def bound(steps: Iterable[Mapping[str, Any]]) -> Bound | None:
-    """What steps with such numbers are bound by, on the whole; None where their phases were not measured."""
+    """Returns the limiting phase of the mean of several steps; None if their phases were not measured."""
     sums = dict.fromkeys(PARTS, 0.0)
     total, count = 0.0, 0
     for values in steps:
@@ -100,5 +108,6 @@ def bound(steps: Iterable[Mapping[str, Any]]) -> Bound | None:
                 sums[name] += seconds
     if not count:
         return None
+    # Means, not medians: only means of the phases sum to the mean step.
     means = {name: seconds / count for name, seconds in sums.items() if seconds > 0} or {"compute": 0.0}
     return Bound(max(means, key=lambda name: means[name]), total / count, means)

@@ -1,4 +1,7 @@
-"""What was foreseen of a run, beside what came: of the log's "about", or of the JSON of `offload plan`."""
+"""Comparison of predicted and measured numbers of a run.
+
+Predictions come from the log's "about" or from the output of `offload plan --json`.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +25,18 @@ _STEP: Mapping[str, str] = {
     "host_peak_bytes": "peak of RAM",
     "device_peak_bytes": "peak of device memory",
 }
-"""Numbers of the log that may be foreseen, and what each is."""
+"""Keys of the log that may be predicted, with a description of each."""
 
 
 def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each number that was foreseen, and what came in `steps`: the median, of a peak the most, of a part the mean.
+    """Returns a row per predicted number with the measured one.
 
-    Parts, by their names in `PARTS`, are left out where both are nothing.
+    The measured number is the median over `steps`, for a peak the maximum, for a phase the mean. Phases of `PARTS` that
+    are 0 in both are left out.
+
+    Args:
+        said: the prediction by the log's keys; anything but a mapping gives no rows.
+        steps: the measured steps.
     """
     if not isinstance(said, Mapping):
         return []
@@ -48,31 +56,36 @@ def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _row(name: str, what: str, expected: float, came: float) -> dict[str, Any]:
+    """Returns a row: key, description, predicted and measured number, and their ratio."""
     ratio = came / expected if expected else None
     return {"name": name, "what": what, "predicted": expected, "measured": came, "ratio": ratio}
 
 
 def words(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """A row for people: what was foreseen, what came, and by how much that is another."""
+    """Returns a row as texts: predicted, measured, and difference in percent."""
     predicted, measured = (_said(row["name"], row[key]) for key in ("predicted", "measured"))
     return predicted, measured, "" if row["ratio"] is None else f"{row['ratio'] - 1:+.1%}"
 
 
 def _said(name: str, value: float) -> str:
-    """A number by its name, with its unit."""
+    """Returns a number with the unit that belongs to its key."""
     if name.endswith("_bytes"):
         return format_size(round(value))
     return time_of(value) if name == "seconds" or name in PARTS else f"{value:,.0f}"
 
 
 def time_of(seconds: float) -> str:
-    """Four digits that count."""
+    """Returns a time with four significant digits and unit."""
     unit = seconds_unit(seconds)
     return f"{say(seconds / unit.size)} {unit.name}"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """What a plan foresees of a step, by the log's names. Raises `ConfigError` where the file is no plan."""
+    """Returns the prediction in a file of `offload plan --json`, by the log's keys.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a plan.
+    """
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["step"]
         known = {name: step[name] for name in ("seconds", "tokens", "read_bytes", "written_bytes")}

@@ -1,4 +1,4 @@
-"""The page's HTML, CSS and script as Jinja2 templates; values are escaped wherever they are put into one."""
+"""The page's HTML, CSS and script as Jinja2 templates, which escape all values."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 @functools.cache
 def _environment() -> jinja2.Environment:
+    """Returns the environment of all templates; an undefined variable is an error."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
         autoescape=jinja2.select_autoescape(("html",)),
@@ -20,5 +21,5 @@ def _environment() -> jinja2.Environment:
 
 
 def render(name: str, **values: Any) -> Markup:
-    """Returns the template `name` with `values` in it. Text is escaped; `Markup` is put in as it is."""
+    """Returns the template `name` filled with `values`. Text is escaped; `Markup` is inserted unchanged."""
     return Markup(_environment().get_template(name).render(**values))

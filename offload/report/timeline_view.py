@@ -1,4 +1,4 @@
-"""One step of a time line that `--trace` has written, as rows of spans."""
+"""A drawing of one step of a time line written by `--trace`, with rows of spans."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ COLORS = {
     "update worker": "--green",
     "commits": "--gray",
 }
-"""The rows of a time line, in the order in which they are shown."""
+"""Rows of a time line in the order in which they are shown, with their CSS variables."""
 _LANES = 6
-"""Of a row, that are shown: spans that overlap stand below each other."""
+"""Most lanes that are shown per row; overlapping spans occupy different lanes."""
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Microseconds of the file."""
+    """A span of a time line; `start` and `end` are in microseconds, as in the file."""
 
     row: str
     lane: int
@@ -53,20 +53,21 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """A stretch of a time line."""
+    """An interval of a time line; `start` and `end` are in microseconds."""
 
     title: str
     start: float
     end: float
     spans: tuple[Span, ...]
     complete: bool
-    """Whether the file says that it holds the whole run."""
+    """True if the file contains the whole run; False if recording stopped at the limit of events."""
 
     def seconds(self) -> dict[str, float]:
-        """How long something of each row was under way."""
+        """Returns the seconds in which each row had at least one span in progress."""
         found = {}
         for row in COLORS:
             mine = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
+            # The union of intervals: spans of a row overlap if several are in flight.
             total, reached = 0.0, self.start
             for start, end in mine:
                 total += max(0.0, end - max(start, reached))
@@ -77,23 +78,27 @@ class Window:
 
 
 def read_window(path: Path) -> Window:
-    """The step of a time line that took the middle of the times, without the first; the whole where it has none.
+    """Reads a time line and returns the step of median time, without the first steps; all spans if there is no step.
 
-    Raises `ConfigError` where the file is no time line.
+    Raises:
+        ConfigError: the file is not a time line.
     """
     events = _events(path)
+    # A process of the trace is a rank: the drawing shows the lowest one.
     first = min((event["pid"] for event in events if event.get("ph") == "X"), default=None)
     spans = [_span(event) for event in events if event.get("ph") == "X" and event["pid"] == first]
     if not spans:
         raise ConfigError(f"{path} has no span: expected the file that `offload train --trace FILE` writes at its end")
     complete = not any(event.get("ph") == "i" for event in events)
     start, end, title = _step(spans)
+    # A window of zero length could not be scaled.
     end = max(end, start + 1)
     inside = tuple(span for span in spans if span.end > start and span.start < end)
     return Window(title=title, start=start, end=end, spans=inside, complete=complete)
 
 
 def _events(path: Path) -> list[Mapping[str, Any]]:
+    """Returns the events of a trace file, without spans of other programs."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             found = json.load(file)["traceEvents"]
@@ -108,7 +113,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
 
 
 def _is_ours(event: Mapping[str, Any]) -> bool:
-    """Whether a span is such as `--trace` writes; those of other programs have words where ours have numbers."""
+    """Returns True if a span has the types that `--trace` writes; other programs write strings for some numbers."""
     return (
         all(type(event.get(key)) is int for key in ("pid", "tid"))
         and all(is_number(event.get(key)) for key in ("ts", "dur"))
@@ -121,31 +126,38 @@ def _span(event: Mapping[str, Any]) -> Span:
     nbytes = args.get("bytes", 0) if isinstance(args, Mapping) else 0
     return Span(
         row=event["cat"],
+        # `timeline` numbers threads as 1000 * row + lane.
         lane=event["tid"] % 1000,
         name=plain(event["name"]),
         start=start,
         end=start + event["dur"],
+        # A file may contain anything as "bytes"; the tooltip then leaves the size out.
         nbytes=int(nbytes) if is_number(nbytes) else 0,
     )
 
 
 def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
-    """From the end of one step to that of the next."""
+    """Returns start, end and name of the step of median time, from the end of one step to the end of the next.
+
+    The first interval is left out, since the first steps read on demand.
+    """
     ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
     steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
     if not steady:
         return min(s.start for s in spans), max(s.end for s in spans), "the whole run"
+    # `median_low` is one of the values, so a step of exactly this duration exists.
     middle = statistics.median_low([end - start for start, end, _ in steady])
     return next(each for each in steady if each[1] - each[0] == middle)
 
 
 def rows(window: Window) -> Markup:
-    """The window as a figure: a row for each kind of work, spans in it to scale."""
+    """Returns the window as a figure with a row per kind of work and spans drawn to scale."""
     used = seconds_unit((window.end - window.start) / 1e6)
     scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
     parts: list[str] = []
     y = 6
     for row, color in COLORS.items():
+        # Rows are drawn in the order of `COLORS`; a row without spans takes no room.
         mine = [span for span in window.spans if span.row == row]
         lanes = sorted({span.lane for span in mine})
         if not mine:
@@ -179,11 +191,17 @@ def rows(window: Window) -> Markup:
 
 
 def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
-    """Spans to draw: neighbours that are too small to be told apart are one."""
+    """Returns the spans to draw, with neighbours merged that are too small to be distinguished.
+
+    Args:
+        spans: spans of one lane.
+        least: shortest visible duration in microseconds, half a unit of the drawing.
+    """
     drawn: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = drawn[-1] if drawn else None
         small = span.end - span.start < least
+        # Thousands of tiny spans would make the page slow: neighbours become one, up to a visible length.
         if last is not None and small and last.end - last.start < 8 * least and span.start - last.end < least:
             names = last.name if last.name.endswith("…") or last.name == span.name else f"{last.name} …"
             drawn[-1] = replace(last, name=names, end=max(last.end, span.end), nbytes=last.nbytes + span.nbytes)
@@ -193,6 +211,7 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
 
 
 def _words(span: Span) -> str:
+    """Returns the tooltip of a span, escaped for SVG."""
     took = (span.end - span.start) / 1e6
     unit = seconds_unit(took)
     moved = f", {format_size(span.nbytes)}" if span.nbytes else ""
@@ -200,6 +219,15 @@ def _words(span: Span) -> str:
 
 
 def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> list[str]:
+    """Returns the SVG of grid lines at round times.
+
+    Args:
+        window: the window.
+        unit: name of the unit.
+        size: microseconds of the unit.
+        scale: drawing units per microsecond.
+        y: lower end of the lines.
+    """
     parts = []
     for mark in ticks(0, (window.end - window.start) / size, 6):
         x = _LEFT + mark * size * scale

@@ -1,4 +1,7 @@
-"""`offload bench`: how fast the parts are, each against a bound or a peer in the same run."""
+"""`offload bench`: speed of the components, each compared with a bound or a peer in the same run.
+
+The benchmarks import torch, so each command imports them on use: `offload --help` must stay fast.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +57,7 @@ def bench_io(
     """
     from rich.console import Console
 
+    # Imported on use: the module imports torch, which would slow down every other command.
     from offload.bench import io
     from offload.hardware.info import machine
 
@@ -72,11 +76,13 @@ def bench_io(
             with_fio=fio,
         )
     with errors(FAILED), signals(), telling(console) as tell:
+        # Signals raise here, so that the benchmark's files are removed.
         rows = io.measure(plan, tell)
     if json_output:
         print(json.dumps(io.as_json(machine(), plan, rows)), flush=True)
     else:
         console.print(_rows_table(rows))
+        # `make_plan` turns fio off if fio is not installed.
         if fio and not plan.with_fio:
             console.print("fio is not installed, so there is no ratio to it (Debian: apt install fio)")
     with errors(FAILED):
@@ -114,6 +120,7 @@ def bench_adam(
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
     with errors(FAILED), signals(), telling(console) as tell:
+        # Arguments are checked by now: a failure from here on is not the user's input.
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)
@@ -202,6 +209,7 @@ def bench_swap(typed: SwapOptions) -> None:
             probe_bytes=parse_size(typed.probe_size),
         )
     with errors(FAILED), signals(), telling(console) as tell:
+        # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
     if typed.json_output:
         print(json.dumps(swap_figures.as_json(machine(), plan, result)), flush=True)
@@ -214,6 +222,7 @@ def bench_swap(typed: SwapOptions) -> None:
 
 
 def _check_plot(path: Path | None) -> None:
+    """Raises `ConfigError` if a plot cannot be written to `path`, before minutes of measuring."""
     if path is None:
         return
     import importlib.util
@@ -225,11 +234,13 @@ def _check_plot(path: Path | None) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")
+    # Access is checked now, so that minutes of measuring are not lost.
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
         raise ConfigError(f"{path} cannot be written")
 
 
 def _rows_table(rows: list[Any]) -> Table:
+    """Returns the table of `offload bench io`."""
     from rich.table import Table
 
     table = Table("op", "backend", "block", "depth", "GB/s", "of fio", "CPU s/GB", "p50 ms", "p99 ms", box=None)
@@ -242,12 +253,14 @@ def _rows_table(rows: list[Any]) -> Table:
             f"{row.gb_per_s:.2f}",
             "" if row.of_fio is None else f"{row.of_fio:.2f}",
             f"{row.cpu_s_per_gb:.4f}",
+            # Not every backend measures latencies.
             *("" if value is None else f"{value / 1e3:.2f}" for value in (row.p50_us, row.p99_us)),
         )
     return table
 
 
 def _adam_table(rows: list[Any]) -> Table:
+    """Returns the table of `offload bench adam`."""
     from rich.table import Table
 
     table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
@@ -261,12 +274,14 @@ def _adam_table(rows: list[Any]) -> Table:
             f"{row.ms:.1f}",
             f"{row.gb_per_s:.1f}",
             f"{row.of_probe:.2f}",
+            # Parameters per millisecond / 1e3 are millions of parameters per second.
             f"{row.numel / row.ms / 1e3:.0f}",
         )
     return table
 
 
 def _swap_table(rows: Sequence[Any]) -> Table:
+    """Returns the table of `offload bench swap`, in seconds unless a column says otherwise."""
     from rich.table import Table
 
     table = Table(box=None)
@@ -277,6 +292,7 @@ def _swap_table(rows: Sequence[Any]) -> Table:
         table.add_row(
             f"{row.compute_ms:g}",
             *(f"{each:.2f}" for each in seconds),
+            # Without I/O nothing can be hidden.
             "" if row.hidden_percent is None else f"{row.hidden_percent:.0f}",
             f"{row.efficiency:.2f}",
             f"{row.bytes_per_parameter:.1f}",

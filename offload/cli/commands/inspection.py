@@ -1,4 +1,4 @@
-"""`offload inspect`, for people: what lies in a folder."""
+"""`offload inspect`: the content of a folder of runs or checkpoints."""
 
 from __future__ import annotations
 

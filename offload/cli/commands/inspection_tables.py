@@ -1,4 +1,4 @@
-"""What `offload inspect` has found, as tables."""
+"""Tables of `offload inspect`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ONE_SLOT = (
 
 
 def tables(found: Mapping[str, Any]) -> list[Table | str]:
-    """Of a folder, by its kind."""
+    """Returns the tables and lines for a folder, by its kind: nvme path, run, checkpoint, or several checkpoints."""
     kind = found["kind"]
     if kind == "nvme_path":
         return [_runs_table(found["runs"])] if found["runs"] else [escape(f"there are no runs in {found['path']}")]
@@ -29,10 +29,12 @@ def tables(found: Mapping[str, Any]) -> list[Table | str]:
 
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
+    """Returns one row per run of an nvme path."""
     table = Table("run", "model", "mode", "ranks", "last commit", "on disk", "held by", "", box=None)
     for run in runs:
         model = run["model"]
         newest = [rank["commits"][0] for rank in run["ranks"] if rank["commits"]]
+        # A run resumes at a step that all ranks have committed: the oldest of the ranks' newest commits.
         last = min(newest, key=lambda commit: int(commit["serial"]), default=None)
         table.add_row(
             escape(run["run"]),
@@ -48,8 +50,10 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
 
 
 def _state(run: Mapping[str, Any]) -> str:
+    """Returns remarks on a run: finished, another format, damaged, leftovers."""
     words = []
     if run["finished"] is not None:
+        # The note is a JSON file that people may edit: absent keys must not fail the command.
         words.append(f"finished at step {run['finished'].get('steps', '?')}")
     words += sorted(
         {f"format {r['other_format'].split(',')[0].split()[-1]}" for r in run["ranks"] if r["other_format"]}
@@ -62,6 +66,7 @@ def _state(run: Mapping[str, Any]) -> str:
 
 
 def _run_table(run: Mapping[str, Any]) -> Table:
+    """Returns the facts on one run."""
     table = Table(show_header=False, box=None)
     model = run["model"]
     rows: list[tuple[str, str]] = [("run", run["path"])]
@@ -79,19 +84,23 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         note = run["finished"]
         rows.append(("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"))
     if run["missing_ranks"]:
+        # Each machine of a run across machines shows only the ranks on its own drives.
         rows.append(("not here", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
     rows += [("left over", path) for path in run["leftovers"]]
     for name, value in rows:
+        # rich would read a "[" in a path as markup.
         table.add_row(name, escape(value))
     return table
 
 
 def _rank_table(rank: Mapping[str, Any]) -> Table:
+    """Returns the facts on one rank of a run."""
     table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
     rows = [("held by", rank["holder"] or "nobody")]
     if rank["other_format"]:
         rows.append(("other format", rank["other_format"]))
     if rank["drive"]:
+        # A drive after the first contains a part of the rank's states, but no commits.
         rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
     for commit in rank["commits"]:
         words = f"step {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
@@ -101,6 +110,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     if rank["states"]:
         rows.append(("states", ", ".join(rank["states"])))
     rows += [(("on drive"), f"{format_size(d['allocated_bytes'])} in {d['path']}") for d in rank["drives"]]
+    # Without a commit the list of written bytes is empty.
     for drive, nbytes in zip(rank["drives"], rank["written_bytes"], strict=False):
         rated = rank["rated_bytes"]
         share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} it is rated for"
@@ -112,6 +122,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
 
 
 def _age(seconds: float) -> str:
+    """Returns an age in the largest unit of which there are at least two."""
     for unit, length in (("days", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * length:
             return f"{seconds / length:.0f} {unit}"
@@ -119,6 +130,7 @@ def _age(seconds: float) -> str:
 
 
 def _checkpoints_table(found: Mapping[str, Any]) -> Table:
+    """Returns one row per checkpoint of a folder, then the leftovers of interrupted saves."""
     table = Table("checkpoint", "step", "model", "mode", "ranks", "size", "saved", "", box=None)
     for each in found["checkpoints"]:
         words = ["latest"] if each["tag"] == found["latest"] else []
@@ -142,6 +154,7 @@ def _checkpoints_table(found: Mapping[str, Any]) -> Table:
 
 
 def _checkpoint_table(found: Mapping[str, Any]) -> Table:
+    """Returns the facts on one checkpoint."""
     table = Table(show_header=False, box=None)
     rows = [("checkpoint", found["path"])]
     if found["model"] is not None:

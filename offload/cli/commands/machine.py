@@ -1,4 +1,4 @@
-"""The commands about the machine: what it is, and what suits it."""
+"""Commands about the machine: `offload info`, `offload tune` and `offload bench`."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ def info(
         for name, value in about.lines(found):
             table.add_row(name, value)
         Console(highlight=False, markup=False).print(table)
+    # The facts are printed in any case: they are meant for bug reports about such a drive.
     if any("error" in drive for drive in found["drives"]):
         raise typer.Exit(BAD_INPUT)
 
@@ -78,9 +79,11 @@ def tune(
             raise ConfigError("--output is where --config is written to; give both")
         there = config is not None and config.exists()
         wanted = load_config(read_json(config)).offload.io_backend if config is not None and there else "auto"
+        # The queue resolves "auto" to the backend that works on this machine, and is closed before the trials.
         with IoQueue(wanted) as queue:
             backend = queue.backend
         if config is not None:
+            # The check precedes a minute of trials, whose result could not be written otherwise.
             tuning.check_writable(config, output or config)
     with errors(FAILED), signals(), telling(console) as tell:
         found = tuning.tune(paths, backend, parse_size(size), tell=tell)
@@ -91,11 +94,13 @@ def tune(
     with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
+            # A mistyped --config would otherwise go unnoticed.
             alone = "" if there else f": {config} was not there, so the block is alone in it"
             console.print(f"written to {output or config}{alone}", markup=False)
 
 
 def _tell_tuned(console: Console, found: Any) -> None:
+    """Prints the trials and the chosen `aio` block."""
     from rich.table import Table
 
     table = Table("block", "depth", "read GB/s", "write GB/s", box=None)

@@ -1,4 +1,4 @@
-"""The commands about a run that is not there yet: how fast the machine is, and what a model would be on it."""
+"""Commands that precede a run: `offload probe` measures the machine, `offload plan` predicts a run."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ def probe(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         nbytes = parse_size(size)
+        # All checks precede the measurement, which takes up to a minute.
         probing.device_of(device)
         probing.check_size(nbytes)
         probing.check_folders(paths or ["."])
@@ -61,6 +62,7 @@ def probe(
     if json_output:
         for doubt in found.doubts:
             console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
+        # Warnings went to stderr above: stdout contains the JSON object only.
         print(json.dumps(probing.as_json(found)), flush=True)
         return
     table = Table(show_header=False, box=None)
@@ -185,10 +187,13 @@ def plan(typed: PlanOptions) -> None:
         wanted = report.Asked(
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
+        # Advice repeats the prediction for every change, so this takes the longest.
         advice = choice.advise(planned)
     with errors(FAILED):
         if typed.write is not None:
+            # The default learning rate depends on weights in the model folder, as in `offload train`.
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
+            # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
     if typed.json_output:
         print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
@@ -208,7 +213,7 @@ def plan(typed: PlanOptions) -> None:
 
 
 def _planned(typed: PlanOptions) -> Planned:
-    """Returns the plan of what was typed, with `--measure` after the model was run for a moment."""
+    """Returns the plan that the options ask for. With `--measure` the model runs for a moment first."""
     from offload.planner import request as ask
 
     model = ask.Model(
@@ -229,11 +234,14 @@ def _planned(typed: PlanOptions) -> Planned:
         sequence=typed.seq_len,
         accumulation=typed.accumulation,
         recompute=typed.recompute,
+        # "auto" and an absent option mean the same for the planner.
         dtype=None if typed.dtype == "auto" else typed.dtype,
         durability=typed.durability,
     )
+    # The target is checked before the model is measured, which may take minutes.
     ask.check_target(typed.write)
     if not typed.measure:
         return ask.planned(model, machine, step, typed.config)
+    # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with obeyed("stopped; nothing was written"), measuring() as tell:
         return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)

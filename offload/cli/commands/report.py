@@ -1,4 +1,4 @@
-"""`offload report`: a page of what a log tells."""
+"""`offload report`: an HTML page made from a log."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def report(
 
 
 def _write(place: Path, text: str) -> None:
-    """Put the page there as a whole, or leave what was there before."""
+    """Writes the page atomically: after an error the former file is unchanged."""
     try:
         atomic_write(place, text, durable=False)
     except OSError as error:
@@ -69,7 +69,10 @@ def _write(place: Path, text: str) -> None:
 
 
 def _is_strange(place: Path) -> bool:
-    """Whether there is a file that is neither empty nor a page of this command: a device or a pipe is written to."""
+    """Returns True for a regular file that is neither empty nor a page of this command.
+
+    Devices and pipes are not regular files and may be written to.
+    """
     from offload.report.page import BEGIN
 
     if not place.is_file():
@@ -77,6 +80,6 @@ def _is_strange(place: Path) -> bool:
     try:
         with place.open("rb") as file:
             head = file.read(len(BEGIN))
-    except OSError:  # the writing says what is wrong
+    except OSError:  # the later write reports the error
         return False
     return head not in (b"", BEGIN.encode())

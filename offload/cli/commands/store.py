@@ -1,4 +1,4 @@
-"""The commands about swap files and checkpoints that are there: check them, take the weights out, delete them."""
+"""Commands for existing swap files and checkpoints: `offload verify`, `offload export` and `offload rm`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _DAMAGED = 1
 _SHOWN = 20
-"""Damages that are told in words; `--json` has all."""
+"""Most damages or names that are printed; `--json` contains all."""
 
 
 class Dtype(str, Enum):
@@ -38,7 +38,7 @@ Saved = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
+    """Adds these commands to `app`."""
     for command in (verify, export, rm):
         app.command()(command)
 
@@ -57,6 +57,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(BAD_INPUT), signals():
         _check_folder(path)
+        # An open run stays locked until `closing`, so that no process writes to it meanwhile.
         with closing(open_checking(path)) as checking, IoQueue() as queue:
             with _bar(console, checking.nbytes) as progress:
                 report = checking.run(queue, progress)
@@ -66,6 +67,7 @@ def verify(path: Saved, json_output: Json = False) -> None:
         for line in report.lines(_SHOWN):
             console.print(line, markup=False)
     if not report.whole:
+        # Damage is a result, not an error: the report is on stdout.
         raise typer.Exit(_DAMAGED)
 
 
@@ -92,9 +94,11 @@ def export(
     from offload.runs.export import export as write
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
+        # All arguments are checked before the weights are read.
         shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
@@ -126,6 +130,7 @@ def rm(
 
     with errors(BAD_INPUT):
         if json_output and not yes:
+            # A question would mix with the JSON object on stdout.
             raise UsageError("--json asks nothing: say --yes as well")
         _check_folder(path)
         removal = find_removal(path)
@@ -137,6 +142,7 @@ def rm(
         if not yes:
             size = format_size(removal.nbytes)
             typer.confirm(f"Delete {path} ({size}) and all that it could be resumed from?", abort=True)
+        # The folders are searched again under the lock: the list above may be outdated.
         done = remove_run(path)
         if json_output:
             print(json.dumps(done._asdict(), default=str))
@@ -147,7 +153,7 @@ def rm(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What is refused is bad input; what fails on the way is not."""
+    """Exits with `BAD_INPUT` for a `StoreError`, which refuses the input. Other errors are failures of the command."""
     try:
         yield
     except StoreError as error:
@@ -156,13 +162,14 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_folder(path: Path) -> None:
+    """Raises `StoreError` if `path` is not a folder."""
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
 
 
 @contextmanager
 def _bar(console: Console, nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar in a terminal; nothing elsewhere."""
+    """Yields a function that advances a progress bar by a number of bytes. Without a terminal there is no bar."""
     if not console.is_terminal:
         yield lambda _: None
         return

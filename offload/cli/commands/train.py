@@ -1,4 +1,4 @@
-"""`offload train`: its options, in groups."""
+"""`offload train`: the options in groups. `train_run` runs the job."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from offload.finetune.options import Options
 
 Home = Literal["none", "cpu", "nvme"]
+# Groups of the help, in the order of the fields below. Each option lists its own name first, then the names of Hugging
+# Face's arguments, which work but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
 
@@ -270,23 +272,28 @@ def train(typed: TrainOptions) -> None:
     """
     from rich.console import Console
 
+    # Imported on use: the module loads rich and psutil, which would slow down every other command.
     from offload.cli.commands.train_run import Training
 
-    rank = int(os.environ.get("RANK", "0"))  # of torchrun; the first one speaks for all
+    # Set by torchrun; only the first rank prints.
+    rank = int(os.environ.get("RANK", "0"))
     console = Console(stderr=typed.json_output, highlight=False, soft_wrap=True, quiet=rank > 0)
     Training(console, typed.json_output and rank == 0).go(_job_options(typed, rank))
 
 
 def _job_options(typed: TrainOptions, rank: int) -> Options:
-    """Returns what was typed as the job takes it: paths as tuples, the durability as a config has it."""
+    """Returns the options in the job's form: paths as tuples, durability as in a config, a log on rank 0 only."""
     from offload.finetune.options import Options
 
     values: dict[str, Any] = dict(vars(typed))
+    # The job knows nothing of the form of the output.
     del values["json_output"]
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())
     values["trace"] = None if typed.trace is None else str(typed.trace)
+    # All ranks run this command; only one may write the log.
     values["log"] = typed.log if rank == 0 else None
     if typed.durability is not None and typed.durability.isdecimal():
+        # A number is the interval of commits in steps.
         values["durability"] = {"every": int(typed.durability)}
     return Options(**values)

@@ -1,4 +1,4 @@
-"""Reports of each step of `offload train`: a line in a log, and a progress line or plain lines for a person."""
+"""Reports of each step of `offload train`: a line in a log, and a progress line or plain lines for the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.sizes import format_size
 
 
 class StepLog:
-    """The log of steps. If it can no longer be written, it is closed with a warning, and training continues."""
+    """The log of steps. After a failed write the log is closed with a warning, and training continues."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path, self._say = path, say
@@ -30,7 +30,7 @@ class StepLog:
         self._close()
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Adds a line with `content` as one JSON object."""
+        """Appends `content` as one line of JSON and flushes the file."""
         from offload.fileio.jsonl import json_line
 
         if self._file is None:
@@ -46,16 +46,23 @@ class StepLog:
 
     def _close(self) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what could not be written is tried once more, and was told of
+            # close() tries to write the rest again and fails again; `write` has warned already.
+            with contextlib.suppress(OSError):
                 self._file.close()
         self._file = None
 
 
 class ProgressLine:
-    """The progress line of a terminal; elsewhere a plain line every few seconds."""
+    """A progress line in a terminal; without a terminal a plain line every few seconds."""
 
     def __init__(self, console: Console, job: Any, every: int | None) -> None:
-        """Prepares the line of `job`; with `every` there is a plain line each so many steps, also in a terminal."""
+        """Prepares the line of `job`.
+
+        Args:
+            console: the console to print to.
+            job: the job that runs.
+            every: steps between plain lines, which then appear in a terminal too; None for the default.
+        """
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
         self._said = 0.0
@@ -64,7 +71,8 @@ class ProgressLine:
 
     def __enter__(self) -> ProgressLine:
         if self._console.is_terminal:
-            rest = Column(ratio=1, no_wrap=True)  # in a narrow terminal its end is what is cut
+            # A narrow terminal cuts the end of this column.
+            rest = Column(ratio=1, no_wrap=True)
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(10),
@@ -84,11 +92,11 @@ class ProgressLine:
             self._progress.stop()
 
     def print(self, words: str) -> None:
-        """Prints a plain line, above the progress line."""
+        """Prints a plain line above the progress line."""
         self._console.print(words, markup=False)
 
     def show(self, report: Any) -> None:
-        """Reports one step."""
+        """Shows the report of one step."""
         gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
         words = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
@@ -100,17 +108,19 @@ class ProgressLine:
         if self._progress is not None:
             self._progress.update(self._task, completed=report.step, description=words)
         if self._is_due(report.step):
+            # A monotonic clock: the wall clock may be set during a training.
             self._said = time.monotonic()
             self.print(f"step {report.step}/{self._job.steps}  {words}")
 
     def _is_due(self, step: int) -> bool:
-        """Returns whether this step has a line of its own: as asked for, or every few seconds where no line moves."""
+        """Returns True if the step gets a plain line: every `every` steps, or every few seconds without a terminal."""
         if self._every is not None:
             return step % self._every == 0 or step == self._job.steps
+        # Five seconds keep log files of batch systems short.
         return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
 
     def _on_gpu(self) -> int:
-        """Returns the bytes of the GPU that torch has reserved."""
+        """Returns the bytes of GPU memory that torch has reserved."""
         import torch
 
         return torch.cuda.memory_reserved(self._job.engine.device)

@@ -1,4 +1,4 @@
-"""A run of `offload train`, told to a person, to a log and as JSON; and what ends it: signals, errors, its end."""
+"""A run of `offload train`: output to the user, to a log and as JSON, and its end by signals, errors or completion."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _LISTS = {
     "read_bytes": "read_bytes",
     "written_bytes": "written_bytes",
 }
-"""The lists of `--json`, each of one field of the step reports."""
+"""Lists in the output of `--json`, each with the field of the step reports that fills the list."""
 
 
 _NOT_BEGUN = "stopped before the first step; what was committed before is as it was"
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM; the exit code is 128 and its number."""
+    """SIGINT or SIGTERM as an exception. The exit code is 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -48,12 +48,16 @@ class Stopped(KeyboardInterrupt):
 
 
 def _quit(error: BaseException, code: int) -> NoReturn:
+    """Prints an error in one line and exits with `code`."""
     print(f"error: {error}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 class Signals:
-    """Inside, the first SIGINT or SIGTERM raises `Stopped`, in `hold` at its end; a second one ends the process."""
+    """A context in which the first SIGINT or SIGTERM raises `Stopped`. Main thread only.
+
+    Inside `hold` the exception is delayed until the end of `hold`. A second signal ends the process immediately.
+    """
 
     def __init__(self) -> None:
         self._holding = False
@@ -68,6 +72,7 @@ class Signals:
             signal.signal(number, handler)
 
     def _stop(self, number: int, _: FrameType | None) -> None:
+        """Handles the first signal, and restores the default action for a second one."""
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
         self._held = Stopped(number)
@@ -76,7 +81,7 @@ class Signals:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """No signal raises inside; one that came raises at the end."""
+        """Delays `Stopped` until the end of the context."""
         self._holding = True
         try:
             yield
@@ -88,7 +93,7 @@ class Signals:
 
 @dataclasses.dataclass(kw_only=True)
 class _Facts:
-    """The line of `--json`, which always has these fields: of a run without a step most are empty."""
+    """Fields of the `--json` line. All fields are always present; without a step most are empty."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
     grad_norms: list[float] = dataclasses.field(default_factory=list)
@@ -97,16 +102,16 @@ class _Facts:
     written_bytes: list[int] = dataclasses.field(default_factory=list)
     evaluations: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     eval_loss: float | None = None
-    """Of the last evaluation."""
+    """Loss of the last evaluation."""
     parameters: int | None = None
     peak_rss_bytes: int | None = None
     host_budget_bytes: int | None = None
     device_budget_bytes: int | None = None
     first_step: int | None = None
     steps: int | None = None
-    """That the run has made in all."""
+    """Steps that the run has made in all its processes."""
     total_steps: int | None = None
-    """That were asked for."""
+    """Steps that were requested."""
     tokens_per_second: float | None = None
     run: str | None = None
     saved: str | None = None
@@ -118,7 +123,7 @@ class _Facts:
 
 @dataclasses.dataclass
 class Training:
-    """One run of the job, told to a person and to a log."""
+    """One run of a job, with output to the user and to a log."""
 
     console: Console
     json_output: bool
@@ -126,13 +131,15 @@ class Training:
     evaluations: list[Any] = dataclasses.field(default_factory=list)
 
     def go(self, options: Any) -> None:
-        """Run, and end the process with the right code and words."""
+        """Runs the job. Errors and signals end the process with their message and exit code."""
         from offload.finetune.job import Finished, prepare
 
         logging.getLogger("offload").setLevel(logging.WARNING)
-        logging.getLogger("offload.notices").setLevel(logging.ERROR)  # they are printed here
+        # The console shows notices already, so the logger must not repeat them.
+        logging.getLogger("offload.notices").setLevel(logging.ERROR)
         try:
             with Signals() as signals:
+                # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
                 try:
                     with obeyed(_NOT_BEGUN):
                         job = prepare(
@@ -140,12 +147,14 @@ class Training:
                         )
                 except (ConfigError, BudgetError, StoreError, UsageError, OSError) as error:
                     _quit(error, BAD_INPUT)
+                # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
                     self._result(_Facts(run=job.run, saved=_path(job.output), total_steps=job.steps))
                     return
                 self._train(job, options, signals)
         except Stopped as stopped:
+            # The exit code that a shell reports for a process ended by this signal.
             raise typer.Exit(128 + stopped.number) from None
 
     def _read(self, path: Path | None) -> dict[str, Any] | None:
@@ -154,6 +163,7 @@ class Training:
         return None if path is None else read_json(path)
 
     def _train(self, job: Any, options: Any, signals: Signals) -> None:
+        """Trains, reports each step, then saves the model and closes the engine."""
         engine = job.engine
         ended = engine.global_steps >= job.steps
         if ended:
@@ -168,6 +178,7 @@ class Training:
         ):
             from offload.finetune.loop import StepReport, about, steps
 
+            # Only the first line of each process contains the facts on the run; `offload report` merges them.
             first = {"about": about(job)}
 
             for report in steps(job, signals.hold):
@@ -180,12 +191,13 @@ class Training:
                 line.show(report)
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
+        # From now on a signal takes effect only after the model is saved and the run is closed.
         with signals.hold(), self._kept(job):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
 
     def _between(self, report: Any, log: StepLog, line: ProgressLine) -> None:
-        """Tell of what was done between two steps."""
+        """Reports an evaluation or a save between two steps."""
         from offload.finetune.evaluation import Evaluation
 
         if isinstance(report, Evaluation):
@@ -200,7 +212,7 @@ class Training:
 
     @contextmanager
     def _kept(self, job: Any) -> Iterator[None]:
-        """Whatever ends the job inside, what is complete is committed and kept."""
+        """Commits and keeps the complete steps if an error or a signal ends the job inside the context."""
         try:
             yield
         except (OffloadError, OSError) as error:
@@ -211,7 +223,8 @@ class Training:
             raise
 
     def _finish(self, job: Any, remove: bool) -> None:
-        """Close the engine after the last step, and say how it went."""
+        """Closes the engine after the last step, and prints the result."""
+        # The engine answers only until `job.finish` closes it.
         result = self._facts(job)
         job.finish(remove)
         self._table(result)
@@ -222,7 +235,7 @@ class Training:
         self._result(result)
 
     def _end(self, job: Any) -> None:
-        """Commit what is complete, keep the store, say how to go on."""
+        """Commits the complete steps, keeps the swap files, and prints how to resume."""
         try:
             job.engine.destroy(remove=False)
         except (OffloadError, OSError) as error:
@@ -237,6 +250,7 @@ class Training:
             print("stopped; nothing is kept: no step was committed to go on from", file=sys.stderr)
 
     def _facts(self, job: Any) -> _Facts:
+        """Returns the numbers of the run; must be called before the engine is closed."""
         reports, engine = self.reports, job.engine
         lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
         seconds = sum(lists["step_seconds"])
@@ -244,6 +258,7 @@ class Training:
             **lists,
             **cli_summary.facts(job, reports),
             parameters=engine.parameter_count,
+            # Linux reports ru_maxrss in KiB.
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             host_budget_bytes=engine.host_memory,
             device_budget_bytes=engine.device_memory,
@@ -258,9 +273,11 @@ class Training:
         )
 
     def _table(self, result: _Facts) -> None:
+        """Prints the numbers of the run as a table; nothing without a step."""
         if not self.reports:
             return
-        steady = self.reports[1:] or self.reports  # the first step records the order of uses
+        # The first step records the access order.
+        steady = self.reports[1:] or self.reports
         seconds = statistics.median(report.seconds for report in steady)
         read, written = (statistics.median(getattr(r, f"{name}_bytes") for r in steady) for name in ("read", "written"))
         table = Table(show_header=False, box=None)
@@ -290,6 +307,7 @@ class Training:
         if self.json_output:
             from offload.fileio.jsonl import json_line
 
+            # `json_line` writes NaN as null, which every JSON parser accepts.
             print(json_line(vars(result)), flush=True)
 
 
@@ -298,7 +316,7 @@ def _path(folder: Path | None) -> str | None:
 
 
 def _count(engine: Any) -> str:
-    """How many parameters, and how many of them train."""
+    """Returns the number of parameters in words, and of trainable ones if some are frozen."""
     training = sum(parameter.numel() for parameter in engine.module.parameters() if parameter.requires_grad)
     some = f", {training:,} of them train" if training < engine.parameter_count else ""
     return f"{count_of(engine.parameter_count, 'parameter')}{some}"

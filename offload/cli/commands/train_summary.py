@@ -1,4 +1,4 @@
-"""What `offload train` says of its steps beside the numbers of each: what they were bound by, and what drives bear."""
+"""The summary of `offload train`: the limiting phase of the steps, the wear of drives, and the prediction."""
 
 from __future__ import annotations
 
@@ -12,19 +12,28 @@ from offload.report.prediction import compare, words
 from offload.sizes import format_decimal
 
 _STEADY = 3
-"""The step of a process by which what a step writes is known."""
+"""Number of steps of a process after which the bytes written per step are known."""
 
 
 def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
-    """A warning for each drive of whose rated life the run will take more than was asked for; at one step alone."""
+    """Yields a warning for each drive of whose rated endurance the run will use more than `drive_share`.
+
+    Warnings are computed after one particular step only, so each appears once.
+
+    Args:
+        job: the job that runs.
+        reports: reports of all steps of this process so far.
+    """
     block = job.engine.config["offload"]
     if len(reports) != _STEADY or block["drive_tbw"] is None:
         return
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun: each writes as much
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # set by torchrun; each rank writes the same amount
     first, last = reports[0], reports[-1]
     left = max(job.steps - last.step, 0)
     for path, so_far in last.drives.items():
-        a_step = (so_far - first.drives[path]) / (last.step - first.step)  # what is written late counts later
+        a_step = (so_far - first.drives[path]) / (
+            last.step - first.step
+        )  # a mean, since writes may end in a later step
         words = warning(
             foresee(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
             block["drive_share"],
@@ -35,7 +44,7 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
 
 
 def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
-    """What `--json` has of it."""
+    """Returns the summary's fields of `--json`."""
     by, engine = _bound(reports), job.engine
     return {
         "bound_by": None if by is None else by.by,
@@ -48,7 +57,7 @@ def facts(job: Any, reports: Sequence[Any]) -> dict[str, Any]:
 
 
 def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What a person reads of it."""
+    """Yields the summary's rows of the table: name and value."""
     by = _bound(reports)
     if by is not None:
         yield "bound by", by.words()
@@ -63,9 +72,10 @@ def rows(reports: Sequence[Any], result: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _bound(reports: Sequence[Any]) -> Bound | None:
+    """Returns the limiting phase of the steady steps."""
     return bound(_steady(reports))
 
 
 def _steady(reports: Sequence[Any]) -> list[dict[str, Any]]:
-    """The steps, as the log has them, without the first, which records the order of uses."""
+    """Returns the log's values of all steps but the first, which records the access order."""
     return [report.line() for report in reports[1:] or reports]

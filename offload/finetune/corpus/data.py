@@ -1,4 +1,4 @@
-"""What `offload train` learns from and what it evaluates on: documents in rows, or stretches of text."""
+"""Training and evaluation data of `offload train`: documents packed into rows, or sequences of a text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from offload.sizes import count_of
 
 
 class Files(NamedTuple):
-    """The files of an option, found but not read."""
+    """Paths of the data files, found but not read."""
 
     learned: list[Path]
     evaluated: list[Path]
 
 
 class Share(NamedTuple):
-    """What of each step is this rank's."""
+    """Parameters that determine this rank's part of each step."""
 
     micro: int
     accumulation: int
@@ -36,7 +36,7 @@ class Share(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What is learned from and evaluated on, and what a person should know of it."""
+    """Training batches, held-out sequences, and lines on both for the user."""
 
     batches: token_stream.Batches | packing.Rows
     held_out: HeldOut | None
@@ -44,12 +44,16 @@ class Data(NamedTuple):
 
     @property
     def largest_id(self) -> int:
-        """Of all tokens."""
+        """Returns the largest token id of all data."""
         return max(self.batches.largest_id, self.held_out.largest_id if self.held_out is not None else 0)
 
 
 def find_files(options: Options) -> Files:
-    """The files that were asked for. Raises `ConfigError` where there are none."""
+    """Returns the data files that the options name.
+
+    Raises:
+        ConfigError: a path does not exist, or contains no data file.
+    """
     if options.data:
         return Files(find_data(options.data), find_data(options.eval_data) if options.eval_data else [])
     learned = token_stream.find_files(options.text or token_stream.standard_library())
@@ -57,9 +61,17 @@ def find_files(options: Options) -> Files:
 
 
 def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
-    """Read them. Raises `ConfigError` for a file that is malformed.
+    """Reads and tokenizes the data files.
 
-    `apart` says whether the model keeps documents of a row from seeing each other.
+    Args:
+        options: sequence length, evaluation and the kind of the data.
+        files: the data files.
+        tokenizer: tokenizer of the model's folder; None for bytes.
+        share: this rank's part of each step.
+        apart: True if the model masks documents of one row from each other.
+
+    Raises:
+        ConfigError: a file is malformed, or contains nothing to learn.
     """
     found = (
         _documents(options, files, tokenizer, share, apart) if options.data else _text(options, files, tokenizer, share)
@@ -68,27 +80,32 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
 
 
 def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
+    """Returns documents in rows, with rows held out unless evaluation files are given."""
     kinds: Counter[type[Record]] = Counter()
     packed = packing.pack(packing.encode(_counted(files.learned, kinds), tokenizer), options.seq_len, apart)
     held: packing.Packed | None = None
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
+        # Whole rows are held out, after packing, so that training and evaluation have rows of the same length.
         packed, held = packing.hold_out(packed)
     learned = packing.Rows(packed, *share)
+    # Positions are of use only to families that mask by them.
     learned.with_positions = apart
     held_out = None if held is None else _held_out(packing.inputs_of(held, apart), share)
     return Data(learned, held_out, packing.notices(packed, learned, kinds, tokenizer))
 
 
 def _counted(files: Sequence[Path], kinds: Counter[type[Record]]) -> Iterator[Record]:
-    """Yields the records of `files`, and counts them in `kinds`."""
+    """Yields the records of `files` and counts each kind in `kinds`."""
+    # Counted while the records stream through: they are never all in memory.
     for record in read_records(files):
         kinds[type(record)] += 1
         yield record
 
 
 def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: bool) -> packing.Packed:
+    """Returns the documents of --eval-data in rows; errors name the option."""
     try:
         return packing.pack(packing.encode(read_records(files.evaluated), tokenizer), options.seq_len, apart)
     except ConfigError as error:
@@ -96,7 +113,9 @@ def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: b
 
 
 def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
+    """Returns sequences of a text, with sequences held out unless evaluation files are given."""
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
+    # Text is held out before batches are drawn, so that no training sequence overlaps an evaluated one.
     held = np.empty((0, length), tokens.dtype)
     if files.evaluated:
         held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
@@ -121,7 +140,7 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
 
 
 def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
-    """What a person should know of the evaluation."""
+    """Returns lines on the evaluation for the user."""
     if options.eval_every == 0:
         return ()
     if held_out is None:
@@ -131,7 +150,8 @@ def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
 
 
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
-    """How many steps training has: as typed, as many as the passes over the data take, or the default."""
+    """Returns the number of steps: the option, or the steps of the requested passes over the data, or the default."""
     if options.epochs is not None:
+        # A fraction of a pass is rounded up, so that every row of a whole pass is seen.
         return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))
     return default if options.steps is None else options.steps

@@ -1,4 +1,4 @@
-"""Files of documents, which `--data` names, read and checked one record after the other. Knows no tokens.
+"""Readers of the document files that `--data` names. Records are read and checked one by one, without tokenizing.
 
 *.jsonl, *.ndjson, *.json   one object a line: {"text": …}, {"messages": […]} or {"prompt": …, "completion": …}
 *.parquet, *.csv            one document a row, in columns of these names
@@ -21,10 +21,10 @@ _SHAPES = '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, �
 
 
 class Text(NamedTuple):
-    """A document of which all is learned."""
+    """A document whose tokens are all learned."""
 
     place: str
-    """Its file, and the line where it has one: "data.jsonl:17"."""
+    """File, and line if the format has lines, for messages: "data.jsonl:17"."""
     text: str
 
 
@@ -36,7 +36,7 @@ class Chat(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A prompt, and what is to be learned after it."""
+    """A prompt, and the completion to learn after the prompt."""
 
     place: str
     prompt: str
@@ -54,11 +54,12 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
             and *.py.
 
     Raises:
-        ConfigError: A path that does not exist, a folder without such a file, or Parquet without pyarrow.
+        ConfigError: A path does not exist, a folder contains no such file, or Parquet files need pyarrow.
     """
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
+            # Sorted, since the order of a folder differs between file systems and the data must not.
             inside = sorted(file for file in path.rglob("*") if file.suffix in _IN_FOLDERS and file.is_file())
             if not inside:
                 raise ConfigError(f"there is no {', '.join(f'*{kind}' for kind in _IN_FOLDERS)} file under {path}")
@@ -73,13 +74,14 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_records(files: Iterable[Path]) -> Iterator[Record]:
-    """Yields the documents of all files in order; one record is in memory at a time, or one whole file of plain text.
+    """Yields the documents of all files in order. Only one record is in memory at a time, or one file of plain text.
 
     Raises:
-        ConfigError: A file that cannot be read, or a record that is malformed, with its file and line or row.
+        ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.
     """
     for file in files:
         try:
+            # A file of an unknown kind is plain text: users name such files explicitly.
             yield from _READERS.get(file.suffix, _read_text)(file)
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
@@ -100,6 +102,7 @@ def _read_lines(file: Path) -> Iterator[Record]:
 
 def _read_csv(file: Path) -> Iterator[Record]:
     with file.open("rb") as content:
+        # Lines are decoded one by one, so that an error names the line and the file need not fit in memory.
         lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
         for place, row in tables.read_csv(file, lines):
             yield _record(row, place)
@@ -118,6 +121,7 @@ _READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
 
 
 def _decode(content: bytes, place: str) -> str:
+    """Returns UTF-8 text without a byte order mark, which editors on Windows write."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -129,6 +133,7 @@ def _parse(line: str, place: str) -> Any:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place} is not JSON: {error}; each line must be one of {_SHAPES}") from error
+    # JSON may escape a single surrogate, "\ud83d", which Python reads but no tokenizer can encode.
     try:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -139,6 +144,7 @@ def _parse(line: str, place: str) -> Any:
 
 
 def _record(found: Any, place: str) -> Record:
+    """Returns the record of one parsed line or row; `place` is for messages."""
     if not isinstance(found, dict):
         raise ConfigError(f"{place} holds {_kind(found)}, and each line must be one of {_SHAPES}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
@@ -153,6 +159,7 @@ def _record(found: Any, place: str) -> Record:
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
+    """Returns the checked messages of a chat."""
     if not isinstance(value, list) or not value:
         raise ConfigError(f"{place}: messages must be a list of at least one message, and it is {_kind(value)}")
     for number, message in enumerate(value, 1):
@@ -160,6 +167,7 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
         if not isinstance(message, dict):
             raise ConfigError(f'{where} must be an object with "role" and "content", and it is {_kind(message)}')
         _string(message, "role", where)
+        # A message with tool calls may have null content in the OpenAI format.
         if not message.get("tool_calls"):
             _string(message, "content", where)
     return value
@@ -182,4 +190,5 @@ def _kind(value: Any) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "a number"
     words = {str: "a string", bool: "true or false", type(None): "null"}
-    return words.get(type(value), f"of type {type(value).__name__}")  # columns of tables have more types than JSON
+    # Parquet columns have more types than JSON.
+    return words.get(type(value), f"of type {type(value).__name__}")

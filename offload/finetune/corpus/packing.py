@@ -1,11 +1,12 @@
-"""Documents as rows of equal length: tokens, which of them are learned, and where each document begins.
+"""Documents packed into rows of equal length, with labels and positions.
 
     records ──► documents of tokens ──► rows of --seq-len ──► batches, a function of seed and step
               encode                 pack                  Rows
 
-Text is put in one stream, which is cut into rows. A chat or a completion lies in one row, with others where they fit;
-what is longer than a row is cut. Positions begin anew with each document, by which transformers keeps documents of a
-row from seeing each other; the first token of a document is not learned, as it would not be alone.
+Texts form one stream, which is cut into rows. A chat or a completion stays within one row, together with others that
+fit; a longer one is truncated. Positions restart with each document, and transformers derives a mask from them by which
+documents of a row do not attend to each other. The first token of a document is not learned, as if the document were
+alone in its row.
 """
 
 from __future__ import annotations
@@ -25,33 +26,36 @@ from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, ta
 from offload.finetune.evaluation import choose
 from offload.sizes import count_of
 
-_IGNORED = -100  # of torch's cross entropy
+# Of torch's cross entropy.
+_IGNORED = -100
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
 _NEWLINE = 10
 _AT_ONCE = 1 << 20
 
 
 class Document(NamedTuple):
-    """Tokens of one record."""
+    """Tokens and labels of one record."""
 
     ids: np.ndarray
     """(n,) int32"""
     learned: np.ndarray
     """(n,) bool"""
     divisible: bool
-    """Whether it may lie in several rows."""
+    """True if the document may be divided among several rows."""
 
 
 # -- tokens -------------------------------------------------------------------------------------------
 
 
 def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
-    """Returns documents of the records, each ending with the tokenizer's end of text.
+    """Returns the records as documents, each ending with the tokenizer's end of text.
 
-    Without a tokenizer, tokens are bytes, and a newline ends each.
+    Args:
+        records: the records, read once.
+        tokenizer: a transformers tokenizer; None for bytes, with a newline as the end of text.
 
     Raises:
-        ConfigError: A chat that no template takes, or no room for the tokens.
+        ConfigError: The chat template refuses a chat, or there is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
     encoded = (_encode(record, tokenizer) for record in records)
@@ -59,7 +63,7 @@ def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
 
 
 def marks_assistant(tokenizer: Any) -> bool:
-    """Whether the chat template tells the assistant's words from others."""
+    """Returns True if the chat template marks the assistant's words with {% generation %}."""
     template = getattr(tokenizer, "chat_template", None)
     return isinstance(template, str) and tokenizer.is_fast and bool(_GENERATION.search(template))
 
@@ -93,16 +97,17 @@ def _chat(record: Chat, tokenizer: Any) -> Document:
         found = tokenizer.apply_chat_template(
             record.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
         )
-    except Exception as error:  # a template raises what it likes
+    except Exception as error:  # a template may raise anything
         raise ConfigError(f"{record.place}: the tokenizer's chat template refuses it: {error}") from error
     ids = found["input_ids"]
     return _document(ids, found["assistant_masks"] if marked else [True] * len(ids), False)
 
 
 def encode_text(content: str, tokenizer: Any) -> np.ndarray:
-    """(n,) int32: the tokens of a text, of about a million letters at a time, which end where lines do.
+    """Returns the tokens of a text, (n,) int32.
 
-    A tokenizer takes some hundred bytes for each byte that it is given at once.
+    The tokenizer receives chunks of about a million characters that end at line ends: a tokenizer allocates about a
+    hundred bytes for each byte of its input.
     """
     found: list[np.ndarray] = []
     start = 0
@@ -132,7 +137,7 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _begun(ids: list[int], tokenizer: Any) -> list[int]:
-    """A prompt does not end yet, though some tokenizers end all that they are given."""
+    """Returns a prompt's tokens without an end of text, which some tokenizers append to every input."""
     return ids[:-1] if tokenizer is not None and ids[-1:] == [_end(tokenizer)] else ids
 
 
@@ -140,38 +145,46 @@ def _begun(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """Rows of one length. Labels are -100 where nothing is learned; what a row has beyond its documents is filled."""
+    """Rows of one length, padded behind the last document of each."""
 
     ids: np.ndarray
-    """(rows, length) int32"""
+    """(rows, length) int32; padding is 0."""
     labels: np.ndarray
-    """(rows, length) int32"""
+    """(rows, length) int32; -100 for tokens that are not learned, and for padding."""
     positions: np.ndarray
-    """(rows, length) int32"""
+    """(rows, length) int32; restart with each document and with the padding."""
     cut: int
-    """Documents that are longer than a row, and may not be divided."""
+    """Indivisible documents that were truncated to the length of a row."""
     dropped: int
-    """Documents of which nothing is learned."""
+    """Indivisible documents without a learned token, which were left out."""
     alone: bool
-    """Whether each document that is not text has a row of its own."""
+    """True if each document that is not text occupies a row of its own."""
 
     @property
     def learned(self) -> float:
-        """The share of tokens that are learned."""
+        """Returns the fraction of tokens that are learned."""
         count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
         return float(count / self.labels.size)
 
 
 def pack(documents: Sequence[Document], length: int, together: bool = True) -> Packed:
-    """Lay documents into rows of `length` tokens, the same way each time; whole ones `together`, or each in its own.
+    """Packs documents into rows. The result is deterministic.
 
-    Raises `ConfigError` where nothing is learned.
+    Args:
+        documents: the documents.
+        length: tokens of a row.
+        together: True to put several indivisible documents into one row; False to give each its own row.
+
+    Raises:
+        ConfigError: no token would be learned.
     """
     divisible = [document for document in documents if document.divisible and len(document.ids)]
     whole = [_first(document, length) for document in documents if not document.divisible]
+    # The first token is never learned, so a document needs a learned token after it.
     kept = [document for document in whole if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
+    # A row whose only learned token comes first has nothing to learn, since first tokens do not count.
     rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(
@@ -182,7 +195,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
 
 
 def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
-    """Divide rows into those to learn from and those to evaluate on, evenly spread; None where rows are too few."""
+    """Returns the rows to learn from, and evenly spread rows to evaluate on or None if there are too few rows."""
     chosen = choose(len(packed.ids))
     if not len(chosen):
         return packed, None
@@ -195,7 +208,7 @@ def _only(packed: Packed, rows: np.ndarray) -> Packed:
 
 
 def inputs_of(packed: Packed, with_positions: bool) -> dict[str, np.ndarray]:
-    """What a model is given, of all rows: (rows, length) int32 each."""
+    """Returns the keyword arguments of the model for all rows, (rows, length) int32 each."""
     taken = {"input_ids": packed.ids, "labels": packed.labels}
     return taken | ({"position_ids": packed.positions} if with_positions else {})
 
@@ -209,7 +222,7 @@ def _learns(row: Sequence[Document]) -> bool:
 
 
 def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:
-    """Documents one after the other, cut into rows; the last one may have room."""
+    """Returns the documents one after the other, cut into full rows; only the last row may have room."""
     rows: list[list[Document]] = []
     room = 0
     for document in documents:
@@ -226,7 +239,11 @@ def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:
 
 
 def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int) -> list[list[Document]]:
-    """Add documents, the longest first, each to the row with the least room that has enough, or to a new one."""
+    """Adds documents to `rows`, the longest first, each to the row with the least sufficient room or to a new one.
+
+    This is best-fit decreasing. Only the last row of `rows` may have room before.
+    """
+    # Pairs of room and row index, ascending by room; rows before the last one are full.
     rooms = sorted((length - sum(len(piece.ids) for piece in rows[at]), at) for at in range(len(rows))[-1:])
     for document in sorted(documents, key=lambda document: -len(document.ids)):
         needed = len(document.ids)
@@ -242,12 +259,15 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
 
 
 def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns ids, labels and positions of the rows, (rows, length) int32 each."""
     ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, _IGNORED, 0))
     for number, row in enumerate(rows):
         start = 0
         for piece in row:
             stop = start + len(piece.ids)
             ids[number, start:stop] = piece.ids
+            # A label belongs to its own position: the model shifts. The first token's label would be predicted from the
+            # document before, so this label stays -100.
             labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]
             positions[number, start:stop] = np.arange(len(piece.ids))
             start = stop
@@ -259,21 +279,34 @@ def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray
 
 
 class Rows:
-    """Batches of packed rows, in an order that each pass has of its own; a function of seed, step and micro-batch.
+    """Batches of packed rows, shuffled anew for each pass over the data.
 
-    Of several ranks each has `size` rows of the same batch of all.
+    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches.
+    Each rank takes its own `size` rows of the common batch.
     """
 
     def __init__(
         self, packed: Packed, size: int, accumulation: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> None:
+        """Stores the rows by reference.
+
+        Args:
+            packed: the rows.
+            size: rows of a micro-batch on each rank.
+            accumulation: micro-batches of a step.
+            seed: seed of the shuffling; must be the same on all ranks.
+            rank: this rank.
+            world_size: number of ranks.
+        """
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
+        # The order of one pass is cached: computing it for every row would take time linear in the data.
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
         self.with_positions = True
-        """Whether batches say where documents begin, which keeps them apart in some families of models."""
+        """True if batches contain positions, by which some model families mask documents from each other."""
         self.row_count, self.token_count = packed.ids.shape[0], packed.ids.size
         self.largest_id = int(packed.ids.max())
+        # The checksum identifies the data of a run across processes, see `Identity`.
         crc = 0
         for array in packed[:3]:
             crc = zlib.crc32(np.ascontiguousarray(array).data, crc)
@@ -281,32 +314,40 @@ class Rows:
 
     @property
     def steps_of_a_pass(self) -> int:
-        """Steps in which each row comes at least once."""
+        """Returns the number of steps in which each row occurs at least once."""
         steps: int = -(-self.row_count // (self._stride * self._accumulation))
         return steps
 
     def inputs(self, step: int, micro_batch: int) -> dict[str, torch.Tensor]:
-        """What a model is given: (size, length) int64 each."""
+        """Returns the keyword arguments of the model for a micro-batch of a step, (size, length) int64 each."""
         first = ((step - 1) * self._accumulation + micro_batch) * self._stride + self._first
         rows = [self._row(number) for number in range(first, first + self._size)]
         taken = inputs_of(self._packed, self.with_positions)
         return {name: torch.from_numpy(array[rows].astype(np.int64)) for name, array in taken.items()}
 
     def _row(self, number: int) -> int:
-        """Which row is the `number`th of all passes."""
+        """Returns the index of the row at position `number`, counted through all passes."""
         epoch, place = divmod(number, self.row_count)
         return int(self._order(epoch)[place])
 
     def _order(self, epoch: int) -> np.ndarray:
-        """(rows,) the order of a pass; the last one is kept."""
+        """Returns the order of a pass, (rows,); the latest order is cached."""
         if self._kept[0] != epoch:
+            # Seeded by the number of the pass, so that a resumed run needs no state of a generator.
             chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, epoch))))
             self._kept = (epoch, chance.permutation(self.row_count))
         return self._kept[1]
 
 
 def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], tokenizer: Any) -> tuple[str, ...]:
-    """Returns what a person should know of the data before training; `kinds` has the number of records of each."""
+    """Returns lines on the data for the user.
+
+    Args:
+        packed: the packed documents.
+        rows: the batches.
+        kinds: number of records of each kind.
+        tokenizer: the tokenizer; None for bytes.
+    """
     lines = [
         f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
         f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; all rows come once in "

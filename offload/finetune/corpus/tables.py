@@ -1,4 +1,4 @@
-"""Rows of CSV and Parquet files as JSON would have them: a mapping of columns to values."""
+"""Readers of CSV and Parquet files. Each row is a mapping of columns to values, as of parsed JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from offload.errors import ConfigError
 
 COLUMNS = ("text", "messages", "prompt", "completion")
-"""Columns that are read; all others are left alone."""
+"""Columns that are read; all others are ignored."""
 _ROWS_AT_ONCE = 256
 
 
@@ -19,7 +19,7 @@ def require_pyarrow() -> Any:
     """Returns the module `pyarrow.parquet`.
 
     Raises:
-        ConfigError: It is not installed; the message has the command that installs it.
+        ConfigError: pyarrow is not installed; the message contains the command to install it.
     """
     try:
         import pyarrow.parquet
@@ -31,21 +31,26 @@ def require_pyarrow() -> Any:
 
 
 def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of a CSV file, each with its place: "data.csv:17" is where it begins. All values are strings.
+    """Yields the rows of a CSV file, each with the place of its first line, such as "data.csv:17".
+
+    All values are strings.
 
     Args:
         file: The file, for messages.
-        lines: Its lines, with their ends. The first one names the columns; quoted fields may have several lines.
+        lines: Lines of the file, with their ends. The first names the columns; a quoted field may span several lines.
 
     Raises:
-        ConfigError: No column to learn from, a row of another width, or quotes that do not fit.
+        ConfigError: No column to learn from, a row of another width, or unbalanced quotes.
     """
+    # Not strict, the reader would silently accept unbalanced quotes.
     rows = csv.reader(lines, strict=True)
     names: list[str] | None = None
-    begins, limit = 1, csv.field_size_limit(sys.maxsize)  # else 128 KiB, and documents are longer
+    # By default 128 KiB, less than a document.
+    begins, limit = 1, csv.field_size_limit(sys.maxsize)
     try:
         for row in rows:
             place, begins = f"{file}:{begins}", rows.line_num + 1
+            # csv yields an empty list for an empty line.
             if not row:
                 continue
             if names is None:
@@ -66,12 +71,13 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
 
 
 def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of a Parquet file, each with its place, which counts from 1; some hundred are in memory at once.
+    """Yields the rows of a Parquet file, each with its place, counted from 1. A few hundred rows are in memory at once.
 
-    A null is left out: columns that a row has no use for, and keys of messages that only other messages have, are null.
+    Nulls are left out. Parquet stores null for columns that a row does not use, and for keys of messages that only
+    other messages contain.
 
     Raises:
-        ConfigError: No column to learn from, or a file that pyarrow does not read.
+        ConfigError: No column to learn from, or a file that pyarrow cannot read.
     """
     parquet = require_pyarrow()
     import pyarrow
@@ -82,6 +88,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             names = table.schema_arrow.names
             _check(names, str(file))
             columns = [name for name in COLUMNS if name in names]
+            # Batches bound the memory: a row group may be larger than the RAM.
             for batch in table.iter_batches(_ROWS_AT_ONCE, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -91,6 +98,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _check(names: Sequence[str], place: str) -> None:
+    """Raises `ConfigError` if no column of `COLUMNS` is present."""
     if not any(name in COLUMNS for name in names):
         raise ConfigError(
             f"{place} has the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to prompt "

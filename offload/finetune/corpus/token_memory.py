@@ -1,7 +1,7 @@
-"""Arrays of tokens: in RAM while they are small, else in temporary files, so that data may be larger than the RAM.
+"""Memory for arrays of tokens: RAM for small arrays, temporary files for large ones, which may exceed the RAM.
 
-A file is mapped and has no name, so it ends with the process. Its pages are in RAM while there is room; the kernel
-writes them out where there is none.
+A file is mapped and unlinked, so the file disappears with the process. The kernel keeps pages in RAM while there is
+room and writes them out otherwise.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from offload.errors import ConfigError
 from offload.sizes import format_size
 
 _IN_RAM = 256 << 20
-"""Bytes of an array, or of all arrays of a pool, up to which no file is made."""
+"""Bytes of an array, or of all arrays of a pool, up to which RAM is used."""
 _BLOCK = 64 << 20
-"""Bytes of a file of a pool, at least."""
+"""Least bytes of a pool's file."""
 _AT_ONCE = 16 << 20
-"""Bytes of an array that are looked at or copied at a time."""
+"""Bytes of an array that are scanned or copied at a time."""
 
 
 def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
-    """Returns an array of `fill`; the array owns its memory.
+    """Returns an array filled with `fill`; the array owns its memory.
 
     Raises:
-        ConfigError: It needs a file, and there is no room for one in the folder of temporary files.
+        ConfigError: The array needs a file, and the folder of temporary files has no room.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes <= _IN_RAM:
@@ -42,7 +42,7 @@ def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
 
 
 def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns a copy of `array[rows]`, made a few rows at a time, in memory of `make_array`."""
+    """Returns a copy of `array[rows]` in memory of `make_array`, copied a few rows at a time."""
     taken = make_array((len(rows), *array.shape[1:]), array.dtype)
     for some in pieces_of(taken):
         taken[some] = array[rows[some]]
@@ -50,25 +50,25 @@ def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def join(arrays: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
-    """Returns (n,) of `dtype`: a copy of the arrays one behind the other, in memory of `make_array`."""
+    """Returns the concatenation of the arrays, (n,) of `dtype`, in memory of `make_array`."""
     return np.concatenate(arrays, out=make_array((sum(map(len, arrays)),), dtype))
 
 
 def pieces_of(array: np.ndarray) -> Iterator[slice]:
-    """Yields slices of the rows of an array, few enough each that a copy of them is small."""
+    """Returns an iterator over slices of an array's rows; a copy of one slice takes about 16 MiB."""
     step = max(_AT_ONCE // array[:1].nbytes, 1) if len(array) else 1
     return (slice(begin, begin + step) for begin in range(0, len(array), step))
 
 
 class Pool:
-    """Memory of many small arrays of one dtype that stay until the last of them goes."""
+    """Memory for many small arrays of one dtype. A file of the pool is freed with the last array in it."""
 
     def __init__(self, dtype: Any) -> None:
         self._free = np.empty(0, dtype)
         self._kept = 0
 
     def keep(self, values: np.ndarray) -> np.ndarray:
-        """Returns `values`, (n,) of the pool's dtype: themselves while all are small, else a copy of them in a file."""
+        """Returns `values`, (n,) of the pool's dtype, while the pool is small, else a copy of `values` in a file."""
         self._kept += values.nbytes
         if self._kept <= _IN_RAM:
             return values
@@ -80,10 +80,11 @@ class Pool:
 
 
 def _map(nbytes: int) -> np.ndarray:
-    """Returns (nbytes,) uint8 zeros in a file without a name."""
+    """Returns zeros, (nbytes,) uint8, in a mapped file without a name."""
     try:
         with tempfile.TemporaryFile(prefix="offload-tokens-") as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # else a full disk is a SIGBUS, at whichever write comes then
+            # Reserves the blocks now: on a full disk a later write to the mapping would raise SIGBUS.
+            os.posix_fallocate(file.fileno(), 0, nbytes)
             return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
     except OSError as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Text files as training data: a flat array of token ids, and batches that are a function of the seed."""
+"""Text files as training data: a flat array of token ids, and batches determined by the seed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,23 @@ from offload.sizes import count_of
 
 
 def standard_library() -> list[Path]:
-    """The folder of Python's own source: tens of megabytes of text that every machine has."""
+    """Returns the folder of Python's standard library: tens of megabytes of text on every machine."""
     return [Path(sysconfig.get_path("stdlib"))]
 
 
-_INSTALLED = {"site-packages", "dist-packages"}  # packages below the standard library differ between machines
+# Packages below the standard library differ between machines.
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """The files of `paths`, folders searched for *.py, *.txt and *.md, in an order that does not change."""
+    """Returns the files of `paths` in a deterministic order.
+
+    Args:
+        paths: files of any kind, and folders that are searched for *.py, *.txt and *.md.
+
+    Raises:
+        ConfigError: a path does not exist or is a JSON lines file, or no file is found.
+    """
     found: list[Path] = []
     for path in paths:
         if path.suffix == ".jsonl":
@@ -43,20 +51,23 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_bytes(files: Sequence[Path]) -> np.ndarray:
-    """Returns (n,) uint8: all files, with a newline between two. Every byte is a token, ids below 256."""
+    """Returns the bytes of all files, (n,) uint8, with a newline between two files. Each byte is a token."""
     pool = Pool(np.uint8)
+    # A generator: one file is in memory at a time, and the pool moves large data to disk.
     contents = (b"\n" * (at > 0) + _read(path) for at, path in enumerate(files))
     return join([pool.keep(np.frombuffer(content, np.uint8)) for content in contents], np.uint8)
 
 
 def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Returns (n,) int32: all files through a tokenizer."""
+    """Returns the tokens of all files, (n,) int32; `encode` tokenizes the text of one file."""
     pool = Pool(np.int32)
+    # Invalid UTF-8 is replaced: a single bad byte in a source tree must not end the training.
     pieces = (np.asarray(encode(_read(path).decode(errors="replace")), np.int32) for path in files)
     return join([pool.keep(piece) for piece in pieces], np.int32)
 
 
 def _read(path: Path) -> bytes:
+    """Returns a file's content. Raises `ConfigError` for a binary file: one with a zero byte in the first 64 KiB."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -70,26 +81,28 @@ _LOOKED_AT = 1 << 16
 
 
 def hold_out(tokens: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Divide tokens into (m,) those to learn from and (k, length) those to evaluate on, evenly spread over them."""
+    """Returns the tokens to learn from, (m,), and evenly spread sequences to evaluate on, (k, length)."""
     count = len(tokens) // length
     chosen = choose(count)
     if not len(chosen):
         return tokens, np.empty((0, length), tokens.dtype)
+    # The data to learn from are the intervals between the held-out sequences.
     begins, ends = chosen * length, (chosen + 1) * length
     between = zip([0, *ends], [*begins, len(tokens)], strict=True)
     return join([tokens[begin:end] for begin, end in between], tokens.dtype), in_sequences(tokens, length)[chosen]
 
 
 def in_sequences(tokens: np.ndarray, length: int) -> np.ndarray:
-    """(n, length): tokens one after the other, without the last incomplete sequence."""
+    """Returns a view of the tokens as sequences, (n, length), without the last incomplete one."""
     count = len(tokens) // length
     return tokens[: count * length].reshape(count, length)
 
 
 class Batches:
-    """Random stretches of a token array; which ones is a function of seed, step and micro-batch alone.
+    """Batches of sequences at random positions of a token array.
 
-    Of several ranks each has `size` rows of the same batch of all.
+    A batch is a function of seed, step and micro-batch alone, so that a resumed run continues with the same batches.
+    Each rank takes its own `size` rows of the common batch.
     """
 
     def __init__(
@@ -102,6 +115,20 @@ class Batches:
         world_size: int = 1,
         accumulation: int = 1,
     ) -> None:
+        """Stores the tokens by reference.
+
+        Args:
+            tokens: token ids, (n,).
+            size: sequences of a micro-batch on each rank.
+            length: tokens of a sequence.
+            seed: seed of the positions; must be the same on all ranks.
+            rank: this rank.
+            world_size: number of ranks.
+            accumulation: micro-batches of a step.
+
+        Raises:
+            ConfigError: the text is shorter than one sequence.
+        """
         if len(tokens) < length:
             raise ConfigError(
                 f"the text has {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"
@@ -111,10 +138,11 @@ class Batches:
         self.checksum = f"{zlib.crc32(np.ascontiguousarray(tokens).data):08x}"
         self._rows, self._size = slice(rank * size, (rank + 1) * size), size * world_size
         self.steps_of_a_pass = -(-len(tokens) // (length * self._size * accumulation))
-        """Steps that have as many tokens as the text."""
+        """Number of steps that together use as many tokens as the text contains."""
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
-        """(size, length) int64: the ids of one micro-batch of one step."""
+        """Returns the ids of one micro-batch of one step, (size, length) int64."""
+        # All ranks draw the starts of the whole batch and take their own rows, so that ranks need not communicate.
         chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
         starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
         return torch.from_numpy(
@@ -122,6 +150,6 @@ class Batches:
         )
 
     def inputs(self, step: int, micro_batch: int) -> dict[str, torch.Tensor]:
-        """What a model is given: every token is learned."""
+        """Returns the keyword arguments of the model for a micro-batch; every token is learned."""
         ids = self.batch(step, micro_batch)
         return {"input_ids": ids, "labels": ids}

@@ -1,8 +1,8 @@
-"""A clock that goes from the end of one piece of work to the next: what `simulate` tells the time by.
+"""The discrete-event clock of `simulate`, which advances from the end of one work item to the next.
 
-Work     something that takes seconds where nothing disturbs it
-Server   does one work at a time, the most urgent first: a drive, a link, a processor
-Clock    all servers and the time; servers of one `group` are the same thing, so those that work share its speed
+Work     a work item with its seconds at full speed
+Server   a drive, a link or a processor: runs one work item at a time, the most urgent first
+Clock    all servers and the time; servers of one `group` are the same hardware, so busy ones share its speed
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """Something that took from `start` to `end`, in seconds."""
+    """An interval of the time line, from `start` to `end` in seconds."""
 
     row: str
-    """What it was: "model", "kernel", "weight read", ..."""
+    """Kind of the work: "model", "kernel", "weight read" and so on."""
     unit: int
     start: float
     end: float
 
 
 class Work:
-    """A piece of work; `done` once it has ended. Smaller `priority` goes first, and may come in between."""
+    """A work item of a server. A smaller `priority` runs first and preempts a larger one."""
 
     def __init__(self, row: str, unit: int, seconds: float, priority: int) -> None:
         self.row, self.unit, self.seconds, self.priority = row, unit, seconds, priority
@@ -32,62 +32,80 @@ class Work:
 
     @property
     def done(self) -> bool:
+        """Returns True if the work has ended."""
         return self.left == 0
 
 
 class Server:
-    """Works that wait for the same thing."""
+    """A queue of work items for the same hardware."""
 
     def __init__(self, group: str, beside: float | None) -> None:
         self.group = group
         self._beside = beside
         self.works: list[Work] = []
-        """Those that have not ended, the one that is being done first."""
+        """Work items that have not ended; the first one is running."""
 
     def speed(self, working: int) -> float:
-        """Where so many of its group work, itself among them; 1 is undisturbed."""
+        """Returns the fraction of full speed while `working` servers of the group work, including this one."""
         if working == 1:
             return 1.0
+        # Half of a drive's bandwidth each is not what drives do, so their speeds beside each other are given.
         return 1 / working if self._beside is None else self._beside
 
 
 class Clock:
-    """The time, in seconds from 0."""
+    """The simulated time, in seconds from 0, and all servers."""
 
     def __init__(self) -> None:
         self.now = 0.0
         self.spans: list[Span] = []
-        """What has ended and took time, in the order of the ends."""
+        """Intervals of ended work items, in the order of their ends."""
         self._servers: list[Server] = []
 
     def server(self, group: str, beside: float | None = None) -> Server:
-        """A server that shares the speed of `group` with the others of it, equally, or goes at `beside` beside them."""
+        """Returns a new server of `group`.
+
+        Args:
+            group: name of the shared hardware.
+            beside: fraction of full speed while another server of the group works; None divides the speed equally.
+        """
         self._servers.append(Server(group, beside))
         return self._servers[-1]
 
     def begin(self, server: Server, row: str, unit: int, seconds: float, priority: int = 0) -> Work:
-        """Ask for work; what takes no time is done at once."""
+        """Enqueues a work item and returns the item.
+
+        Args:
+            server: the server.
+            row: kind of the work, for the time line.
+            unit: the unit, for the time line.
+            seconds: duration at full speed; an item of 0 seconds is done at once and leaves no span.
+            priority: a smaller one runs first.
+        """
         work = Work(row, unit, seconds, priority)
         if seconds:
+            # A stable order: work items of equal priority run in the order of their start.
             insort(server.works, work, key=lambda other: other.priority)
         return work
 
     def advance(self) -> bool:
-        """Go on to the next end of a work; False where none is being done."""
+        """Advances the time to the next end of a work item. Returns False if no server is busy."""
         busy = [server for server in self._servers if server.works]
         if not busy:
             return False
         groups = [server.group for server in busy]
         speeds = [server.speed(groups.count(server.group)) for server in busy]
+        # Speeds are constant until the next end, so time can jump there.
         passed = min(server.works[0].left / speed for server, speed in zip(busy, speeds, strict=True))
         for server, speed in zip(busy, speeds, strict=True):
             work = server.works[0]
-            if math.isnan(work.start):
+            if math.isnan(work.start):  # the start is set once: a preempted item may reach the front again
                 work.start = self.now
             work.left -= passed * speed
-            if work.left <= work.seconds * 1e-12:  # what is left is rounding
+            if work.left <= work.seconds * 1e-12:  # the rest is rounding
                 work.left = 0.0
                 server.works.pop(0)
+                # Ends at the new time, which is set after all servers have advanced.
                 self.spans.append(Span(work.row, work.unit, work.start, self.now + passed))
         self.now += passed
         return True

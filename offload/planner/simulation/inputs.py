@@ -1,4 +1,4 @@
-"""Inputs of a simulation that follow from a plan."""
+"""Inputs of a simulation, derived from a placement."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from offload.swapper.modes import Mode
 
 
 def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:
-    """What each unit's update moves; None for units that nothing trains."""
+    """Returns the cost of each unit's update; None for units that nothing trains.
+
+    Args:
+        parts: bytes and elements of this rank's partitions.
+        placement: tier of each state.
+        slots: slots of the store, 0 to 2.
+        mode: dtypes of the states.
+    """
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, parts.trainable_numel, strict=True)
     return [_update_cost(*row, mode) if row[-1] else None for row in rows]
@@ -23,6 +30,7 @@ def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode
 def _update_cost(
     nbytes: Mapping[State, int], tiers: Mapping[State, Tier], stored: Mapping[State, int], numel: int, mode: Mode
 ) -> UpdateCost:
+    """Returns the cost of one unit's update. `stored` contains the states that a commit writes."""
     weight = numel * mode.weight_dtype.itemsize if State.WEIGHT in stored else 0
     beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
     return UpdateCost(
@@ -35,7 +43,7 @@ def _update_cost(
 
 
 def lease_budgets(parts: Partitions, placement: Placement) -> Budgets:
-    """Room for leases of weights, and for units that come to the device and go."""
+    """Returns the bytes for host buffers of weights, and for units that move to the device and are evicted."""
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     return Budgets(
         placement.classes.weights + placement.classes.cache - promoted,

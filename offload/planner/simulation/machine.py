@@ -1,4 +1,4 @@
-"""What takes time and is counted when the pager and the update worker are played: drives, links, cores."""
+"""The simulated hardware: drives, links and cores that take time, with counters of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from offload.planner.simulation.clock import Clock, Work
 
 _T = TypeVar("_T")
 Acting = Generator[Callable[[], bool], None, _T]
-"""An actor, or a part of what it does: it yields a condition, and goes on once that is true."""
+"""A coroutine of an actor. The coroutine yields a condition and is resumed once the condition is true."""
 
 
 class Rates(NamedTuple):
-    """How fast everything is; infinite where it is not said."""
+    """Speeds of the simulated hardware; infinite by default."""
 
     read: float = math.inf
-    """Bytes in a second from the drives, while they write nothing."""
+    """Bytes per second from the drives while nothing is written."""
     written: float = math.inf
-    """Bytes in a second to the drives, while they read nothing."""
+    """Bytes per second to the drives while nothing is read."""
     mixed: float | None = None
-    """Bytes in a second of both together, while they do both; None where that takes what one after the other does."""
+    """Total bytes per second while the drives read and write at once. With None both take as long as in sequence."""
     upload: float = math.inf
-    """Bytes in a second to the device."""
+    """Bytes per second to the device."""
     kernel: float = math.inf
-    """Elements updated in a second."""
+    """Elements updated per second."""
     on_cpu: bool = False
-    """The device is the CPU: compute and kernel share its cores, and the thread that runs the model copies itself."""
+    """True if the device is the CPU: compute and kernel share the cores, and the model's thread makes the copies."""
 
     @property
     def beside(self) -> tuple[float, float]:
-        """What reads and writes keep of their speeds while the drives do both."""
+        """Returns the fractions of their speeds that reads and writes keep while the drives do both."""
+        # An infinite rate has no meaningful fraction; work at infinite rates takes no time anyway.
         if math.isinf(self.read) or math.isinf(self.written):
             return 0.5, 0.5
+        # `mixed` was measured with as many bytes read as written. Writes get half of the total, or more if reads
+        # cannot use the other half.
         mixed = 2 / (1 / self.read + 1 / self.written) if self.mixed is None else self.mixed
         written = min(self.written, max(mixed / 2, mixed - self.read))
         return min(1.0, (mixed - written) / self.read), written / self.written
 
     def drive_seconds(self, read: float, written: float) -> float:
-        """So many bytes, as much of both at once as can be."""
+        """Returns the seconds to move these bytes, reading and writing at once for as long as both have work."""
         alone = (read / self.read, written / self.written)
+        # Without both kinds of traffic, or with infinite rates, nothing overlaps.
         if not all(alone):
             return sum(alone)
         together = min(seconds / beside for seconds, beside in zip(alone, self.beside, strict=True))
@@ -52,7 +56,7 @@ class Moved(NamedTuple):
     """Bytes between HOST and DISK."""
 
     weights_read: int = 0
-    """Brought for a use."""
+    """Weights read for a use."""
     updates_read: int = 0
     updates_written: int = 0
     gradients_read: int = 0
@@ -60,25 +64,27 @@ class Moved(NamedTuple):
 
     @property
     def read(self) -> int:
+        """Returns all bytes read."""
         return self.weights_read + self.updates_read + self.gradients_read
 
     @property
     def written(self) -> int:
+        """Returns all bytes written."""
         return self.updates_written + self.gradients_written
 
 
 class Waited(NamedTuple):
-    """Seconds in which the thread that runs the model stood still."""
+    """Seconds for which the model's thread was blocked, by cause."""
 
     update: float = 0.0
     read: float = 0.0
     upload: float = 0.0
     room: float = 0.0
-    """For a lease of weights."""
+    """Waits for a host buffer of weights."""
 
 
 class Worked(NamedTuple):
-    """Seconds of the update worker: in its kernels, and waiting for its own reads and writes."""
+    """Seconds of the update worker in kernels, and in waits for its own reads and writes."""
 
     kernels: float = 0.0
     reads: float = 0.0
@@ -86,68 +92,82 @@ class Worked(NamedTuple):
 
 
 class Machine:
-    """Begins what takes time, and counts what it comes to."""
+    """Servers of the simulated hardware. The methods start work and count bytes and waits."""
 
     def __init__(self, rates: Rates) -> None:
         self.clock = Clock()
         self.on_cpu = rates.on_cpu
         self._rates = rates
+        # Reads and writes share the drives; on a CPU, compute, kernel and copies share the cores.
         self._reads, self._writes = (self.clock.server("drive", beside) for beside in rates.beside)
         self._kernel = self.clock.server("cores")
         self._compute = self.clock.server("cores" if rates.on_cpu else "device")
         self._link = self.clock.server("cores" if rates.on_cpu else "link")
+        # Mutable counters; the properties return them as tuples.
         self._moved = dict.fromkeys(Moved._fields, 0)
         self._waited = dict.fromkeys(Waited._fields, 0.0)
         self._worked = dict.fromkeys(Worked._fields, 0.0)
 
     @property
     def moved(self) -> Moved:
+        """Returns the bytes moved so far."""
         return Moved(**self._moved)
 
     @property
     def waited(self) -> Waited:
+        """Returns the waits of the model's thread so far."""
         return Waited(**self._waited)
 
     @property
     def worked(self) -> Worked:
+        """Returns the seconds of the update worker so far."""
         return Worked(**self._worked)
 
     def read(self, row: str, cause: str, unit: int, nbytes: int, priority: Priority) -> Work:
-        """Read from the drive; `cause` is a field of `Moved`."""
+        """Starts a read from the drives.
+
+        Args:
+            row: kind of the read, for the time line.
+            cause: the field of `Moved` to count the bytes in.
+            unit: the unit.
+            nbytes: bytes to read.
+            priority: urgency relative to other reads.
+        """
         self._moved[cause] += nbytes
         return self.clock.begin(self._reads, row, unit, nbytes / self._rates.read, priority)
 
     def write(self, row: str, cause: str, unit: int, nbytes: int) -> Work:
-        """Write to the drive; `cause` is a field of `Moved`."""
+        """Starts a write to the drives; `cause` is a field of `Moved`."""
         self._moved[cause] += nbytes
         return self.clock.begin(self._writes, row, unit, nbytes / self._rates.written)
 
     def upload(self, unit: int, nbytes: int) -> Work:
+        """Starts a copy from host to device."""
         return self.clock.begin(self._link, "upload", unit, nbytes / self._rates.upload)
 
     def update(self, unit: int, numel: int) -> Work:
-        """Run the optimizer's kernel."""
+        """Starts the optimizer's kernel on `numel` elements."""
         return self.clock.begin(self._kernel, "kernel", unit, numel / self._rates.kernel)
 
     def compute(self, unit: int, seconds: float) -> Work:
-        """Run a part of the model."""
+        """Starts compute of the model that takes `seconds` at full speed."""
         return self.clock.begin(self._compute, "model", unit, seconds)
 
     def counted(self, cause: str, acting: Acting[_T]) -> Acting[_T]:
-        """Let the thread that runs the model do what may wait; for how long counts as `cause`, a field of `Waited`."""
+        """Runs a coroutine on the model's thread and adds the elapsed time to `cause`, a field of `Waited`."""
         start = self.clock.now
         result = yield from acting
         self._waited[cause] += self.clock.now - start
         return result
 
     def spent(self, on: str, work: Work | None) -> Acting[None]:
-        """Let the update worker wait for the end of `work`; for how long counts as `on`, a field of `Worked`."""
+        """Waits on the update worker for the end of `work` and adds the time to `on`, a field of `Worked`."""
         start = self.clock.now
         yield from until(work)
         self._worked[on] += self.clock.now - start
 
 
 def until(work: Work | None) -> Acting[None]:
-    """Wait for the end of a work."""
+    """Waits for the end of `work`; returns at once for None."""
     while work is not None and not work.done:
         yield lambda: work.done

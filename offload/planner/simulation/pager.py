@@ -1,5 +1,8 @@
-"""The pager on numbers: the same decisions and moves as in `pager`, `leases` and `slices`, whose methods
-have the same names here."""
+"""The simulated pager: the decisions and moves of the real pager without data.
+
+The functions of `swapper.policy` decide, as in the real pager, and methods carry the names of the real ones. Methods
+that may wait are coroutines (`Acting`); the others return at once.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +24,18 @@ from offload.swapper.unit_table import UnitSize
 
 @dataclass
 class Entry:
-    """One unit's weights, as in the pager."""
+    """Weights of one unit, as in the real pager."""
 
     index: int
     size: UnitSize
     residency: Residency
     lease: Block | None = None
-    """Also while it is being read; a home in HOST has none."""
+    """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
     slice: Block | None = None
+    """Device buffer of the weights."""
     reading: Work | None = None
     copied: Work | None = None
-    """The last copy out of the lease, which is what the slice is filled by."""
+    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before its end."""
     pins: int = 0
     updating: bool = False
     in_update: bool = False
@@ -39,18 +43,28 @@ class Entry:
 
     @property
     def at_hand(self) -> bool:
-        """Whether HOST has the newest weights, or will have them when a read is done."""
+        """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
         return self.lease is not None or self.size.tier is not Tier.DISK
 
 
 class SimulatedPager:
-    """Weights of all units between DISK, HOST and DEVICE. What may wait is an `Acting`."""
+    """Moves of all units' weights between DISK, HOST and DEVICE."""
 
     def __init__(
         self, sizes: Sequence[UnitSize], host: Allocator, device: Allocator, limits: Limits, machine: Machine
     ) -> None:
+        """Starts with every unit in its tier and no access order.
+
+        Args:
+            sizes: bytes and tier of each unit.
+            host: allocator of host buffers of weights.
+            device: allocator of device buffers.
+            limits: limits of the policy.
+            machine: hardware that performs the moves.
+        """
         self.host, self.device, self.machine = host, device, machine
         self.access_order = AccessOrder()
+        # `version` counts changes: an actor waits for a version other than the one it has seen.
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
@@ -59,8 +73,10 @@ class SimulatedPager:
     # -- the thread that runs the model -------------------------------------------------------------
 
     def acquire(self, unit: int) -> Acting[None]:
+        """Pins a unit, fetches the unit to the device, and prefetches others."""
         entry = self.entries[unit]
         entry.pins += 1
+        # A nested use of a pinned unit is no use of its own, as in the real pager.
         if entry.pins == 1:
             self.access_order.use(unit)
             self.uses += 1
@@ -70,6 +86,7 @@ class SimulatedPager:
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
+        """Unpins units, and evicts those from the device that the policy does not keep."""
         for entry in (self.entries[unit] for unit in units):
             entry.pins -= 1
             if (
@@ -81,6 +98,7 @@ class SimulatedPager:
         self.notify()
 
     def _fetch(self, entry: Entry) -> Acting[None]:
+        """Moves a unit to the device, step by step: each wait may let the update worker change the state."""
         while entry.updating or entry.residency is not Residency.DEVICE:
             if entry.updating:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
@@ -101,13 +119,17 @@ class SimulatedPager:
                 yield from self._upload(entry, place)
 
     def _wait_for_update(self, entry: Entry) -> Acting[None]:
+        """Waits for a change, and meanwhile asks the update worker to update this unit next."""
+        # The worker updates this unit next, and may evict other buffers for its weights.
         self.wanted.append(entry.index)
         self.notify()
         yield from self.change()
         self.wanted.remove(entry.index)
 
     def _wait_for_lease(self) -> Acting[None]:
+        """Waits until a host buffer may be free: for a prefetch that can then be evicted, or for the update worker."""
         reading = [entry for entry in self.entries if entry.residency is Residency.READING]
+        # A unit in READING cannot be evicted. The prefetch for the latest use is the best victim once it has ended.
         if reading:
             yield from self._finish_read(
                 max(reading, key=lambda entry: (self.access_order.distance(entry.index), -entry.index))
@@ -119,12 +141,13 @@ class SimulatedPager:
         self.waiting_for_buffer -= 1
 
     def _start_read(self, entry: Entry, lease: Block, priority: Priority) -> None:
+        """Starts the read of a unit's partition into a host buffer."""
         entry.lease = lease
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.part_nbytes, priority)
         self._move(entry, Residency.READING)
 
     def _finish_read(self, entry: Entry) -> Acting[None]:
-        """Whoever comes first delivers it."""
+        """Waits for a unit's read. The first actor to resume moves the unit to HOST; both actors may wait."""
         work = entry.reading
         yield from until(work)
         if entry.reading is work:
@@ -132,6 +155,7 @@ class SimulatedPager:
             self._move(entry, Residency.HOST)
 
     def streams(self, unit: int) -> bool:
+        """Returns True if the host budget has no room for two such partitions, so that the unit moves in chunks."""
         size = self.entries[unit].size
         return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self.host.nbytes
 
@@ -139,7 +163,7 @@ class SimulatedPager:
         return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.part_nbytes
 
     def _stream(self, entry: Entry, lease: Block) -> Acting[None]:
-        """From DISK to the device in pieces: all but the last are copied while the next is read."""
+        """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
         second = yield from self.machine.counted("room", self._lease(entry.index, lease.nbytes))
         place = self._take_slice(entry)
         if place is None:
@@ -148,6 +172,7 @@ class SimulatedPager:
         part = entry.size.part_nbytes
         read = self.machine.read("weight read", "weights_read", entry.index, part, Priority.URGENT)
         yield from self.machine.counted("read", until(read))
+        # The copies of all chunks but the last overlap the reads, so only one chunk's copy takes time of its own.
         entry.copied = self.machine.upload(entry.index, min(part, lease.nbytes))
         yield from self.machine.counted("upload", until(entry.copied))
         for each in (lease, second):
@@ -157,6 +182,7 @@ class SimulatedPager:
         self._move(entry, Residency.DEVICE)
 
     def _upload(self, entry: Entry, place: Block) -> Acting[None]:
+        """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
         self._move(entry, Residency.UPLOADING)
         entry.copied = self.machine.upload(entry.index, entry.size.part_nbytes)
         if self.machine.on_cpu:
@@ -165,6 +191,7 @@ class SimulatedPager:
         self._move(entry, Residency.DEVICE)
 
     def _take_slice(self, entry: Entry, beyond: int = -1) -> Block | None:
+        """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
         others = (e.size.nbytes for e in self.entries if e is not entry and not e.size.stays)
         floor = Floor(0, self.device.nbytes, max(others, default=0))
         idle = [
@@ -181,18 +208,21 @@ class SimulatedPager:
         return Block(entry.index, place.offset, entry.size.nbytes)
 
     def _no_room(self, entry: Entry) -> BudgetError:
+        """Returns the error for a unit that has no room on the device."""
         return BudgetError(
             f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, where units in "
             f"use leave no such room in {format_size(self.device.nbytes)}"
         )
 
     def _prefetch(self) -> Acting[None]:
+        """Completes reads that have ended, starts reads ahead, and starts copies to the device ahead."""
         for entry in self.entries:
             if entry.reading is not None and entry.reading.done:
                 yield from self._finish_read(entry)
         yield from self._prefetch_reads()
         while (unit := self._next_upload()) is not None:
             entry = self.entries[unit]
+            # The order is strict: if the next unit is not ready, later ones must not take its room.
             ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
             place = self._take_slice(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
@@ -200,6 +230,8 @@ class SimulatedPager:
             yield from self._upload(entry, place)
 
     def _prefetch_reads(self) -> Acting[None]:
+        """Starts reads of the next units in the access order while host buffers are available."""
+
         def wanting(unit: int) -> bool:
             entry = self.entries[unit]
             on_disk = entry.residency is Residency.DISK and entry.lease is None
@@ -217,6 +249,8 @@ class SimulatedPager:
             self._start_read(self.entries[unit], lease, Priority.NORMAL)
 
     def _next_upload(self) -> int | None:
+        """Returns the next unit in the access order to copy to the device, or None."""
+
         def wanting(unit: int) -> bool:
             return self.entries[unit].residency is not Residency.DEVICE
 
@@ -226,15 +260,18 @@ class SimulatedPager:
         return self.entries[unit].size.nbytes
 
     def _drop(self, entry: Entry) -> None:
+        """Frees an unpinned unit's device buffer."""
         assert entry.slice is not None and not entry.pins
         self.device.give(entry.slice.offset, entry.slice.nbytes)
         entry.slice = None
+        # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self._move(entry, kept if entry.at_hand else Residency.DISK)
 
-    # -- leases of weights --------------------------------------------------------------------------
+    # -- host buffers of weights ------------------------------------------------------------------
 
     def _lease(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
+        """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
         while True:
             takeable = [e.lease for e in self.entries if e.lease is not None and self._may_take_lease_of(e)]
             going = victims(self.host, nbytes, takeable, self._distance, beyond)
@@ -244,6 +281,7 @@ class SimulatedPager:
             copying = next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
             if copying is None:
                 break
+            # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
         for entry in entries:
             assert entry.lease is not None
@@ -256,38 +294,46 @@ class SimulatedPager:
         return Block(unit, offset, nbytes)
 
     def _distance(self, unit: int) -> int:
+        """Returns the uses until the next use of `unit`; 0 while the unit is pinned on its way to the device."""
         entry = self.entries[unit]
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.access_order.distance(unit)
 
     def _may_take_lease_of(self, entry: Entry) -> bool:
+        """Returns True if the host buffer may be freed: flushed, not in an update and not being read."""
+        # A buffer with unwritten weights is the only copy of them.
         clean = not entry.unwritten and not entry.in_update
         return clean and entry.residency in (Residency.HOST, Residency.DEVICE)
 
     def _move(self, entry: Entry, to: Residency) -> None:
+        """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
         self.notify()
 
     def notify(self) -> None:
+        """Wakes every actor that waits in `change`."""
         self.version += 1
 
     def change(self, seen: int | None = None) -> Acting[None]:
-        """Wait until something has changed, since it was at version `seen`."""
+        """Waits until the version differs from `seen`, by default from the current version."""
         since = self.version if seen is None else seen
         yield lambda: self.version != since
 
     # -- the update worker --------------------------------------------------------------------------
 
     def wanted_update(self) -> int | None:
+        """Returns the unit for whose update the model's thread waits, or None."""
         return next((unit for unit in self.wanted if self.entries[unit].updating), None)
 
     def begin_updates(self, units: Sequence[int]) -> None:
+        """Marks units as being updated, and evicts their outdated weights from the device."""
         for entry in (self.entries[unit] for unit in units):
             entry.updating = True
             if entry.residency is Residency.DEVICE and not entry.size.stays:
                 self._drop(entry)
 
     def lease_for_update(self, entry: Entry) -> Acting[bool]:
+        """Allocates a host buffer for updated weights if there is room. Returns True if the update may write to one."""
         yield from until(entry.copied)
         while entry.residency is Residency.READING:
             yield from self._finish_read(entry)
@@ -298,12 +344,21 @@ class SimulatedPager:
         return entry.in_update
 
     def delivers(self, unit: int) -> bool:
+        """Returns True if an update can leave the new weights in a host buffer."""
         return self.entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
 
     def holds_weights(self, unit: int) -> bool:
+        """Returns True if HOST holds the unit's weights, so that an update need not read them."""
         return self.entries[unit].residency is Residency.HOST
 
     def publish(self, unit: int, leased: bool, unwritten: bool) -> None:
+        """Ends a unit's update for the model's thread.
+
+        Args:
+            unit: the unit.
+            leased: True if a host buffer holds the new weights.
+            unwritten: True if writes of the new weights are in flight.
+        """
         entry = self.entries[unit]
         if leased:
             entry.unwritten = unwritten
@@ -314,6 +369,7 @@ class SimulatedPager:
         self.notify()
 
     def written(self, unit: int) -> None:
+        """Marks a unit's new weights as flushed to DISK."""
         entry = self.entries[unit]
         entry.unwritten = False
         if entry.residency is Residency.WRITING:

@@ -1,15 +1,15 @@
-"""What the pager and the update worker would do, played on numbers: no bytes, no threads, no drive.
+"""A simulation of the pager and the update worker, without data, threads or drives.
 
     simulate(uses, sizes, updates, budgets)            peaks of both budgets, hits, bytes
-    simulate(uses, sizes, updates, budgets, rates=…)   also seconds, what was waited for, and the time line
+    simulate(uses, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the time line
 
-Every decision is made by the functions of `policy` over a `Trace` and two `Allocator`s, as in the pager, and every
-move is one of `residency.ARROWS`. Two actors take turns: the thread that runs the model, and the update worker.
-Without rates all work ends at once: while the model computes the worker goes as far ahead as its leases allow, and
-what is read ahead is there at the next use.
+The functions of `policy` make every decision over an `AccessOrder` and two `Allocator`s, as in the real pager, and
+every move is one of `residency.ARROWS`. Two actors take turns: the model's thread and the update worker. Without rates
+all work ends at once: while the model computes, the worker runs as far ahead as host buffers allow, and prefetched
+weights are ready at their use.
 
-What is left out: other ranks, evaluations and edits; the commit; windows of gradients that spill (their writes never
-make the backward wait). A use computes until it ends, so on a GPU the host is taken to go in step with the device.
+The simulation leaves out other ranks, evaluations, edits, the commit, and windows of gradients that spill (their writes
+never make the backward wait). The host waits for the end of each use, so a GPU's host never runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ from offload.swapper.unit_table import UnitSize
 
 
 class Use(NamedTuple):
-    """A unit is acquired, and something is computed with it."""
+    """A use of a unit: acquire, compute, release."""
 
     unit: int
     seconds: float = 0.0
-    """Of compute, where nothing disturbs it."""
+    """Seconds of compute at full speed."""
     held: int = 1
-    """It is released before the use that comes so many later begins."""
+    """Number of uses after which the unit is released; 1 releases the unit before the next use starts."""
 
 
 class Budgets(NamedTuple):
-    """Bytes in which units come and go."""
+    """Bytes of memory in which units are cached."""
 
     host: int
-    """For leases of weights: the classes weights and cache, without states that were raised into the cache."""
+    """Bytes for host buffers of weights: the classes weights and cache, without states promoted into the cache."""
     device: int
-    """Of the device's arena without what is at home there."""
+    """Bytes of the device arena beyond the states whose tier is DEVICE."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """What a step comes to, from one return of `step()` to the next."""
+    """Result for one step, from one return of `step()` to the next."""
 
     host_peak: int
-    """Bytes of leases of weights, the most since the first step."""
+    """Peak bytes of host buffers of weights since the first step."""
     device_peak: int
-    """Bytes of units on the device, the most since the first step."""
+    """Peak bytes of units on the device since the first step."""
     uses: int
     hits: int
     """Uses that found the unit on the device."""
     moved: Moved
     undelivered: int
-    """Updates that found no lease, so that their weights are read once more."""
+    """Updates that found no host buffer, so that their weights are read again for the next use."""
     seconds: float
     waited: Waited
     worked: Worked
     spans: tuple[Span, ...]
-    """The time line, from the step's beginning; of work that began before it, the start is negative."""
+    """Time line from the step's start; work that started earlier has a negative start."""
 
 
 def simulate(
@@ -78,17 +78,29 @@ def simulate(
     tile_numel: int | None = None,
     steps: int = 3,
 ) -> Simulation:
-    """Play `steps` steps that all make the same uses, and tell of the last.
+    """Simulates steps that all make the same uses, and returns the result for the last one.
 
-    The first begins with empty leases and without a trace; the third is about what all further ones are. `updates` has
-    None for units that nothing trains; a tile has `tile_numel` elements, by default a whole unit. Raises `BudgetError`
-    where what is in use leaves no room on the device, as the pager does.
+    Args:
+        uses: uses of one step, in order.
+        sizes: one entry per unit.
+        updates: cost of each unit's update; None for a unit that nothing trains.
+        budgets: bytes for cached units.
+        limits: limits of the policy.
+        rates: speeds; by default all work ends at once.
+        overlap: False to wait for all updates at the end of each step.
+        tile_numel: elements of a tile of the update worker; by default a whole unit.
+        steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
+            later ones.
+
+    Raises:
+        BudgetError: units in use leave no room on the device, as in the real pager.
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
     updater = SimulatedUpdater(updates, tile_numel, pager, machine)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
+    # Counters only grow, so the last step is the difference of the last two marks.
     before, after = loop.marks[-2:]
     return Simulation(
         host_peak=pager.host.peak_bytes,
@@ -103,13 +115,14 @@ def simulate(
         spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans
+            # A span belongs to the step in which it ends.
             if before.now < span.end <= after.now
         ),
     )
 
 
 class _Figures(NamedTuple):
-    """All that was counted, at one moment."""
+    """Values of all counters at one time."""
 
     now: float
     uses: int
@@ -121,7 +134,7 @@ class _Figures(NamedTuple):
 
 
 class _Loop:
-    """The thread that runs the model, and who has the next turn."""
+    """The model's thread, and the scheduler of both actors."""
 
     def __init__(
         self, uses: Sequence[Use], overlap: bool, pager: SimulatedPager, updater: SimulatedUpdater, machine: Machine
@@ -131,10 +144,10 @@ class _Loop:
         self._last_use = {use.unit: position for position, use in enumerate(uses)}
         self._computing = False
         self.marks = [self._figures()]
-        """What was counted at the beginning and at each return of `step()`."""
+        """Counters at the start and at each return of `step()`."""
 
     def run(self, steps: int) -> None:
-        """Whoever can go on does. A thread that has waited goes first, one that computes last."""
+        """Runs `steps` steps. A thread that has waited runs first; one that computes runs last."""
         model, worker = self._model(steps), self._updater.act()
         ready: Callable[[], bool] | None = next(model, None)
         worker_ready = next(worker)
@@ -143,7 +156,7 @@ class _Loop:
                 worker_ready = next(worker)
             elif ready():
                 ready = next(model, None)
-            else:
+            else:  # both wait for work: only the clock can make a condition true
                 going_on = self._machine.clock.advance()
                 assert going_on, "both wait for each other"
 
@@ -153,13 +166,16 @@ class _Loop:
         return _Figures(machine.clock.now, pager.uses, pager.hits, self._updater.undelivered, *counted)
 
     def _model(self, steps: int) -> Acting[None]:
+        """Acts as the model's thread: uses, releases and `step()`."""
         for _ in range(steps):
+            # Units to release, by the position of the use before which they are released.
             ends: dict[int, list[int]] = {}
             for position, use in enumerate(self._uses):
                 self._pager.release(ends.pop(position, ()))
                 yield from self._pager.acquire(use.unit)
                 ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._compute(use)
+                # The gradient of a unit is complete after its last use in the step.
                 if position == self._last_use[use.unit]:
                     self._updater.spill(use.unit)
             self._pager.release(unit for units in ends.values() for unit in units)
@@ -167,13 +183,17 @@ class _Loop:
             self.marks.append(self._figures())
 
     def _compute(self, use: Use) -> Acting[None]:
+        """Computes a use. The worker runs meanwhile, even if the use takes no time."""
         computed = self._machine.compute(use.unit, use.seconds)
         self._computing = True
-        yield lambda: computed.done  # also where that is so already: the worker has a turn
+        # Yields even if done already, to give the worker a turn.
+        yield lambda: computed.done
         self._computing = False
 
     def _step(self) -> Acting[None]:
+        """Acts as `step()`: waits for the last step's updates and enqueues those of this step."""
         yield from self._machine.counted("update", self._updater.finish())
+        # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()
         self._updater.schedule(self._pager.access_order.order)
         if not self._overlap:

@@ -1,4 +1,4 @@
-"""The update worker on numbers: a few tiles, read, computed and written, as in the engine's `updater`."""
+"""The simulated update worker: a few tiles are read, computed and written at a time, as in the real worker."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from offload.swapper.memory.host_arena import TILE_BUFFERS
 
 
 class UpdateCost(NamedTuple):
-    """What a unit's update moves and computes. Bytes are of what is at home on DISK."""
+    """Elements and bytes of a unit's update. Bytes read are those of states whose tier is DISK."""
 
     numel: int
-    """Elements that the kernel works on."""
+    """Elements that the kernel updates."""
     weight_nbytes: int = 0
-    """Trainable weights: read, unless a lease holds them."""
+    """Bytes of trainable weights, read unless a host buffer holds them."""
     state_nbytes: int = 0
-    """Other states: read."""
+    """Bytes of other states, read."""
     written_nbytes: int = 0
-    """Weights and states that are written, also where they have their home above DISK."""
+    """Bytes of weights and states written, including those whose tier is above DISK."""
     gradient_nbytes: int = 0
-    """A gradient that spills: written after the unit's last use, read by the update."""
+    """Bytes of a gradient that spills: written after the unit's last use, read by the update."""
 
 
 class _Job:
-    """A unit's update under way."""
+    """A unit's update in progress."""
 
     def __init__(self, unit: int, cost: UpdateCost, leased: bool, delivered: bool) -> None:
         self.unit, self.cost, self.leased, self.delivered = unit, cost, leased, delivered
@@ -48,7 +48,7 @@ class _Tile(NamedTuple):
 
 
 class SimulatedUpdater:
-    """The update worker is `act`; `schedule`, `finish` and `spill` belong to the thread that runs the model."""
+    """The update worker. `act` runs as the worker; `schedule`, `finish` and `spill` run on the model's thread."""
 
     def __init__(
         self,
@@ -57,10 +57,18 @@ class SimulatedUpdater:
         pager: SimulatedPager,
         machine: Machine,
     ) -> None:
+        """Starts idle.
+
+        Args:
+            costs: cost of each unit's update; None for a unit that nothing trains.
+            tile_numel: elements of a tile; None for a whole unit.
+            pager: the pager, which shares host buffers with the updates.
+            machine: hardware that performs the work.
+        """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
         self.undelivered = 0
         self._gradients: dict[int, Work] = {}
-        """Writes of gradients that spill."""
+        """Writes of spilled gradients, by unit."""
         self._queue: deque[int] = deque()
         self._job: _Job | None = None
         self._reading: deque[_Tile] = deque()
@@ -70,14 +78,15 @@ class SimulatedUpdater:
         self._flushing = 0
 
     def spill(self, unit: int) -> None:
-        """The step's gradient of `unit` is there: it goes to DISK, where it waits there."""
+        """Starts the write of the unit's gradient if the gradient spills to DISK."""
         cost = self._costs[unit]
         if cost is not None and cost.gradient_nbytes:
             nbytes = cost.gradient_nbytes
             self._gradients[unit] = self._machine.write("gradient write", "gradients_written", unit, nbytes)
 
     def schedule(self, order: Sequence[int]) -> None:
-        """Enqueue the updates of a step, in the order of their next use."""
+        """Enqueues the updates of a step, in the order of the units' next use."""
+        # Reversed, so that the first position of each unit remains.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         units = [unit for unit, cost in enumerate(self._costs) if cost is not None]
         units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
@@ -87,6 +96,7 @@ class SimulatedUpdater:
         self._pager.notify()
 
     def finish(self) -> Acting[None]:
+        """Waits on the model's thread until all updates have ended."""
         self._flushing += 1
         self._pager.notify()
         while self._busy:
@@ -94,10 +104,14 @@ class SimulatedUpdater:
         self._flushing -= 1
 
     def act(self) -> Acting[None]:
+        """Runs the worker: read the next tiles, compute one, retire written ones. The coroutine never returns."""
         while True:
-            yield lambda: True  # whoever waited for what was done just now goes on first
+            # The model's thread may have waited for the work just done, and runs first.
+            yield lambda: True
+            # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
             seen = self._pager.version
             self._retire()
+            # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
             while self._free and (tile := (yield from self._next_tile())) is not None:
                 self._reading.append(tile)
             if self._reading:
@@ -112,7 +126,7 @@ class SimulatedUpdater:
                 yield from self._pager.change(seen)
 
     def _retire(self) -> None:
-        """Take back tiles whose writes are done, oldest first."""
+        """Frees tiles whose writes have ended, the oldest first."""
         while self._writing and all(write.done for write in self._writing[0].writes):
             job = self._writing.popleft().job
             self._free += 1
@@ -121,6 +135,7 @@ class SimulatedUpdater:
                 self._written(job)
 
     def _next_tile(self) -> Acting[_Tile | None]:
+        """Starts the reads of the next tile and returns the tile; None if no update can start."""
         if self._job is None:
             self._job = yield from self._next_job()
             if self._job is None:
@@ -138,9 +153,15 @@ class SimulatedUpdater:
         return _Tile(job, start, stop, reads, [])
 
     def _next_job(self) -> Acting[_Job | None]:
-        """The unit that somebody waits for, else the first; None where it needs a lease worth waiting for."""
+        """Starts the next update: that of the unit that the model's thread waits for, else the first in the queue.
+
+        Returns None if the update should wait for a host buffer: without one the new weights go to DISK only and are
+        read again. The update starts without a buffer if no tile is in flight and the model's thread waits for updates
+        or for a buffer itself, since waiting could then last forever.
+        """
         if not self._queue:
             return None
+        # The model's thread stands still until this unit is updated, so it comes first.
         wanted = self._pager.wanted_update()
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
         entry, cost = self._pager.entries[unit], self._costs[unit]
@@ -157,20 +178,24 @@ class SimulatedUpdater:
         return _Job(unit, cost, leased, delivered)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
+        """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
         if entry.size.tier is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
-            if job.leased and start == 0:  # a lease is read whole, what is frozen too
+            # A host buffer needs all weights, frozen ones too.
+            if job.leased and start == 0:
                 nbytes += entry.size.part_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
+            # A gradient can be read only after its write in the backward has ended.
             yield from self._machine.spent("writes", self._gradients.get(job.unit))
             nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
             reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
         return reads
 
     def _compute_tile(self, tile: _Tile) -> Acting[None]:
+        """Waits for a tile's reads, runs the kernel, starts the write, and publishes the unit after its last tile."""
         for read in tile.reads:
             yield from self._machine.spent("reads", read)
         job, cost = tile.job, tile.job.cost
@@ -181,16 +206,18 @@ class SimulatedUpdater:
         self._writing.append(tile)
         if tile.stop == cost.numel:
             job.computed = True
+            # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
                 self._pager.publish(job.unit, job.leased, unwritten)
 
     def _written(self, job: _Job) -> None:
+        """Ends an update whose tiles are all written; weights without a host buffer become available only now."""
         if not job.delivered:
             self._pager.publish(job.unit, False, False)
         self._pager.written(job.unit)
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:
-    """What elements [start, stop) have of the bytes of `numel`; all shares together are `nbytes`."""
+    """Returns the bytes of elements [start, stop) out of `nbytes` for `numel`. All chunks sum to `nbytes` exactly."""
     return nbytes * stop // numel - nbytes * start // numel
