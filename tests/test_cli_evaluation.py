@@ -57,7 +57,7 @@ def test_too_little_to_hold_out_is_said() -> None:
 def test_a_report_shows_steps_and_evaluations() -> None:
     call("--steps", "4", "--eval-every", "2", "--log", "log")
     found = read_log(Path("log"))
-    assert [step["step"] for step in found.steps] == [1, 2, 3, 4] and found.again == found.in_critical_section == 0
+    assert [step["step"] for step in found.steps] == [1, 2, 3, 4] and found.again == found.truncated_lines == 0
     assert ["eval_loss" in step for step in found.steps] == [False, True, False, True]
 
 

@@ -27,17 +27,13 @@ OPENINGS_OF_100_DOCSTRINGS = 2
 COMMENTED_OF_100_LINES = 3
 
 TODAY: dict[str, dict[str, float]] = {
-    "folders": {".": 31, "config": 15, "engine": 101, "swapper": 27, "swapper/store": 13},
-    "files": {
-        "engine/engine.py": 412,
-        "engine/schedules.py": 426,
-        "swapper/pager.py": 512,
-    },
-    "functions": {"engine/assembly.py::assemble": 79},
-    "queues without a bound": {"engine/monitor.py": 1},
-    "openings of 100 docstrings": {"offload": 21},
-    "commented of 100 lines": {"offload": 1.3},
-    "public functions without a section": {"offload": 148},
+    "folders": {},
+    "files": {},
+    "functions": {},
+    "queues without a bound": {},
+    "openings of 100 docstrings": {},
+    "commented of 100 lines": {},
+    "public functions without a section": {},
 }
 """What breaks a rule today, by rule: the folder, file or function, or `offload` for a number of the whole package."""
 

@@ -74,10 +74,11 @@ WITHIN = {
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access shutdown step training",
+        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access shutdown step "
+        "training",
         "deepspeed_api": "core memory_report training",
         "persistence_api": "checkpoint core deepspeed_api keywords model_io",
-        "engine": "core keywords persistence_api training",
+        "engine": "keywords persistence_api training",
         "setup": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
     },
     "planner": {

@@ -145,7 +145,7 @@ def test_a_torn_line_and_what_was_trained_again_are_told(tmp_path: Path) -> None
     )
     found = read_log(path)
     assert [values["step"] for values in found.steps] == [1, 2, 3, 4, 5] and found.steps[2]["loss"] == 7.0
-    assert (found.in_critical_section, found.again, found.resumed, found.about["run"]) == (3, 1, (3,), "other")
+    assert (found.truncated_lines, found.again, found.resumed, found.about["run"]) == (3, 1, (3,), "other")
     shown = page(found, figures(found), None)
     assert "3 lines of the log are cut short" in shown and "Resumed at step 3" in shown
     json.dumps(figures(found), allow_nan=False)

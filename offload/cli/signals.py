@@ -29,7 +29,7 @@ def signals() -> Iterator[None]:
     and files are removed, further signals raise nothing.
     """
     main, lock = threading.get_ident(), threading.Lock()
-    ended, promoted = threading.Event(), list[BaseException]()
+    ended, raised = threading.Event(), list[BaseException]()
 
     def send(number: int) -> None:
         # Runs on the helper thread. The lock orders the last signal before `ended`: after the context has ended no
@@ -44,9 +44,9 @@ def signals() -> Iterator[None]:
             sending.append(threading.Thread(target=send, args=(number,), daemon=True, name="offload-signals"))
             sending[0].start()
         # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
-        if not _in_finalizer(frame) and not any(each in promoted for each in _handled()):
-            promoted.append(SystemExit(128 + number))
-            raise promoted[-1]
+        if not _in_finalizer(frame) and not any(each in raised for each in _handled()):
+            raised.append(SystemExit(128 + number))
+            raise raised[-1]
 
     sending: list[threading.Thread] = []
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -29,17 +29,17 @@ def homes_of(model: type[Block], key: str, path: str) -> str:
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
 
 
-def unknown_key(model: type[Block], near: str | None, tiers: str, dotted: str) -> str:
+def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str) -> str:
     """Returns the message about an unknown key.
 
     Args:
         model: the block in which the key was found.
         near: a known key of similar spelling, or None.
-        tiers: dotted names of the same key in inner blocks, or "".
+        matches: dotted names of the same key in inner blocks, or "".
         dotted: dotted name of the unknown key.
     """
-    if tiers:
-        return f"unknown key {dotted}; did you mean {tiers}?"
+    if matches:
+        return f"unknown key {dotted}; did you mean {matches}?"
     keys = f"; keys with an effect are {', '.join(model.model_fields)}" if model.model_fields else ""
     hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
     return f"unknown key {dotted}; {hint}"

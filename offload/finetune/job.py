@@ -128,10 +128,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
-    content, lines = merge(file, options, Start.of(folder, options.lora is not None))
-    lines += keep(content) if options.keep else ()
-    # The log and the summary need the phases; the command prints its own line per step.
-    content |= {"steps_per_print": 0, "wall_clock_breakdown": True}
+    content, lines = _content(options, file, folder)
     config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
     # torchrun sets both variables. No process group exists yet.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -141,9 +138,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     _check_logs(options, config, rank, world_size)
     # Cheap checks come first: reading the data may take minutes, and building the model longer.
     files = find_files(options)
-    require_transformers()
-    if lora is not None:
-        require_peft()
+    _require_packages(lora)
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
@@ -160,26 +155,15 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=going_on or is_marked(options.output, mine))
     check_apart(options.output, config)
-    if chooses_dtype(content):
-        content, choice = settle(content)
-        if choice is not None:
-            say(choice)
+    content = _with_dtype(content, say)
     torch.manual_seed(config.offload.seed)
     # The seed is the same on all ranks here, so that all build the same initial weights.
     model, source, always = _model(options, folder, lora, content, data.largest_id)
     # The prediction needs the model before `initialize` replaces its parameters by placeholders.
     predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
-    decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
-    engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
-    if rank:
-        # Another dropout mask on each rank.
-        torch.manual_seed(config.offload.seed + rank)
-    if engine.resumable is None and options.resume in ("auto", "must"):
-        say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
+    engine = _engine(options, model, content, config, rank, say)
     for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
         say(line)
-    if options.log is not None and rank == 0:
-        cut_log(options.log, engine.global_steps)
     return Job(
         engine=engine,
         data=data,
@@ -194,6 +178,49 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         always=always,
         predicted=predicted,
     )
+
+
+def _require_packages(lora: Lora | None) -> None:
+    """Raises `ConfigError` if a package that the job needs is missing."""
+    require_transformers()
+    if lora is not None:
+        require_peft()
+
+
+def _with_dtype(content: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the config with a dtype; if the config leaves the choice to the machine, reports the choice."""
+    if not chooses_dtype(content):
+        return content
+    content, choice = settle(content)
+    if choice is not None:
+        say(choice)
+    return content
+
+
+def _content(
+    options: Options, file: Mapping[str, Any] | None, folder: Path | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Returns the config of the job, without its schedule, and lines for the user."""
+    content, lines = merge(file, options, Start.of(folder, options.lora is not None))
+    lines += keep(content) if options.keep else ()
+    # The log and the summary need the phases; the command prints its own line per step.
+    return content | {"steps_per_print": 0, "wall_clock_breakdown": True}, lines
+
+
+def _engine(
+    options: Options, model: nn.Module, content: dict[str, Any], config: Config, rank: int, say: Callable[[str], None]
+) -> Engine:
+    """Puts the model under an engine, and cuts the log back to the step that the engine resumes from."""
+    decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
+    engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
+    if rank:
+        # Another dropout mask on each rank.
+        torch.manual_seed(config.offload.seed + rank)
+    if engine.resumable is None and options.resume in ("auto", "must"):
+        say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
+    if options.log is not None and rank == 0:
+        cut_log(options.log, engine.global_steps)
+    return engine
 
 
 def _check_logs(options: Options, config: Config, rank: int, world_size: int) -> None:

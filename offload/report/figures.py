@@ -35,7 +35,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "last_step": log.steps[-1]["step"],
         "resumed_at": list(log.resumed),
         # "torn_lines" is part of the published JSON and must keep its name.
-        "torn_lines": log.in_critical_section,
+        "torn_lines": log.truncated_lines,
         "repeated_steps": log.again,
         "loss": _ends(column(log.steps, "loss")),
         "eval_loss": _ends(column(log.steps, "eval_loss")),

@@ -20,7 +20,7 @@ class Log:
     """Values of each step in order, from the last line about the step."""
     abouts: tuple[tuple[int, Mapping[str, Any]], ...]
     """For each process, its first step and its facts on the run."""
-    in_critical_section: int
+    truncated_lines: int
     """Number of lines that cannot be read, since a kill truncated them."""
     again: int
     """Number of lines about steps that were trained again later."""
@@ -53,11 +53,11 @@ def read_log(path: Path) -> Log:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
     found: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
-    in_critical_section = again = 0
+    truncated_lines = again = 0
     for line in text.splitlines():
         values = _values(line)
         if values is None:
-            in_critical_section += bool(line.strip())
+            truncated_lines += bool(line.strip())
             continue
         step = values["step"]
         # A line of an evaluation belongs to the step before the evaluation.
@@ -82,7 +82,7 @@ def read_log(path: Path) -> Log:
         path=path,
         steps=tuple(found.values()),
         abouts=tuple(abouts),
-        in_critical_section=in_critical_section,
+        truncated_lines=truncated_lines,
         again=again,
     )
 

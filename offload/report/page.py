@@ -313,13 +313,13 @@ def _window(window: Window) -> list[Block]:
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
     """Returns sentences on steps and lines that the numbers leave out."""
-    in_critical_section = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
+    truncated_lines = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")
     return [
         "Times and medians leave out the first step of each process, which reads everything on demand.",
         *([f"Resumed at step {', '.join(map(str, found['resumed_at']))}."] if found["resumed_at"] else []),
-        *([f"{in_critical_section} cut short."] if found["torn_lines"] else []),
+        *([f"{truncated_lines} cut short."] if found["torn_lines"] else []),
         *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
         *([f"{skipped} skipped."] if found["skipped_steps"] else []),
     ]

@@ -82,6 +82,9 @@ def init(
         data_parallel_group: For compatibility; must be None.
         mpu: For compatibility; must be None.
 
+    Returns:
+        A context for a `with` statement.
+
     Raises:
         ConfigError: If a constructor needs values that do not exist yet, or changes them.
         UsageError: If one of the compatibility keywords is not None.

@@ -15,7 +15,6 @@ from torch import nn
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces, borders
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.disk_spill import DiskSpill, windows
@@ -37,7 +36,9 @@ from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
+from offload.engine.setup.buffers import move_buffers
 from offload.engine.setup.plan import Plan
+from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
@@ -68,9 +69,7 @@ def assemble(
     plan: Plan,
     model: nn.Module,
     optimizer: Optimizer,
-    queue: SharedQueue | None,
-    store: Store | None,
-    written: Written,
+    files: RunFiles,
     resume: bool,
     recorders: Recorders,
     callbacks: EngineCallbacks,
@@ -81,9 +80,7 @@ def assemble(
         plan: All decisions.
         model: Loses its weights, even if they are read from the store.
         optimizer: Groups of its parameters.
-        queue: Queue of the store's requests; None without files.
-        store: The swap files; None without states on DISK.
-        written: Counts the bytes that go to the drives.
+        files: The files of the run, open.
         resume: True to read the weights from the store.
         recorders: Receive the reports of the components.
         callbacks: The engine, which is not complete yet; the components store it and call it only later.
@@ -91,36 +88,27 @@ def assemble(
     Raises:
         BudgetError: If other engines of the process leave no room.
     """
-    timeline = recorders.timeline
+    timeline, names = recorders.timeline, shown_names(plan)
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
     # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
-        host = HostArena(
-            plan.placement.classes, plan.device, process_memory(), plan.config.offload.host_memory, callbacks.give_cache
-        )
+        host = _host_arena(plan, callbacks)
         undo.callback(host.close)
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        names = shown_names(plan)
         compute = compute_spans(timeline, names)
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
-        pager = _pager(plan, host, arena, store, rounds, timeline)
+        pager = _pager(plan, host, arena, files.store, rounds, timeline)
         # Each component that owns memory or a thread registers how it is closed; an error closes them in reverse order.
         undo.callback(pager.close)
-        held = _held(plan, host, arena, pager, store)
+        held = _held(plan, host, arena, pager, files.store)
         _fill(plan, model, held, resume)
         trainable = tuple(share[0] for share in plan.shares)
-        gradients = _gradients(
-            plan, trainable, host, arena, queue, pager, rounds, written, callbacks, recorders, compute
-        )
+        gradients = _gradients(plan, trainable, host, arena, files, pager, rounds, callbacks, recorders, compute)
         undo.callback(gradients.close)
-        _move_buffers(model, plan)
+        move_buffers(model, plan)
         places = _places(plan, model)
         bindings = UnitViews(plan.layouts, places, pager, plan.mode.weight_dtype)
-        saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
-        sites = plan.units.sites
-        hooks = ModuleHooks(
-            model, sites, places, bindings, saved, gradients, pager, callbacks, timeline=timeline, compute=compute
-        )
+        hooks = _hooks(plan, model, places, bindings, gradients, pager, callbacks, timeline, compute)
         undo.callback(hooks.remove)
         weights = _weights(plan, model, places, pager, hooks, bindings, callbacks)
         undo.callback(weights.remove)
@@ -137,15 +125,48 @@ def assemble(
         gradients=gradients,
         ranks=plan.ranks,
         agreement=rounds,
-        store=store,
-        queue=queue,
+        store=files.store,
+        queue=files.queue,
         arena=host,
         layouts=plan.layouts,
         trainable=trainable,
         shards=held,
-        written=written,
+        written=files.written,
         timeline=timeline,
         meter=recorders.meter,
+    )
+
+
+def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
+    """Returns the engine's part of the process's host memory."""
+    budget = plan.config.offload.host_memory
+    return HostArena(plan.placement.classes, plan.device, process_memory(), budget, callbacks.give_cache)
+
+
+def _hooks(
+    plan: Plan,
+    model: nn.Module,
+    places: Sequence[Sequence[ParamHandle]],
+    bindings: UnitViews,
+    gradients: GradientAccumulator,
+    pager: Pager,
+    callbacks: EngineCallbacks,
+    timeline: Timeline,
+    compute: ComputeSpans,
+) -> ModuleHooks:
+    """Installs the hooks of modules and saved tensors on the model."""
+    saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
+    return ModuleHooks(
+        model,
+        plan.units.sites,
+        places,
+        bindings,
+        saved,
+        gradients,
+        pager,
+        callbacks,
+        timeline=timeline,
+        compute=compute,
     )
 
 
@@ -197,27 +218,6 @@ def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None
         forget(parameter)
 
 
-def _move_buffers(model: nn.Module, plan: Plan) -> None:
-    """Moves buffers to the device, in their dtype, with the values of rank 0; shared buffers stay shared."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original too: its id stays taken
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            if id(buffer) not in moved:
-                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
-                dtype = plan.buffer_dtype if buffer.is_floating_point() else None
-                moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
-            module._buffers[name] = moved[id(buffer)][1]
-
-
-def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Returns a copy of the buffer as it is on rank 0. Collective."""
-    values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    ranks.broadcast(values, 0)
-    return values
-
-
 def _places(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     """Returns a handle for each parameter, unit by unit."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
@@ -264,10 +264,9 @@ def _gradients(
     trainable: Sequence[range],
     host: HostArena,
     arena: DeviceArena,
-    queue: SharedQueue | None,
+    files: RunFiles,
     pager: Pager,
     rounds: Agreement | None,
-    written: Written,
     callbacks: EngineCallbacks,
     recorders: Recorders,
     compute: ComputeSpans,
@@ -279,10 +278,9 @@ def _gradients(
         trainable: This rank's trainable elements of each unit.
         host: Source of host buffers.
         arena: Source of device buffers.
-        queue: Queue of requests to the drives; None without files.
+        files: The files of the run.
         pager: Receives failures of other threads.
         rounds: Order of collectives; None with one rank.
-        written: Counts the bytes that go to the drives.
         callbacks: The engine.
         recorders: Receive reports of work.
         compute: Spans of forward and backward.
@@ -290,8 +288,8 @@ def _gradients(
     dtype = plan.parts.gradient_dtype
     with contextlib.ExitStack() as undo:
         spill = downloads = None
-        if queue is not None and plan.placement.spilled:
-            spill = _spill(plan, trainable, host, queue, pager, written, recorders.spans)
+        if files.queue is not None and plan.placement.spilled:
+            spill = _spill(plan, trainable, host, files.queue, pager, files.written, recorders.spans)
             undo.callback(spill.close)
         # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
         if any(plan.parts.trainable_numel) and not plan.device.host_addressable:

@@ -35,16 +35,17 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.plan import Plan, decide, summary
+from offload.engine.setup.resume import check_fits
+from offload.engine.setup.run_files import RunFiles
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
-from offload.engine.training.snapshot import Snapshot, persistent_buffers
+from offload.engine.training.snapshot import Snapshot
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import tell
-from offload.sizes import count_of
 from offload.swapper.memory.device import Device, compute_device, open_device
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
@@ -86,7 +87,7 @@ def initialize(
     distributed_port: int | None = None,
     mesh_param: Any = None,
 ) -> Initialized:
-    """Puts `model` under an engine as `deepspeed.initialize` does; returns (engine, optimizer, loader, lr_scheduler).
+    """Returns an engine over `model`, as `deepspeed.initialize` does: (engine, optimizer, loader, lr_scheduler).
 
     The engine takes over the parameters, which become placeholders outside of forward and backward. All ranks must call
     it.
@@ -256,7 +257,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Snapshot.unpack(store.open(at))
-                _check_fits(progress, model, optimizer)
+                check_fits(progress, model, optimizer)
             else:
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:
@@ -264,7 +265,8 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                     plan.ranks.share(None, "make its store")
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            parts = assemble(plan, model, optimizer, queue, store, written, progress is not None, recorders, callbacks)
+            files = RunFiles(queue=queue, store=store, written=written)
+            parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
             # The time line begins with the first step: the filling of the tiers is not shown.
             timeline.start()
             return parts
@@ -378,20 +380,6 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
             f"choose another run name"
         )
     return None
-
-
-def _check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
-    """Raises `StoreError` if buffers or parameter groups differ from those of the run."""
-    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
-    if mine != theirs:
-        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
-        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
-    if len(progress.facts["groups"]) != len(optimizer.param_groups):
-        raise StoreError(
-            f"the run has {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer has "
-            f"{len(optimizer.param_groups)}"
-        )
 
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:

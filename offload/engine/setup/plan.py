@@ -140,15 +140,18 @@ def decide(
         # With "never", a closed run of this name is replaced too, with a notice.
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
-        notices=(
-            *config.notices,
-            # Every rank finds the same run, and one notice is enough.
-            *(found.replaced if rank == 0 else ()),
-            *memory.notices,
-            *why_not,
-            *(leftovers(config) if rank == 0 else ()),
-        ),
+        notices=_notices(config, found, memory, why_not, rank),
     )
+
+
+def _notices(
+    config: Config, found: FoundRun, memory: MemoryPlan, why_not: tuple[str, ...], rank: int
+) -> tuple[str, ...]:
+    """Returns the lines that the plan has for the user, in the order in which they are reported."""
+    if rank:
+        # Every rank finds the same run, and one notice is enough.
+        return (*config.notices, *memory.notices, *why_not)
+    return (*config.notices, *found.replaced, *memory.notices, *why_not, *leftovers(config))
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
@@ -212,7 +215,8 @@ def summary(plan: Plan) -> str:
     states = [state for state in plan.mode.states if state is not State.WEIGHT]
     return Remark(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, "
-        f"states on {placement.tiers_of(*states) or 'nothing'}{', gradients on disk' if placement.spilled else ''}; host "
+        f"states on {placement.tiers_of(*states) or 'nothing'}"
+        f"{', gradients on disk' if placement.spilled else ''}; host "
         f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(stored)}{_durability(plan)}; gradients {clipped}"
     )

@@ -6,13 +6,25 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from offload.config import Config
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.training.snapshot import Snapshot, persistent_buffers
 from offload.errors import StoreError
 from offload.layout.memory_plan import PlacedStates
 from offload.notices import Remark
-from offload.sizes import format_size
-from offload.swapper.store import Shortage, find_removal, find_shortage, holder, other_runs, rank_folders, run_status
+from offload.sizes import count_of, format_size
+from offload.swapper.store import (
+    Shortage,
+    find_removal,
+    find_shortage,
+    holder,
+    other_runs,
+    rank_folders,
+    run_status,
+)
 
 _SHOWN = 5
 """Number of names in a notice."""
@@ -124,3 +136,17 @@ def leftovers(config: Config) -> tuple[str, ...]:
             f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one"
         ),
     )
+
+
+def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> None:
+    """Raises `StoreError` if buffers or parameter groups differ from those of the run."""
+    mine = {name: list(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    theirs = {name: list(buffer.shape) for name, buffer in progress.buffers.items()}
+    if mine != theirs:
+        name = next(name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name))
+        raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
+    if len(progress.facts["groups"]) != len(optimizer.param_groups):
+        raise StoreError(
+            f"the run has {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer has "
+            f"{len(optimizer.param_groups)}"
+        )

@@ -201,7 +201,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
         wrong.append(Wrong(str(path), "it is missing"))
     elif len(data) != 2 * PAGE:
         wrong.append(Wrong(str(path), f"it has {len(data)} bytes, not {2 * PAGE}"))
-    elif found.in_critical_section:
+    elif found.invalid_pages:
         wrong.append(Wrong(str(path), "a record is torn: its checksum is not right; a commit was cut short, or damage"))
     # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):

@@ -177,7 +177,7 @@ class Store:
 
     def _newest(self, found: Records) -> Record:
         """Returns the newest record that can be opened; all data of a doubtful commit is read and compared."""
-        doubtful = bool(found.in_critical_section) or self._notes.suspect
+        doubtful = bool(found.invalid_pages) or self._notes.suspect
         recovered = recovery.find_newest(self.folders[0], found, len(self.newest), doubtful, self._find_damage)
         if recovered.notice is not None:
             self.notices.append(recovered.notice)

@@ -88,7 +88,7 @@ class Records(NamedTuple):
 
     valid: tuple[Record, ...]
     """The valid records, newest first."""
-    in_critical_section: tuple[int, ...]
+    invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
     """The format version that such a page claims, if another version of the library wrote it."""
@@ -116,11 +116,11 @@ def read_records(path: Path) -> Records:
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
-    in_critical_section = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
+    invalid_pages = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
     # A page of another version is invalid for this one, but must not pass as a commit that was interrupted.
-    said = (page_version(pages[which]) for which in in_critical_section)
+    said = (page_version(pages[which]) for which in invalid_pages)
     other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
-    return Records(tuple(valid), in_critical_section, other)
+    return Records(tuple(valid), invalid_pages, other)
 
 
 def was_committed(folder: Path) -> bool:
@@ -131,7 +131,7 @@ def was_committed(folder: Path) -> bool:
     commit as well.
     """
     found = read_records(folder / "commit")
-    if found.valid or 1 in found.in_critical_section or found.other_format is not None:
+    if found.valid or 1 in found.invalid_pages or found.other_format is not None:
         return True
     try:
         return any(read_whole(folder / "blob.1")[:8])
