@@ -135,11 +135,10 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def rates(half: str) -> Rates:
-    """Returns the rates of this processor, from the cache if possible, so that the choice does not vary from run to
-    run.
+    """Returns the rates of this processor, from the cache if possible.
 
-    Measures if the cache is empty or belongs to another processor, torch or limit. If the cache cannot be written, each
-    process measures.
+    So the choice does not vary from run to run. Measures if the cache is empty or belongs to another processor, torch
+    or limit. If the cache cannot be written, each process measures.
     """
     path, key = kept_at(), f"{half}: {_about()}"
     kept = _read(path)

@@ -185,10 +185,9 @@ class IoQueue:
         return self._queue.moved_bytes(True)
 
     def latency(self, operation: str, fraction: float) -> float:
-        """Returns the seconds within which a fraction of all blocks ended, in steps of an eighth of an octave; 0 for
-        none.
+        """Returns the seconds within which a fraction of all blocks ended; 0 if none has.
 
-        Counts from the moment at which a block is handed to the kernel.
+        Resolves an eighth of an octave. Counts from the moment at which a block is handed to the kernel.
 
         Args:
             operation: "read" or "write".
@@ -244,9 +243,7 @@ class IoQueue:
         checksum: bool,
         expected: int | None,
     ) -> IoFuture:
-        """Checks a request and hands it to the native queue. The native `Flight` keeps `buffer` and the descriptors
-        alive.
-        """
+        """Checks a request and hands it to the native queue, whose `Flight` keeps buffer and descriptors alive."""
         self._check_open()
         if file.closed:
             raise UsageError(f"{file.path} is closed")

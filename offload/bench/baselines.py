@@ -88,9 +88,7 @@ def _forget(path: str) -> None:
 
 
 def _aiofiles(path: str, work: list[tuple[int, memoryview, bool]], depth: int) -> None:
-    """Moves the blocks in `depth` tasks, each with a file handle of its own, through the page cache. Syncs writes at
-    the end.
-    """
+    """Moves the blocks in `depth` tasks through the page cache, each task with a file handle; syncs at the end."""
     import aiofiles
 
     async def task(mine: list[tuple[int, memoryview, bool]]) -> None:

@@ -22,9 +22,7 @@ def nearest(model: type[Block], key: str) -> str | None:
 
 
 def homes_of(model: type[Block], key: str, path: str) -> str:
-    """Returns the dotted names of blocks inside `model` that contain `key`, joined by "or"; "" if none or more than
-    three do.
-    """
+    """Returns the dotted names of up to three blocks inside `model` that contain `key`, joined by "or"; else ""."""
     inside = [name for name, block in all_blocks(model, "") if name and key in block.model_fields]
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
 

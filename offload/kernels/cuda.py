@@ -88,8 +88,7 @@ class Scalars:
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
-    """Queues AdamW steps on torch's current stream, in place. Does for CUDA tensors what `kernels.update` does on the
-    CPU.
+    """Queues AdamW steps on torch's current stream, in place: `kernels.update` for CUDA tensors.
 
     Returns once the work is queued.
 

@@ -25,6 +25,8 @@ _SHOWN = 20
 
 
 class Dtype(str, Enum):
+    """Dtypes that an export can write."""
+
     bf16 = "bf16"
     fp32 = "fp32"
     fp16 = "fp16"
