@@ -209,8 +209,7 @@ class EngineCore(EngineCallbacks):
         self.enter()  # a user may run the model without the engine; that is an entry too
 
     def enter_weights(self) -> None:
-        # Edits of a unit that is being edited are not carried out one by one, so `enter`, which flushes them, is not
-        # for here.
+        # Not `enter`: it flushes pending edits, and those of the unit being edited must stay together until the end.
         if self.components.hooks.running:
             self.check()
         else:

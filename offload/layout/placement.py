@@ -145,7 +145,7 @@ class Placement:
     def store(
         self, parts: Partitions, slots: int, fingerprint: Mapping[str, Any] = {}, about: Mapping[str, Any] = {}
     ) -> StoreSpec:
-        """Returns the specification of a store; `slots` as in `stored`, the other arguments as in `fingerprint`."""
+        """Returns the specification of a store; `slots` as in `stored`, the other arguments as in `StoreSpec`."""
         return StoreSpec(self.stored(parts, slots), slots, fingerprint, about, parts.frozen if slots else ())
 
 
@@ -192,7 +192,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
     device_nbytes, device_need = _cut_device(parts, mode, wish, machine, tiers)
-    # Both arenas are cut from the same host memory, which each budget alone may fit into and both may not.
+    # Both arenas are cut from the same host memory: each may fit into it alone, and the two together may not.
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "

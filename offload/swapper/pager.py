@@ -15,16 +15,16 @@ weights it waits as long as no thread waits for the worker; otherwise it updates
 weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
 prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
 themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`), so that the
-worker does not take freed memory from under the thread. Only pinned units hold device buffers: if they fill the arena,
-waiting cannot help, and the pager raises `BudgetError`. A thread waits for other ranks without the lock, and serves
-what they need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another
-rank.
+worker does not take freed memory from under the thread. Device buffers of units that are not pinned can be dropped. If
+pinned units fill the arena, waiting cannot help, and the pager raises `BudgetError`. A thread waits for other ranks
+without the lock, and serves what they need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer
+of any rank waits for another rank.
 
 [Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
 different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
 run ahead into a collective of the user's own (such as a loss over the batches of all ranks), and both would wait
 forever. So every use asks the other ranks, also for a unit that is on the device, and every rank acts on the same
-answer. Once every rank has every unit, no rank asks until weights change, which they do on all ranks at once.
+answer. The one exception: once every rank has every unit, no rank asks until weights change, on all ranks at once.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class Pager:
             self.table.in_critical_section = False
         try:
             self._device.hold(uploaded)
-        except Exception:  # the other ranks did not bring theirs
+        except Exception:  # `uploaded` is the event of a gather to which another rank did not contribute
             self.release(unit)
             raise
         return view
@@ -155,14 +155,15 @@ class Pager:
         with self.lock:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
-            self._device.hold(entry.read)  # of another stream, if there are several: the last read is after all of them
+            # If several streams read the unit, this one follows the earlier reads, so that `read` covers them all.
+            self._device.hold(entry.read)
             entry.read = self._device.computed()
             entry.pins -= 1
             if not keeps(
                 self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
             ) and self._slices.idle(entry):
                 self._slices.drop(entry)
-            self.notify()  # an interrupt in here is seen by the count of pins
+            self.notify()  # after an interrupt in this block, `UnitViews.whole` finds a wrong number of pins
 
     def hold(self, unit: int) -> None:
         """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
@@ -331,7 +332,7 @@ class Pager:
         self.table.rewritten = rewritten
 
     def begin_load(self) -> None:
-        """Forbids reads of weights until `end_load`, and frees buffers that are no unit's tier; no use may be open."""
+        """Forbids reads of weights until `end_load`, and frees all cached copies; no use may be open."""
         self.begin_updates(range(len(self._entries)))
         with self.lock:
             for entry in self._entries:
@@ -350,7 +351,7 @@ class Pager:
 
     @property
     def version(self) -> int:
-        """A number that every change increments. The caller holds the lock."""
+        """A number that every change increments: a value read before a check, even without the lock, tells."""
         return self.table.version
 
     def notify(self) -> None:
@@ -386,7 +387,7 @@ class Pager:
         The thread that starts the other engine calls it.
 
         Args:
-            drop_spare: frees the other buffers of that class.
+            drop_spare: frees what else is in the memory of the cache: promoted states.
         """
         with self.lock:
             self._leases.give_cache(drop_spare)

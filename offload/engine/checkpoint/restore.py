@@ -41,7 +41,7 @@ class _Work(NamedTuple):
 
 
 class CheckpointRestorer:
-    """The second pass of a load: fills this rank's partitions from a checkpoint. The pager must be in `begin_load`."""
+    """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
     def __init__(self, found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, queue: Queue) -> None:
         self._found, self._held, self._states, self._queue = found, held, wish.states, queue
@@ -105,7 +105,7 @@ class CheckpointRestorer:
 
     @property
     def _converts(self) -> bool:
-        """True if master weights are made anew: the modes differ, or weights were frozen and have no stored masters."""
+        """True if weights are converted: the modes differ, or the engine's mode has full masters (see below)."""
         mine = self._held.mode.weights
         # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
         # checkpoint too.
@@ -230,7 +230,7 @@ class CheckpointRestorer:
         return sides[1], sides[0]
 
     def _overlaps(self, piece: _Work) -> list[Run]:
-        """Returns the runs of a chunk, in elements of its unit."""
+        """Returns the runs (ranges with one source: checkpoint or own values) of a chunk, in elements of its unit."""
         found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs
         return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
 

@@ -1,8 +1,8 @@
 """Agreement of ranks: each announces its next collective, and all decide from the same list of announcements.
 
     all announce the same            it is done; weights that all have are not gathered again
-    some announce another            the need of one rank comes first, and the others serve it: they contribute their
-                                     partition of the weights that it gathers, or nothing to the gradients it reduces
+    some announce another            one need comes first, a gather before a reduction. The others serve it: they give
+                                     their partition of the weights, or the gradients of the unit that they have, if any
     a rank uses weights it has       it continues
     nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
@@ -76,7 +76,7 @@ class RankIntent(NamedTuple):
 
 
 class NextCollective(NamedTuple):
-    """The collective that all ranks do next; None if ranks that have their weights continue and others ask again."""
+    """What all ranks do next: the collective `next`. If it is None, ready uses continue and other ranks ask again."""
 
     next: RankIntent | None
 
@@ -84,8 +84,8 @@ class NextCollective(NamedTuple):
 def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
     """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
 
-    Every rank whose announcement was not chosen asks again. The gradients that are reduced together, and so the order
-    of their sum, depend only on the ranks' reductions, not on their gathers, which differ between placements.
+    A rank whose announcement was not chosen asks again, unless all uses are ready and its own is one of them. Which
+    gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
     """
     if all(wish.same(wishes[0]) for wish in wishes):
         return NextCollective(wishes[0])
@@ -182,7 +182,7 @@ class Agreement:
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Returns the sum of all ranks' statistics of a step. Each rank has the previous step on disk by then.
+        """Returns the sum over ranks of a step's statistics. Each has ended the updates of the step before by then.
 
         Args:
             micro_batches: micro-batches of this rank since the last step.
@@ -258,8 +258,8 @@ class Agreement:
     def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
         """Waits until every rank is about to do the same, and yields `Ranks.share` for the exchange of values.
 
-        An `Exception` from inside is known to all ranks; after any other, such as Ctrl-C, this rank counts as
-        interrupted.
+        The body must raise an `Exception` on all ranks or on none; after any other, such as Ctrl-C, this rank counts
+        as interrupted.
         """
         self._reach(kind, -1)
         self._asking = True

@@ -11,7 +11,8 @@ across the borders of units. `step()` schedules; a thread that needs a unit's we
 slot waits for the slot's last write, because a unit's newest slot changes only then.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
-all of them, and every change is announced by `notify`. Tiles and jobs belong to the worker alone.
+every change that the other side must see at once, and `notify` announces it. Without the lock the worker removes what
+only it removes, and `wants_blob` reads. Tiles and jobs belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class UpdateWorker:
 
         Args:
             updates: one for each unit, in the order of their next use.
-            epoch: number of the step, of which every `commit_every`th is committed; None for edits, which the next
-                commit contains.
+            epoch: number of the step, which is committed if it is a multiple of `commit_every`; None for edits, which
+                the next commit contains.
         """
         # Uses of the units are forbidden before the worker can see any of the updates.
         self._pager.begin_updates([update.unit for update in updates])
@@ -228,7 +229,7 @@ class UpdateWorker:
         return tile
 
     def _next_job(self) -> Job | None:
-        """Takes the unit for which a thread waits, else the first; returns None if it should wait for a host buffer."""
+        """Takes the unit a thread waits for, else the first; None if none is queued or no host buffer is free yet."""
         with self._pager.lock:
             if not self._queue:
                 return None
@@ -291,7 +292,7 @@ class UpdateWorker:
                 self._copy(piece.work, piece.away)
         with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             job.steps.run(tile.content, tile.last)
-        # Results of an earlier pass are dropped with the buffer.
+        # A rule may pass over a unit several times. Only the last pass writes; the buffers of others are just reused.
         if not tile.last:
             self._free.append(tile.buffer)
             return

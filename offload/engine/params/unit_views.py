@@ -114,7 +114,7 @@ class UnitViews:
 
     @_without_modes
     def use(self, index: int) -> None:
-        """Materializes the parameters of a unit until `release_unit`, once for each call."""
+        """Materializes the parameters of a unit. Each call needs one `release_unit`; the last one ends it."""
         unit = self._units[index]
         with self._lock:
             self._bind(index)
@@ -243,7 +243,7 @@ class UnitViews:
             place.materialize(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
-        """Pins a unit. If the device has no room, units that are only kept are released one by one."""
+        """Pins a unit. If the device has no room, `_give_way` frees what is dispensable, one at a time."""
         self._sweep()
         while True:
             try:
@@ -265,7 +265,7 @@ class UnitViews:
             self._recent = None
 
     def _give_way(self) -> bool:
-        """Releases one unit that is only kept, and returns True if there was one."""
+        """Releases the last view of a backward, else one unit that is only kept; returns False if there is none."""
         if self._recent is not None:
             self._let_go_of_recent()
             self._sweep()
@@ -289,7 +289,7 @@ class UnitViews:
 
         Raises:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
-                change in place also stops the engine: the device buffer and the stored weights disagree from then on.
+                change in place alone also stops the engine: device buffer and stored weights disagree from then on.
         """
         # Collected before `release`, which replaces the parameter's data.
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]

@@ -48,7 +48,7 @@ class Document(NamedTuple):
 
 
 def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
-    """Returns the records as documents, each ending with the tokenizer's end of text.
+    """Returns the records as documents. Texts and completions end with the end of text, chats as their template does.
 
     Args:
         records: the records, read once.
@@ -162,7 +162,7 @@ class Packed(NamedTuple):
 
     @property
     def learned(self) -> float:
-        """Returns the fraction of tokens that are learned."""
+        """The fraction of all positions, padding included, whose token is learned."""
         count = sum(np.count_nonzero(self.labels[some] != _IGNORED) for some in pieces_of(self.labels))
         return float(count / self.labels.size)
 
@@ -184,7 +184,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     kept = [document for document in whole if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
-    # A row whose only learned token comes first has nothing to learn, since first tokens do not count.
+    # If the first token of each piece is its only learned one, nothing in the row is learned.
     rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(

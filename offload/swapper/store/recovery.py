@@ -1,8 +1,9 @@
-"""Recovery: the decisions which files of an earlier process are believed, and the errors for the others.
+"""Recovery: decides which files of an earlier process to trust, and raises the errors for the others.
 
-The newest record with a valid checksum wins. The files tell two cases apart badly: a commit that a power cut
-interrupted, and a commit that was damaged later. After the first the commit before is complete; after the second its
-slots have been written over. So if anything looks wrong, all data of a commit is compared before the commit is taken.
+The newest record with a valid checksum wins. The files can hardly distinguish two cases: a commit that a power cut
+interrupted, and a commit that was damaged later. In the first, the previous commit is complete; in the second, its
+slots have been overwritten. So if anything looks wrong, all data of a commit is checked against its checksums before
+the commit is taken.
 
 Nothing in this module writes. `Store` calls these functions and changes the files.
 """
@@ -73,7 +74,7 @@ def find_newest(
         found: The records of the commit file, newest first.
         units: The number of units of the model.
         doubtful: True if a page is damaged, or damage was seen before. Then no commit is taken without `find_damage`.
-        find_damage: Compares all data of a commit and returns the first damage.
+        find_damage: Checks all data of a commit against its checksums and returns the first damage, or None.
 
     Raises:
         StoreError: If there is no record, if a record is of another model, or if every commit is damaged.

@@ -314,7 +314,7 @@ class Store:
         return self._spans.show(Row.WRITES, unit, state, began, len(buffer), future)
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
-        """Makes `slot` the newest of a unit. The update worker alone may call it.
+        """Makes `slot` the newest of a unit. The update worker calls it, and a load between steps.
 
         Args:
             unit: The unit.
