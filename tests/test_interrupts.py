@@ -191,7 +191,7 @@ def test_no_interrupt_leaves_the_lock_taken(call: str) -> None:
     """A call that ends a `with`, and one that gives the lock away meanwhile: it is free after both."""
     monitor = InterruptibleLock()
     trace = SimpleNamespace(unforeseen=0)
-    pager = SimpleNamespace(lock=monitor.lock, _uses=0, _hits=0, table=SimpleNamespace(trace=trace))
+    pager = SimpleNamespace(lock=monitor.lock, _uses=0, _hits=0, table=SimpleNamespace(access_order=trace))
     whole = 0
 
     def waits() -> None:

@@ -234,7 +234,7 @@ def test_what_asks_for_no_value_works_before_initialize(tmp_path: Path) -> None:
     assert model.device == torch.device("cpu") and model.dtype == torch.float32
     assert model.bfloat16() is model and model.dtype == torch.bfloat16 and model.to("cpu") is model
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    assert "Absent" in repr(model.lm_head.weight)
+    assert "DeferredParameter" in repr(model.lm_head.weight)
     same = config(FAMILIES["llama"].job(), DISK, tmp_path / "swap")
     engine = offload.initialize(model=model, optimizer=optimizer, config=same)[0]
     state = engine.module.state_dict()

@@ -114,7 +114,7 @@ def test_a_full_disk_is_an_error_and_not_a_signal(monkeypatch: pytest.MonkeyPatc
 _LIMITED = """
 import json, resource, sys
 from pathlib import Path
-from offload.finetune import data, token_memory
+from offload.finetune.corpus import data, token_memory
 from offload.finetune.options import Options
 token_memory._IN_RAM = int(sys.argv[2])
 options = Options(data=(Path(sys.argv[1]),), seq_len=512)
