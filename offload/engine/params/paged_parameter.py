@@ -123,11 +123,11 @@ class ParamHandle:
         """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
-        self.parameter.__dict__.pop("offload_handle", None)
         # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
         # arrives between the two, the parameter counts as materialized over the NaN; `changed` allows for that.
         self.parameter.__class__ = self._class
         self.parameter.data = values
+        self.parameter.__dict__.pop("offload_handle", None)
 
     @property
     def changed(self) -> bool:
@@ -157,8 +157,8 @@ class ParamHandle:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         self.parameter.data = self._nan
+        self.parameter.__dict__["offload_handle"] = self  # before the class: an interrupt leaves no placeholder without
         self.parameter.__class__ = PagedParameter
-        self.parameter.__dict__["offload_handle"] = self
 
     @property
     def materialized(self) -> bool:
