@@ -15,6 +15,7 @@ from typing import Protocol
 from offload.aio._native import Flight, Queue
 from offload.aio.file import DirectFile, Piece
 from offload.errors import IoError, UsageError
+from offload.interrupts import interruptible
 
 _TIMED_OUT = -1
 
@@ -91,6 +92,7 @@ class IoFuture:
         """Returns True if the request has ended, successfully or not."""
         return self._flight.done()
 
+    @interruptible
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the request and returns the number of bytes that were moved.
 

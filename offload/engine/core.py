@@ -37,6 +37,7 @@ from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
+from offload.interrupts import defer_signals, uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.notices import tell
 from offload.sizes import format_size
@@ -131,7 +132,6 @@ class EngineCore(EngineCallbacks):
             EngineFailed: if an error has stopped the engine.
         """
         self.ending.check()
-        self.components.pager.check_whole()
         self.components.pager.check()
 
     def enter(self) -> None:
@@ -158,8 +158,10 @@ class EngineCore(EngineCallbacks):
         if self.components.update_worker is not None:
             self.components.update_worker.finish()
 
+    @uninterrupted
     def _begin(self) -> None:
         """Checks the engine, clears what an aborted call left, and delivers the state blob for which a commit waits."""
+        defer_signals()
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
@@ -181,6 +183,7 @@ class EngineCore(EngineCallbacks):
 
     # -- steps --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def end_step(self) -> None:
         """Performs an optimizer step. `Engine.step` and the user's `optimizer.step()` both call this method."""
         with self.components.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
@@ -196,6 +199,7 @@ class EngineCore(EngineCallbacks):
         if self.components.meter is not None:
             self.components.meter.end_step(self.boundary.stepped())
 
+    @uninterrupted
     def forget_gradients(self) -> None:
         """Drops the gradients since the last optimizer step, and their micro-batches, on all ranks."""
         self.enter()
@@ -229,6 +233,7 @@ class EngineCore(EngineCallbacks):
         if self.components.update_worker is not None:
             self.components.update_worker.finish(commit=False)
 
+    @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
         assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
@@ -262,7 +267,6 @@ class EngineCore(EngineCallbacks):
 
     def give_cache(self) -> None:
         components = self.components
-        components.pager.check_whole()
         # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return

@@ -23,6 +23,7 @@ from torch import nn
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
+from offload.interrupts import restore_signals
 from offload.notices import tell
 from offload.swapper.store import Store
 
@@ -120,9 +121,6 @@ class Shutdown:
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
-        if self._alive:
-            # A Ctrl-C may have come in the middle of a change of the pager: nothing may be committed then.
-            self._components.pager.check_whole()
         try:
             if self._alive and not self._components.pager.failed:
                 self._finish()
@@ -224,6 +222,7 @@ class Shutdown:
         # The registration would keep the memory of the engine alive until the process exits.
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
+        restore_signals()
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
         if components.ranks is not None:

@@ -96,8 +96,8 @@ class OptimizerStep:
         try:
             self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
         except BaseException as error:
-            # Ctrl-C: counters, gradients and scheduled updates may disagree. Nothing may be committed after it, and the
-            # last commit stays valid.
+            # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of LAMB's norms.
+            # Nothing may be committed after it, and the last commit stays valid.
             components.pager.fail(error)
             raise
         if refusal is not None:
@@ -129,14 +129,10 @@ class OptimizerStep:
         # What an aborted backward has added counts, as in torch.
         components.gradients.end_backward()
         known = components.gradients.known
-        try:
-            if components.agreement is None:
-                return known()
-            settings = self._optimizer.checksum(self._clip)
-            return components.agreement.step(self._micro.count, state.global_steps, settings, known)
-        except KeyboardInterrupt as error:  # a gradient in flight from the device may be partly added
-            components.pager.fail(error)
-            raise
+        if components.agreement is None:
+            return known()
+        settings = self._optimizer.checksum(self._clip)
+        return components.agreement.step(self._micro.count, state.global_steps, settings, known)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""

@@ -201,7 +201,7 @@ class DeviceCache:
                 # UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_part(entry, piece))
             self.gather(entry, piece, entry.copied)
-        except Exception as error:  # copies in flight may still write to the buffer, so it is never reused
+        except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
         entry.slice = piece

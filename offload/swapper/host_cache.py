@@ -137,7 +137,7 @@ class HostCache:
         assert transfer is not None
         failure: Exception | None = None
         try:
-            with self._table.whole(), self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
+            with self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self._table.changed.without_lock(transfer.future.wait)
         except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
             failure = error
@@ -198,7 +198,6 @@ class HostCache:
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Evicts all host buffers of weights; see `Pager.give_cache`."""
-        self._table.in_critical_section = True
         drop_spare()
         while not self._table.failure and self._host.weights.space.used_bytes:
             for entry in self._table.entries:
@@ -210,7 +209,6 @@ class HostCache:
                 self._table.wait("waits for a unit that is streamed")
         if not self._table.failure:
             self._host.drop_cache()
-        self._table.in_critical_section = False
 
     def close(self) -> None:
         """Waits for reads in flight and releases their buffers.

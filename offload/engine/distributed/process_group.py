@@ -27,6 +27,7 @@ import torch.distributed as dist
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, ranks_store
 from offload.errors import RankError
+from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
 
 logger = logging.getLogger("offload")
@@ -187,6 +188,7 @@ class Ranks:
         except RuntimeError as error:
             raise self._blame(error) from error
 
+    @interruptible
     def wait(self, work: Any, to: str) -> None:
         """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
         began = noticed = time.monotonic()

@@ -27,6 +27,7 @@ from offload.engine.gradients.device_totals import DeviceTotals
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -85,8 +86,6 @@ class GradientAccumulator:
         self._on_device = waiting.on_device
         self.totals = DeviceTotals(waiting.totals)
         self._callbacks = callbacks
-        self._leaving = False
-        """True from the start of a total's copy to its removal; still True if an interrupt arrived in between."""
         self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
@@ -103,6 +102,7 @@ class GradientAccumulator:
         """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
+    @uninterrupted
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         self._compute.leave_for(unit)
@@ -117,6 +117,7 @@ class GradientAccumulator:
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
+    @uninterrupted
     def end_backward(self) -> None:
         """Ends an outermost backward, or one that was aborted earlier."""
         self._compute.end_stretch()
@@ -131,6 +132,7 @@ class GradientAccumulator:
         """The unit whose gradients wait to be reduced with those of other ranks, or -1."""
         return -1
 
+    @uninterrupted
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
         raise AssertionError("a process that trains alone reduces nothing")
@@ -167,20 +169,14 @@ class GradientAccumulator:
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts its copy to the host after the last micro-batch."""
-        # An interrupt came during a copy: wait before the memory changes under it.
-        if self._leaving:
-            downloads.drain()
-            self._leaving = False
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
             self._leave(downloads, unit, segment, first)
 
     def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        """Starts the copy of a total to the host. A second copy is harmless, since a copy stores and never adds."""
-        self._leaving = True
+        """Starts the copy of a total to the host."""
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
-        self._leaving = False
 
     def _send(
         self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
@@ -201,7 +197,7 @@ class GradientAccumulator:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         downloads.send(self._titles[unit], values, target, receive)
-        # Recorded after the send: an interrupt before must leave no record. The receiving thread may be first.
+        # Recorded after the send, whose wait an error or a Ctrl-C may end. The receiving thread may be first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -249,6 +245,7 @@ class GradientAccumulator:
     def _spills(self, unit: int) -> bool:
         return self.spill is not None and unit in self.spill
 
+    @uninterrupted
     def known(self) -> GradientStats:
         """Returns the statistics on which a step is decided. Waits for all gradients in flight from the device."""
         self._bring_totals()
@@ -299,6 +296,7 @@ class GradientAccumulator:
         """Returns True if this rank received a gradient of this parameter since the last step."""
         return segment in self._present()[unit]
 
+    @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self._bring_totals(unit, segment)
@@ -312,12 +310,12 @@ class GradientAccumulator:
                 some = values[chunk : chunk + CHUNK]
                 some.copy_(self._part(unit, start + chunk, start + chunk + len(some)))
 
+    @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements of `look` by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
         with self._lock:
             squares = self._squares[unit]
-            # The whole dict is replaced in one assignment, which an interrupt cannot split.
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
@@ -325,6 +323,7 @@ class GradientAccumulator:
         else:
             self._accumulate(unit, segment, first, values, new=True)
 
+    @uninterrupted
     def give(self, units: Sequence[int]) -> None:
         """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
         if self.spill is not None:
@@ -364,6 +363,7 @@ class GradientAccumulator:
         with self._lock:
             self._reading.discard(unit)
 
+    @uninterrupted
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit."""
         if self.spill is not None and self._spills(unit):
@@ -376,6 +376,7 @@ class GradientAccumulator:
         """Implements `zero_grad`."""
         self.clear()
 
+    @uninterrupted
     def clear(self) -> None:
         """Drops every gradient that no update has taken."""
         self._receive_all()

@@ -81,7 +81,7 @@ class DiskSpill:
         with self._lock:
             try:
                 lease = self._fetch((unit, number))
-            except BaseException as error:  # also Ctrl-C: the state of writes in flight is unknown then
+            except BaseException as error:  # also a Ctrl-C at a wait: the bytes of a write in flight are unknown then
                 self._fail(error)
                 raise
         return lease.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[

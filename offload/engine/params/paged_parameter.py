@@ -123,8 +123,7 @@ class ParamHandle:
         """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
-        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
-        # arrives between the two, the parameter counts as materialized over the NaN; `changed` allows for that.
+        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
         self.parameter.__class__ = self._class
         self.parameter.data = values
         self.parameter.__dict__.pop("offload_handle", None)
@@ -132,9 +131,7 @@ class ParamHandle:
     @property
     def changed(self) -> bool:
         """True if the materialized parameter was changed in place, or received other memory."""
-        if (
-            not self.materialized or self.parameter.data_ptr() == self._nan.data_ptr()
-        ):  # an interrupt came before `materialize` ended
+        if not self.materialized:
             return False
         return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
@@ -157,7 +154,7 @@ class ParamHandle:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         self.parameter.data = self._nan
-        self.parameter.__dict__["offload_handle"] = self  # before the class: an interrupt leaves no placeholder without
+        self.parameter.__dict__["offload_handle"] = self
         self.parameter.__class__ = PagedParameter
 
     @property

@@ -17,6 +17,7 @@ from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
+from offload.interrupts import uninterrupted
 from offload.swapper.pager import Pager
 from offload.torch_internals import (
     has_no_storage,
@@ -118,11 +119,6 @@ class SavedTensors:
         top = top_saved_tensor_hooks()
         return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
 
-    def pop_left(self) -> None:
-        """Pops hooks that an interrupt has left behind. No site may be running."""
-        while self._active:
-            self.pop()
-
     @staticmethod
     def pop() -> None:
         """Pops one pair of hooks, if there is one: torch removes some itself after an exception in a backward."""
@@ -155,6 +151,7 @@ class SavedTensors:
             )
         return None
 
+    @uninterrupted
     def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 

@@ -23,6 +23,7 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import GIB, format_size
 from offload.states import State
@@ -129,6 +130,7 @@ class WeightEdits:
         """Returns True if an edit of this state of a parameter is pending."""
         return self._pending_unit == unit and (position, state) in self._pending
 
+    @uninterrupted
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
         """Replaces the weights of one parameter, or another state of it that outlives a step.
 
@@ -178,6 +180,7 @@ class WeightEdits:
         """Returns the number of times that the weights of `unit` have changed."""
         return self._pager.updates(unit)
 
+    @uninterrupted
     def flush(self) -> None:
         """Applies the pending edits."""
         if not self._pending:
