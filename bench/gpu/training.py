@@ -96,7 +96,7 @@ class Watch:
             for before, after in stalls:
                 after.synchronize()
                 stalled += before.elapsed_time(after) / 1e3
-        waits = Waits(stalled, self._seconds["wait"], self._seconds["acquire"])
+        waits = Waits(stalled, self._seconds["wait"], self._seconds["change"])
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return waits
 

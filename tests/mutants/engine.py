@@ -218,10 +218,10 @@ MUTANTS = (
         "tests/test_totals.py",
     ),
     Mutant(
-        "add to a total that an interrupt has left on its way",
+        "add to a total whose copy is on its way",
         "offload.engine.gradients.accumulator",
-        "        if self._leaving:\n",
-        "        if False:\n",
+        "        self.totals.left(unit, (segment, first))\n",
+        "",
         "tests/test_totals.py",
     ),
     Mutant(
@@ -267,11 +267,11 @@ MUTANTS = (
         "tests/test_prefetch.py",
     ),
     Mutant(
-        "leave an interrupted gradient with its parameter",
+        "leave the gradient of an aborted backward with its parameter",
         "offload.engine.params.module_hooks",
         "        for place in self._trainable:\n            if place.parameter.grad is not None:",
         "        for place in self._trainable:\n            if False:",
-        "tests/test_interrupts.py",
+        "tests/test_recovery.py",
     ),
     Mutant(
         "resume the newest commit of each rank by itself",

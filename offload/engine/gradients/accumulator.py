@@ -102,7 +102,6 @@ class GradientAccumulator:
         """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
-    @uninterrupted
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         self._compute.leave_for(unit)
@@ -117,7 +116,6 @@ class GradientAccumulator:
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
-    @uninterrupted
     def end_backward(self) -> None:
         """Ends an outermost backward, or one that was aborted earlier."""
         self._compute.end_stretch()
@@ -245,7 +243,6 @@ class GradientAccumulator:
     def _spills(self, unit: int) -> bool:
         return self.spill is not None and unit in self.spill
 
-    @uninterrupted
     def known(self) -> GradientStats:
         """Returns the statistics on which a step is decided. Waits for all gradients in flight from the device."""
         self._bring_totals()
@@ -323,7 +320,6 @@ class GradientAccumulator:
         else:
             self._accumulate(unit, segment, first, values, new=True)
 
-    @uninterrupted
     def give(self, units: Sequence[int]) -> None:
         """Hands the gradients of `units` to their updates until `free`; none may be added meanwhile."""
         if self.spill is not None:
@@ -363,7 +359,6 @@ class GradientAccumulator:
         with self._lock:
             self._reading.discard(unit)
 
-    @uninterrupted
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit."""
         if self.spill is not None and self._spills(unit):
@@ -376,7 +371,6 @@ class GradientAccumulator:
         """Implements `zero_grad`."""
         self.clear()
 
-    @uninterrupted
     def clear(self) -> None:
         """Drops every gradient that no update has taken."""
         self._receive_all()
