@@ -24,7 +24,7 @@ from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
-from tests import sampling
+from tests.support import sampling
 
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
@@ -77,8 +77,8 @@ def _leaves_nothing(_deterministic: None) -> Iterator[None]:
 
 @pytest.fixture
 def engines_end() -> Iterator[None]:
-    """For tests whose engines `tests.pretrained` makes: they end with the test."""
-    from tests.pretrained import end_engines
+    """For tests whose engines `tests.support.pretrained_models` makes: they end with the test."""
+    from tests.support.pretrained_models import end_engines
 
     yield
     end_engines()

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 
 import offload
 from offload.hf import Accelerator
-from tests import models
-from tests.trainers import DISK, FEW, MEMORY, Run, Texts, assert_close, assert_same, config, seeded
+from tests.support import models
+from tests.support.trainer_runs import DISK, FEW, MEMORY, Run, Texts, assert_close, assert_same, config, seeded
 
 EPOCHS, CLIP = 2, 0.5
 

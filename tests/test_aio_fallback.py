@@ -13,7 +13,7 @@ from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
 from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
-from tests.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.seccomp import FILTER_ALL, refusing, run_python
 
 WORK = """
 from offload.aio import DirectFile, IoQueue
@@ -54,7 +54,7 @@ def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     code = """
 from offload.aio import IoQueue
 from offload.errors import ConfigError
-from tests.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.seccomp import FILTER_ALL, refusing, run_python
 try:
     IoQueue("io_uring")
 except ConfigError as error:

@@ -18,7 +18,7 @@ import pytest
 
 from offload.aio import DirectFile, IoQueue, Priority, aligned_empty
 from offload.errors import IoError, UsageError
-from tests import warm
+from tests.support import warm_process
 
 SIZES = [0, 1, 511, 4095, 4096, 4097, 12289, (1 << 20) + 1, 3 << 20]
 OFFSETS = [0, 1, 4095, 4096, 8191]
@@ -158,7 +158,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
     except OSError as error:
         print(error.errno)
 """
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert done.stdout.strip() == str(errno.EFBIG) and done.stderr == ""
 
 
@@ -323,7 +323,7 @@ threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
-    done = warm.python(code, timeout=60)
+    done = warm_process.python(code, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -370,7 +370,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = warm.python(code, timeout=60)
+    done = warm_process.python(code, timeout=60)
     assert done.returncode == 0 and "no more threads may be started" in done.stdout, done.stderr
 
 
@@ -487,7 +487,7 @@ file, queue = DirectFile({str(path)!r}, create=True), IoQueue({backend!r}, threa
 for index in range(64):
     queue.write(file, index << 20, bytes([index]) * (1 << 20))
 """
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert done.returncode == 0 and done.stderr == ""
     data = path.read_bytes()
     assert len(data) == 64 << 20 and all(data[index << 20] == index for index in range(64))
@@ -549,7 +549,7 @@ for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.1)
 """
-    done = warm.python(code, timeout=60)
+    done = warm_process.python(code, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
@@ -565,7 +565,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    done = warm.python(code, timeout=30)
+    done = warm_process.python(code, timeout=30)
     assert done.stdout.strip() == "interrupted" and done.returncode == 0
 
 

@@ -19,9 +19,9 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests import bounds, models
-from tests.oracle import Job, PlainEngine, room_for, run, start, train_step
-from tests.test_modules import DISK, MEMORY, WIDTH, Layers
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, PlainEngine, room_for, run, start, train_step
+from tests.test_module_kinds import DISK, MEMORY, WIDTH, Layers
 
 Loop = Callable[[Any, Job], list[float]]
 
@@ -546,14 +546,14 @@ def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None
     in_memory = found(MEMORY)
     assert found(DISK, device_memory=room_for(job, units)) == in_memory
     expected = loop(PlainEngine(job), job)
-    bounds.same_norms(in_memory, expected, job)
+    rounding_bounds.same_norms(in_memory, expected, job)
 
 
 @pytest.mark.works("Modules", "`nn.Embedding(sparse=True)`: as if it were dense", "right")
 @pytest.mark.numeric
 def test_sparse_gradients(tmp_path: Path) -> None:
     sparse = run(LAYERS._replace(model=Sparse), DISK, tmp_path / "sparse")
-    bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
+    rounding_bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
 
 
 @pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")

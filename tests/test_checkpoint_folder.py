@@ -29,8 +29,8 @@ from offload.engine.checkpoint.directory import begin_folder, end_folder, only_s
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError, UsageError
 from offload.fileio import buffered_copy as flow
-from tests import models
-from tests.oracle import assert_same_tensors, start, train_step, weights_of
+from tests.support import models
+from tests.support.oracle import assert_same_tensors, start, train_step, weights_of
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
 

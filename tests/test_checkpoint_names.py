@@ -11,8 +11,8 @@ from torch import nn
 from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError, UsageError
-from tests import models
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.oracle import start, train_step
 
 CPU = ("cpu", "cpu")
 

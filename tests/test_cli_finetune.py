@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import StoreError
-from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
-from tests.oracle import assert_same_tensors
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support.oracle import assert_same_tensors
 
 SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
 CHATS = [

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.commands import begin, finish, losses
-from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support import warm_process
+from tests.support.cli_process import begin, finish, losses
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 40".split()
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
 
 
-def start(folder: Path, run: str, *options: str) -> warm.Process:
+def start(folder: Path, run: str, *options: str) -> warm_process.Process:
     return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 

@@ -19,8 +19,8 @@ from offload.cli.main import app
 from offload.fileio import locked_dir
 from offload.swapper.store import other_runs
 from offload.swapper.store.rank_folder import Lock, holder
-from tests import models
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
 DISK = ("nvme", "nvme")

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from tests import models
-from tests.oracle import config, train_step
+from tests.support import models
+from tests.support.oracle import config, train_step
 
 DISK = ("nvme", "nvme")
 

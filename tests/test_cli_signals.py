@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 from offload.cli.commands.train_run import Signals, Stopped
 from offload.cli.main import app
 from offload.presets import PRESETS
-from tests import warm
+from tests.support import warm_process
 
 STEPS = 40
 ARGUMENTS = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--log", "log")
@@ -120,7 +120,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_process_that_is_stopped(number: int) -> None:
     """The real command, in a process of its own."""
-    process = warm.begin(
+    process = warm_process.begin(
         ["-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -20,9 +20,9 @@ from offload.swapper.modes import MODES
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
-from tests import models
-from tests.faults import flip_bit
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.fault_injection import flip_bit
+from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
 EITHER = "the step after the last commit has begun to write over it, or it is damaged"

@@ -18,7 +18,7 @@ import torch
 from offload.aio import IoQueue
 from offload.deepnvme import aio_handle
 from offload.errors import IoError, UsageError
-from tests import warm
+from tests.support import warm_process
 
 DTYPES = [
     torch.uint8,
@@ -415,7 +415,7 @@ for index in range(300):
     assert handle.async_pwrite(tensor, {str(tmp_path)!r} + f"/{{index}}") == 0
 assert handle.wait() == 300
 """
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert done.returncode == 0, done.stderr
     assert all((tmp_path / str(index)).stat().st_size == 16_000 for index in range(300))
 
@@ -436,7 +436,7 @@ from offload.deepnvme import aio_handle
 handle = aio_handle()
 handle.async_pwrite(torch.ones(32 << 20, dtype=torch.uint8), {str(tmp_path / "file")!r})
 """
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert (done.stdout, done.stderr) == ("", "")
     assert content(tmp_path / "file").sum() == 32 << 20
 

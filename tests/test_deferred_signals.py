@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from offload.interrupts import defer_signals, interruptible, restore_signals, uninterrupted
-from tests.models import Mixture, mixture_loss
-from tests.oracle import Job, start
+from tests.support.models import Mixture, mixture_loss
+from tests.support.oracle import Job, start
 
 
 @pytest.fixture(autouse=True)

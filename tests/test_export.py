@@ -24,8 +24,8 @@ from offload.engine.model_io import weight_writer as model_write
 from offload.engine.model_io.weight_source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
-from tests import models, rank_pool
-from tests.oracle import (
+from tests.support import models, rank_pool
+from tests.support.oracle import (
     Job,
     assert_same_tensors,
     config,

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import offload
-from tests.oracle import Job, config
+from tests.support.oracle import Job, config
 
 JOB = Job(nn.Module, lambda model, step, micro: model(torch.ones(1, 4)).sum())
 

@@ -17,7 +17,7 @@ from offload.aio.backend import refusals
 from offload.cli.main import app
 from offload.hardware import info
 from offload.hardware import system as machine
-from tests.seccomp import refusing
+from tests.support.seccomp import refusing
 
 
 def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.swapper.pager import Pager
-from tests.late_device import LateDevice, use_device
-from tests.oracle import Job, start, train_step
-from tests.sampling import examples
+from tests.support.late_device import LateDevice, use_device
+from tests.support.oracle import Job, start, train_step
+from tests.support.sampling import examples
 
 STEPS = 5
 _OURS = str(Path(offload.__file__).parent)

@@ -26,8 +26,8 @@ from offload.engine.metrics.writers import Record, cut, events
 from offload.errors import ConfigError, NumericsError
 from offload.finetune.options import Options, merge
 from offload.timeline import OFF, Row
-from tests.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
-from tests.rank_pool import pool
+from tests.support.oracle import PLACEMENTS, Job, assert_same, config, run, train_step, weights_of
+from tests.support.rank_pool import pool
 
 DISK = ("nvme", "nvme")
 

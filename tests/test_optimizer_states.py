@@ -13,8 +13,8 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
-from tests import bounds
-from tests.oracle import Job, assert_same_tensors
+from tests.support import rounding_bounds
+from tests.support.oracle import Job, assert_same_tensors
 
 DISK = "nvme"
 
@@ -66,7 +66,7 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> N
 
 
 def _close(mine: dict[str, torch.Tensor], model: nn.Module) -> None:
-    bounds.same_weights(mine, model.state_dict(), JOB)
+    rounding_bounds.same_weights(mine, model.state_dict(), JOB)
 
 
 # -- states -------------------------------------------------------------------------------------------
@@ -84,7 +84,9 @@ def test_a_state_dict_is_that_of_torch(tmp_path: Path) -> None:
     for number, state in theirs["state"].items():
         assert mine["state"][number].keys() == state.keys()
         for name, value in state.items():
-            bounds.same_tensor(mine["state"][number][name], value, 4 * bounds.step_error(JOB))  # moments: of squares
+            rounding_bounds.same_tensor(
+                mine["state"][number][name], value, 4 * rounding_bounds.step_error(JOB)
+            )  # moments: of squares
     engine.destroy(remove=True)
 
 

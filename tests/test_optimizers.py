@@ -11,8 +11,8 @@ import torch
 
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
-from tests import bounds
-from tests.oracle import (
+from tests.support import rounding_bounds
+from tests.support.oracle import (
     Job,
     assert_same,
     assert_same_tensors,
@@ -50,7 +50,7 @@ JOBS = {
 def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(dtype=dtype)
     plain, mine = plain_loop(job), run(job, DISK, tmp_path)
-    bounds.same_training(mine, plain, job)
+    rounding_bounds.same_training(mine, plain, job)
 
 
 @pytest.mark.sample(6)
@@ -202,7 +202,9 @@ def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
         optimizer.zero_grad()
     mine = engine.module.state_dict()
     for name, value in plain.state_dict().items():
-        bounds.same_tensor(mine[name], value, bounds.sum_error(3 * 4 * 8))  # three steps of 4 rows of 8 numbers
+        rounding_bounds.same_tensor(
+            mine[name], value, rounding_bounds.sum_error(3 * 4 * 8)
+        )  # three steps of 4 rows of 8 numbers
     engine.destroy(remove=True)
 
 

@@ -20,9 +20,9 @@ from offload.aio import aligned_empty
 from offload.swapper.memory import device as device_module
 from offload.swapper.memory.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
 from offload.swapper.memory.host_arena import Classes, HostArena
-from tests import models
-from tests.late_device import use_device
-from tests.oracle import assert_same, run
+from tests.support import models
+from tests.support.late_device import use_device
+from tests.support.oracle import assert_same, run
 
 PAGE = 4096
 SMALL = 4 * PAGE

@@ -22,7 +22,7 @@ from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
 from offload.swapper.memory.limits import free_host_memory
-from tests.sampling import examples
+from tests.support.sampling import examples
 
 
 class Net(nn.Module):

@@ -18,7 +18,7 @@ from offload.errors import OffloadError
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec, run_status
 from offload.swapper.store import drives as drives_module
-from tests.power import (
+from tests.support.power_cut import (
     Disk,
     Event,
     Image,

@@ -25,9 +25,9 @@ from offload.planner import request as ask
 from offload.precision import Rates
 from offload.presets import PRESETS
 from offload.swapper.store import inspection as look
-from tests import models
-from tests.oracle import config, start, train_step
-from tests.rank_pool import rank_and_size, shared_pool
+from tests.support import models
+from tests.support.oracle import config, start, train_step
+from tests.support.rank_pool import rank_and_size, shared_pool
 
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}

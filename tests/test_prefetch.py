@@ -13,9 +13,9 @@ from torch import nn
 import offload
 from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits
-from tests import models
-from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, assert_same, config, room_for, run, start, train_step
+from tests.support import models
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle import Job, assert_same, config, room_for, run, start, train_step
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=5)

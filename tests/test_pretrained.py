@@ -16,9 +16,9 @@ from torch import nn
 import offload
 from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, UsageError
-from tests import models
-from tests.oracle import Job, assert_same_tensors, config, train_step
-from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
+from tests.support import models
+from tests.support.oracle import Job, assert_same_tensors, config, train_step
+from tests.support.pretrained_models import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
 
 pytestmark = pytest.mark.usefixtures("engines_end")
 

@@ -14,9 +14,9 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, IoError, StoreError, UsageError
-from tests import models
-from tests.oracle import assert_same_tensors
-from tests.pretrained import CAUSAL, FAMILIES, T, engine_of, written
+from tests.support import models
+from tests.support.oracle import assert_same_tensors
+from tests.support.pretrained_models import CAUSAL, FAMILIES, T, engine_of, written
 
 pytestmark = pytest.mark.usefixtures("engines_end")
 

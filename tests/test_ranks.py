@@ -25,10 +25,10 @@ from torch.utils.data import TensorDataset
 
 import offload
 from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
-from tests import bounds, models
-from tests.faults import LateQueue, use_queue
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
-from tests.rank_pool import RankPool, rank_and_size, shared_pool, start, train
+from tests.support import models, rounding_bounds
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, start, train
 from tests.test_safe_get_set import MIXTURE, gpt2
 
 DISK = ("nvme", "nvme")
@@ -103,7 +103,7 @@ def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: 
     job = JOBS[name]._replace(steps=4, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
-        bounds.same_training(result, alone, job, reordered=True)
+        rounding_bounds.same_training(result, alone, job, reordered=True)
 
 
 def train_in_all(job: Job, folder: Path) -> Result:
@@ -144,7 +144,7 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
 def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
     """On a device beside the host, where parts of gradients are added, and updated if all is there."""
     from offload.engine.setup import initialize
-    from tests.late_device import LateDevice
+    from tests.support.late_device import LateDevice
 
     real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)
     initialize.open_device = lambda _: device  # type: ignore[assignment]
@@ -248,7 +248,7 @@ def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) ->
     alone, all_rows, _ = train_from_a_loader(tmp_path / "one", -1)
     (losses, rows, _), (same, others, _) = ranks.run(train_from_a_loader, tmp_path / "two", -1)
     assert losses == same
-    bounds.same_numbers(losses, alone, bounds.sum_error(bounds.POSITIONS))
+    rounding_bounds.same_numbers(losses, alone, rounding_bounds.sum_error(rounding_bounds.POSITIONS))
     assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows
 
 
@@ -296,7 +296,7 @@ def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: 
     one, other = ranks.run(train, Job(model, rows_loss, steps=4), DISK, tmp_path)
     assert_same(one, other)
     plain = train_plainly(Job(model, rows_loss, steps=4))
-    bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
+    rounding_bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
 
 
 def train_plainly(job: Job) -> Result:

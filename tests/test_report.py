@@ -25,7 +25,7 @@ from offload.report.log import read_log
 from offload.report.page import BEGIN, page
 from offload.report.phases import PARTS, bound, parts
 from offload.report.timeline_view import read_window
-from tests.sampling import examples
+from tests.support.sampling import examples
 
 ABOUT = {
     "run": "mine <b>",

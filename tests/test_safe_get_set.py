@@ -14,9 +14,9 @@ from torch import nn
 import offload
 from offload.engine import param_access as looking
 from offload.errors import UsageError
-from tests import bounds, models
-from tests.faults import die
-from tests.oracle import (
+from tests.support import models, rounding_bounds
+from tests.support.fault_injection import die
+from tests.support.oracle import (
     Job,
     PlainEngine,
     dies,
@@ -110,9 +110,9 @@ def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equa
 
 
 def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
-    """Assert that masters are as `tests.bounds` says, and gradients and moments as sums and squares of sums are."""
+    """Assert that masters agree within `rounding_bounds`, gradients and moments as sums and squares of sums do."""
     assert found.keys() == expected.keys()
-    share = bounds.norm_error(job) + 2 * bounds.step_error(job)
+    share = rounding_bounds.norm_error(job) + 2 * rounding_bounds.step_error(job)
     built = job.model()
     job = job._replace(model=lambda: built)  # which is asked for its shapes for each tensor
     for name, value in found.items():
@@ -122,8 +122,12 @@ def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: b
             continue
         mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (found, expected))
         master = what == "master"
-        error = bounds.weight_error(job, theirs, reordered=reordered) if master else share * bounds.norm(theirs)
-        assert bounds.norm(mine - theirs) <= error, name
+        error = (
+            rounding_bounds.weight_error(job, theirs, reordered=reordered)
+            if master
+            else share * rounding_bounds.norm(theirs)
+        )
+        assert rounding_bounds.norm(mine - theirs) <= error, name
 
 
 def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
@@ -262,7 +266,7 @@ def test_a_gradient_is_that_of_the_step_so_far(tmp_path: Path) -> None:
     for micro in range(2):
         for each in (engine, plain):
             each.backward(job.loss(each, 0, micro))
-        bounds.same_tensor(offload.safe_get_full_grad(mine), theirs.grad, bounds.norm_error(job))
+        rounding_bounds.same_tensor(offload.safe_get_full_grad(mine), theirs.grad, rounding_bounds.norm_error(job))
         engine.step()
     assert offload.safe_get_full_grad(mine) is None
     engine.backward(job.loss(engine, 1, 0))
@@ -324,7 +328,7 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
         first = first or found
         assert found[0] == first[0] and differences(found[1], first[1]) == [], placement
     assert first is not None and len(first[0]) == len(expected)
-    bounds.same_losses(first[0], expected, job)
+    rounding_bounds.same_losses(first[0], expected, job)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -371,9 +375,9 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
                 theirs.grad = torch.full(theirs.shape, 0.01) if theirs.grad is None else theirs.grad * 2
             for each in (engine, plain):
                 each.step()
-        bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
+        rounding_bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
     masters = {name: offload.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
-    bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
+    rounding_bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
     engine.destroy(remove=True)
 
 

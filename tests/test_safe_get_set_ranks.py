@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import offload
 from offload.errors import OffloadError, RankError
-from tests import models
-from tests.oracle import Job, start, train_step
-from tests.rank_pool import RankPool, rank_and_size, shared_pool
-from tests.rank_pool import start as start_rank
+from tests.support import models
+from tests.support.oracle import Job, start, train_step
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
+from tests.support.rank_pool import start as start_rank
 from tests.test_safe_get_set import (
     DISK,
     LOCAL,

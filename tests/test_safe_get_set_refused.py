@@ -13,8 +13,8 @@ from torch import nn
 import offload
 from offload.engine import param_access as looking
 from offload.errors import BudgetError, UsageError
-from tests import models
-from tests.oracle import room_for, run, start, train_step
+from tests.support import models
+from tests.support.oracle import room_for, run, start, train_step
 from tests.test_safe_get_set import AREA, DISK
 
 

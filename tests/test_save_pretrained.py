@@ -19,8 +19,8 @@ import offload
 from offload.cli.main import app
 from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
-from tests import models
-from tests.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
+from tests.support import models
+from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, tied_by_hand
 from tests.test_export import tensors as all_tensors
 

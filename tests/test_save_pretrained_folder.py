@@ -18,7 +18,7 @@ from offload import fileio
 from offload.engine.model_io import output_folder as model_folder
 from offload.errors import IoError, OffloadError, StoreError
 from offload.fileio import safetensors_stream as tensor_file
-from tests.oracle import assert_same_tensors, train_step
+from tests.support.oracle import assert_same_tensors, train_step
 from tests.test_export import tensors as all_tensors
 from tests.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
 

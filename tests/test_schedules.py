@@ -20,9 +20,9 @@ from offload import schedules
 from offload.config import SCHEDULES, TORCH_SCHEDULES, load_config
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.errors import ConfigError
-from tests import bounds
+from tests.support import rounding_bounds
 from tests.test_config import ODD
-from tests.test_resume_loop import Script, Setup, assert_equal, train
+from tests.test_resume_user_loop import Script, Setup, assert_equal, train
 
 LR = 0.01
 """Of the optimizer."""
@@ -282,7 +282,7 @@ def test_the_engine_trains_with_these_rates(tmp_path: Path) -> None:
         theirs(rows).square().mean().backward()
         plain.step()
         gone += rate
-        error = bounds.sum_error(8 * 6) * gone  # 8 rows of 6 numbers
+        error = rounding_bounds.sum_error(8 * 6) * gone  # 8 rows of 6 numbers
         torch.testing.assert_close(mine.weight.detach().clone(), theirs.weight.detach(), rtol=error, atol=error)
     engine.destroy()
 

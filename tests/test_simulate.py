@@ -30,11 +30,11 @@ from offload.states import State, Tier
 from offload.swapper.policy import Limits
 from offload.swapper.store import spill_file as scratch
 from offload.swapper.unit_table import UnitSize
-from tests import models
-from tests.oracle import Job, small_pieces, start, train_step
-from tests.sampling import examples
+from tests.support import models
+from tests.support.oracle import Job, small_pieces, start, train_step
+from tests.support.sampling import examples
+from tests.test_gradient_spill import least_host_memory
 from tests.test_placements import room_for
-from tests.test_spill import least_host_memory
 
 PAGE = 4096
 

@@ -20,7 +20,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap_files
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record
-from tests import mounts
+from tests.support import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
@@ -276,7 +276,7 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
 
 def test_a_full_disk(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserving more than it has leaves it as it was."""
-    with mounts.disk(tmp_path, 16 << 20) as mount:
+    with filesystems.disk(tmp_path, 16 << 20) as mount:
         before = shutil.disk_usage(mount).free
         store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
         # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.

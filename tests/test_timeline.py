@@ -26,10 +26,10 @@ from offload.engine.metrics.span_relay import Relay
 from offload.errors import ConfigError, EngineFailed
 from offload.presets import PRESETS
 from offload.timeline import OFF, Phase, Row, Timeline, now, path_of
-from tests import models, warm
-from tests.faults import LateQueue, use_queue
-from tests.late_device import LateDevice, use_device
-from tests.oracle import (
+from tests.support import models, warm_process
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.late_device import LateDevice, use_device
+from tests.support.oracle import (
     PLACEMENTS,
     Job,
     assert_same,
@@ -40,8 +40,8 @@ from tests.oracle import (
     train_step,
     trained,
 )
-from tests.rank_pool import RankPool, pool
-from tests.rank_pool import start as start_rank
+from tests.support.rank_pool import RankPool, pool
+from tests.support.rank_pool import start as start_rank
 
 DISK = ("nvme", "nvme")
 
@@ -380,7 +380,7 @@ def test_a_failed_write_is_the_last_that_is_told(tmp_path: Path, monkeypatch: py
 _SCRIPT = """
 import sys
 from pathlib import Path
-from tests.oracle import start, train_step
+from tests.support.oracle import start, train_step
 from tests.test_timeline import DISK, JOB
 engine = start(JOB, DISK, Path("swap"), trace="trace.json")
 train_step(engine, JOB, 0)
@@ -394,7 +394,7 @@ train_step(engine, JOB, 0)
     ids=["an exception", "Ctrl-C", "no destroy"],
 )
 def test_it_is_written_at_the_end_of_the_process(ends: str, code: int, tmp_path: Path) -> None:
-    done = warm.python(_SCRIPT.format(ends), cwd=tmp_path, timeout=120)
+    done = warm_process.python(_SCRIPT.format(ends), cwd=tmp_path, timeout=120)
     assert done.returncode == code, done.stderr
     content = read(tmp_path / "trace.json")
     assert "step 1" in names(content, Row.COMPUTE) and "commit of step 1" in names(content, Row.COMMITS)

@@ -14,8 +14,8 @@ from torch import nn
 
 import offload
 from offload.errors import StoreError, UsageError
-from tests import bounds
-from tests.oracle import DTYPES, Job, PlainOptimizer, assert_same_tensors, rounded, weights_of
+from tests.support import rounding_bounds
+from tests.support.oracle import DTYPES, Job, PlainOptimizer, assert_same_tensors, rounded, weights_of
 
 DISK = ("nvme", "nvme")
 PLACEMENTS = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -185,7 +185,7 @@ def test_with_a_clip_it_follows_the_plain_loop(dtype: str, tmp_path: Path) -> No
     for key, value in plain.items():
         assert value.isfinite().all(), key
     job = Job(make_model, lambda model, step, _: _loss(model, step), steps=4, lr=1e-2, dtype=dtype)
-    bounds.same_weights(mine, plain, job)
+    rounding_bounds.same_weights(mine, plain, job)
 
 
 @pytest.mark.sample(4)

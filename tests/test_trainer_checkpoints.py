@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import offload
 from offload.errors import StoreError
 from offload.hf import OffloadTrainer
-from tests import models
-from tests.oracle import assert_same_tensors
-from tests.trainers import (
+from tests.support import models
+from tests.support.oracle import assert_same_tensors
+from tests.support.trainer_runs import (
     DISK,
     FEW,
     MEMORY,
