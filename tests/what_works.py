@@ -1,4 +1,4 @@
-"""`python -m tests.what_works` writes docs/guides/what-works.md from the `works` marks of the tests; `--check` asks."""
+"""`python -m tests.what_works` writes docs/reference/what-works.md from the `works` marks of tests; `--check` asks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parent.parent / "docs" / "guides" / "what-works.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "what-works.md"
 
 HEAD = """# What works
 
