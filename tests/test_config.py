@@ -441,7 +441,7 @@ def test_batch_sizes_that_do_not_fit() -> None:
 
 
 def test_the_documentation_is_up_to_date() -> None:
-    written = Path(__file__).parents[1] / "docs" / "configuration.md"
+    written = Path(__file__).parents[1] / "docs" / "reference" / "configuration.md"
     assert written.read_text() == document(), "run `python -m offload.config`"
 
 

@@ -16,7 +16,7 @@ import offload
 from offload import aio, deepnvme, errors, hf, kernels, schedules
 from tests.support import command_line_page
 
-PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").glob("*.md"))
+PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").rglob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
 MODULES = (offload, aio, deepnvme, hf, kernels, schedules)
 NOT_FOR_USERS = {"forward"}

@@ -119,6 +119,39 @@ def assert_nothing_left(engine: offload.Engine) -> None:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_that_a_hook_of_the_user_kept_from_the_engine_is_dropped(kind: str, tmp_path: Path) -> None:
+    """A hook from before `initialize` runs first, so what it raises leaves the gradient in `.grad`."""
+    raises = False
+
+    def fail(parameter: torch.Tensor) -> None:
+        if raises:
+            raise KINDS[kind]("thrown on purpose")
+
+    def hooked() -> nn.Module:
+        model = Region()
+        for parameter in model.layers[1].parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(fail)
+        return model
+
+    job = Job(hooked, seeded_loss, steps=2)
+    norms = []
+    for thrown in (False, True):
+        engine = start(job, DISK, tmp_path)
+        if thrown:
+            raises = True
+            with pytest.raises(KINDS[kind]):
+                engine.backward(job.loss(engine, 0, 0))
+            raises = False
+            engine.zero_grad()
+        for step in range(job.steps):
+            train_step(engine, job, step)
+            norms.append(engine.get_global_grad_norm())
+        engine.destroy(remove=True)
+    assert norms[:2] == norms[2:]
+
+
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "kind"), ROWS)

@@ -1,4 +1,4 @@
-"""docs/guides/plan-table.md, and the figures of docs/guides/single-gpu-13b.md, are what the planner says."""
+"""docs/reference/plan-table.md, and the figures of docs/guides/finetune-13b.md, are what the planner says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/store-format.md is enough to read a run: this reader knows nothing else, and nothing of the package."""
+"""docs/reference/store-format.md is enough to read a run: this reader knows nothing else, nothing of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generator of docs/configuration.md from the descriptions and tables of all blocks."""
+"""Generator of docs/reference/configuration.md from the descriptions and tables of all blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ This file is written by `python -m offload.config` from `offload/config`.
 
 
 def document() -> str:
-    """Returns the text of docs/configuration.md."""
+    """Returns the text of docs/reference/configuration.md."""
     tables: list[str] = [_INTRODUCTION]
     tuning: list[str] = []
     refused: list[str] = []

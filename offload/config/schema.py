@@ -103,7 +103,7 @@ class Config(Block):
         "and 10 with one of the next two",
     )
     wall_clock_breakdown: bool = Field(
-        False, description="measure the phases of a step and what it waits for; see guides/monitor.md"
+        False, description="measure the phases of a step and what it waits for; see guides/monitor-a-run.md"
     )
     memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
     tensorboard: TensorBoard = Field(TensorBoard(), description="see below")

@@ -262,7 +262,7 @@ class EngineCore(EngineCallbacks):
             tell(
                 f"`.grad` of {name} is None, as of every parameter: gradients are in the engine. "
                 f"offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
-                f"their norm after it (docs/guides/looking.md)"
+                f"their norm after it (docs/guides/inspect-and-edit-parameters.md)"
             )
 
     def give_cache(self) -> None:

@@ -1,6 +1,6 @@
 """Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
 
-The command writes all of docs/guides/plan-table.md, three models on three GPUs. In docs/guides/single-gpu-13b.md, 13B
+The command writes all of docs/reference/plan-table.md, three models on three GPUs. In docs/guides/finetune-13b.md, 13B
 on one card, the command replaces the rows of the table only.
 """
 
@@ -17,8 +17,8 @@ from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.sizes import GIB, format_size, format_time
 
-# tests/test_plan_table.py generates rows anew and compares them with the guides: write the guides after any change.
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "plan-table.md"
+# tests/test_plan_table.py generates rows anew and compares them with the pages: write the pages after any change.
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "plan-table.md"
 
 MODELS = ((13, 40), (30, 60), (70, 80))
 _GPUS = (("RTX 4090", 60e9), ("A100 80GB", 150e9), ("H200", 250e9))
@@ -40,14 +40,14 @@ drives have been written what they are rated for, training day and night. "limit
 are spent on, and their share.
 
 Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
-60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](plan.md).
+60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](../guides/plan-a-run.md).
 
 | model | GPU | drives | homes (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
-CARD_PAGE = PAGE.with_name("single-gpu-13b.md")
+CARD_PAGE = PAGE.parents[1] / "guides" / "finetune-13b.md"
 _CARD, _CARD_DRIVE, _CARD_TBW, _CARD_BANDWIDTH = "RTX 4090", "7GB/s,5GB/s,2TB", 1200e12, 60e9
 _CARD_LOADS = ((Load(4, 8), "step"), (Load(4, 16), "step"), (Load(4, 8), "none"))
 """Load and durability of each row."""
@@ -94,7 +94,7 @@ def card_row(ram: int, load: Load, durability: str) -> str:
 
 
 def document() -> str:
-    """Returns the text of docs/guides/plan-table.md."""
+    """Returns the text of docs/reference/plan-table.md."""
     return _HEAD + "".join(f"{row(model, *case)}\n" for model in MODELS for case in CASES)
 
 

@@ -271,7 +271,7 @@ MUTANTS = (
         "offload.engine.params.module_hooks",
         "        for place in self._trainable:\n            if place.parameter.grad is not None:",
         "        for place in self._trainable:\n            if False:",
-        "tests/test_recovery.py",
+        "tests/test_exception_recovery.py",
     ),
     Mutant(
         "resume the newest commit of each rank by itself",

@@ -1,4 +1,4 @@
-"""Writes docs/guides/what-works.md from the `works` marks of the tests: `python -m tests.support.what_works_page`.
+"""Writes docs/reference/what-works.md from the `works` marks of the tests: `python -m tests.support.what_works_page`.
 
 With `--check` the page is compared instead, and a difference is an error.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "what-works.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "what-works.md"
 
 HEAD = """# What works
 

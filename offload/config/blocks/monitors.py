@@ -22,15 +22,15 @@ class _Folder(Block):
 
 
 class TensorBoard(_Folder):
-    """Numbers of each step for TensorBoard; see guides/monitor.md. Needs `pip install 'offload[monitor]'`."""
+    """Numbers of each step for TensorBoard; see guides/monitor-a-run.md. Needs `pip install 'offload[monitor]'`."""
 
 
 class CsvMonitor(_Folder):
-    """Numbers of each step, a CSV file for each of them; see guides/monitor.md."""
+    """Numbers of each step, a CSV file for each of them; see guides/monitor-a-run.md."""
 
 
 class Wandb(Block):
-    """Numbers of each step for Weights & Biases; see guides/monitor.md. Needs `pip install wandb`."""
+    """Numbers of each step for Weights & Biases; see guides/monitor-a-run.md. Needs `pip install wandb`."""
 
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 

@@ -62,15 +62,15 @@ class OffloadBlock(Block):
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
-        None, description="file for a time line of the run; see guides/timeline.md"
+        None, description="file for a time line of the run; see guides/find-the-bottleneck.md"
     )
     log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
-        None, description="file for a JSON object a step, for `offload report`; see guides/report.md"
+        None, description="file for a JSON object a step, for `offload report`; see guides/find-the-bottleneck.md"
     )
     drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
         None,
         description="what each drive is rated to bear, in TB written (its data sheet's TBW; the least of several); "
-        "see guides/report.md",
+        "see guides/find-the-bottleneck.md",
     )
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
         0.1, description="share of that from which on a run is warned of"

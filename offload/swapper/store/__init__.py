@@ -15,7 +15,7 @@ step, such as the checksums of the data. At last it writes one of two alternatin
 
 No byte that a durable record names is overwritten before the next record is durable, and folders are synced after names
 were added. So a process may be killed, and the power may fail, at any moment. **Recovery.** The newest record with a
-valid checksum wins. docs/store-format.md describes the files for other programs.
+valid checksum wins. docs/reference/store-format.md describes the files for other programs.
 
 | file | contents |
 |---|---|

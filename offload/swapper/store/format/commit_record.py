@@ -16,7 +16,7 @@ from offload.sizes import PAGE
 from offload.swapper.store.rank_folder import read_whole
 
 FORMAT_VERSION = 3
-"""Version of record, manifest and blob together: see docs/store-format.md."""
+"""Version of record, manifest and blob together: see docs/reference/store-format.md."""
 
 _MAGIC = b"OFFLDREC"
 _HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, epoch, ns since 1970, blob bytes, crc, units

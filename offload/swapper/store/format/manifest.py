@@ -119,7 +119,7 @@ class StoreSpec(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """Contents of `manifest.json`; see docs/store-format.md."""
+    """Contents of `manifest.json`; see docs/reference/store-format.md."""
 
     id: str
     """Random id of this store, the same on each of its drives."""
