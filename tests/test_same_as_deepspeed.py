@@ -1,7 +1,7 @@
 """What an engine answers at each point of a loop is DeepSpeed's: the values stated here are of its engine.py.
 
-The rows are those of guides/from-deepspeed.md, "What of the engine is here". Points: before a forward, behind it, behind
-the backward, behind `step()`.
+The rows are those of docs/reference/deepspeed-compatibility.md, "The engine". Points: before a forward, behind it,
+behind the backward, behind `step()`.
 """
 
 from __future__ import annotations
