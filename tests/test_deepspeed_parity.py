@@ -1,6 +1,6 @@
 """What an engine answers at each point of a loop is DeepSpeed's: the values stated here are of its engine.py.
 
-The rows are those of guides/from-deepspeed.md, "What of the engine is here". Points: before a forward, behind it,
+The rows are those of docs/reference/deepspeed-compatibility.md, "The engine". Points: before a forward, behind it,
 behind the backward, behind `step()`.
 """
 
@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import offload
-from tests.support import models
-from tests.support.oracle import Job, config
+from tests import models
+from tests.oracle import Job, config
 
 JOB = models.MIXTURE
 LRS = [0.25, 0.25, 0.375, 0.5]
