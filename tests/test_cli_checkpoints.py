@@ -128,7 +128,7 @@ def test_every_tensor_that_differs_is_named(saved: Path) -> None:
     ("file", "how", "words"),
     [
         ("progress.rank0.safetensors", "flip", "progress.rank0.safetensors is damaged"),
-        ("states.rank0.safetensors", "cut", "bytes, not"),
+        ("states.rank0.safetensors", "cut", "bytes, expected"),
         ("states.rank0.safetensors", "remove", "No such file"),
         ("progress.rank0.safetensors", "remove", "No such file"),
     ],

@@ -71,8 +71,7 @@ class OptimizerStates:
             return
         if State.PACKED in self._mode.moments:
             raise UsageError(
-                "the states of an optimizer without a kernel can be looked at, and not be set: engine.load_checkpoint "
-                "loads them"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []

@@ -104,9 +104,9 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
         if offload.resume == "never" and not status.closed:
             raise StoreError(
-                f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or start '
-                f'over by --resume restart ("resume": "restart"), or delete it with `offload rm {folder}`, or choose '
-                f"another run name"
+                f'{folder} holds a run that did not end; resume the run with --resume auto ("resume": "auto"), or '
+                'start over with --resume restart ("resume": "restart"), or delete the run with `offload rm '
+                f"{folder}`, or choose another run name"
             )
         size = format_size(find_removal(Path(folder)).nbytes)
         how = "which was closed at its end" if status.closed else "which did not end"

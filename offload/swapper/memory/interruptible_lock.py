@@ -53,7 +53,9 @@ class InterruptibleLock:
             self.lock.release()  # inside the `try`: CPython checks for signals after a call, so an interrupt may follow
             if self._owned:
                 self.lock.acquire()
-                raise AssertionError("the lock was taken twice: who shall make the change could never have it")
+                raise AssertionError(
+                    "a thread took the lock twice: the thread that must make the change could never take it"
+                )
             result = act()
         finally:
             while True:
