@@ -540,8 +540,8 @@ def wrong(folder: Path, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("model", ("rank 1 was given other units than rank 0",) * 2),
-        ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
+        ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
+        ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
         ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),

@@ -96,7 +96,7 @@ def _in_backward(module: nn.Module) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "of a parameter that no engine has": (_of_no_engine, "take it from engine.module"),
+    "of a parameter that no engine has": (_of_no_engine, "take the parameter from engine.module"),
     "of what is no parameter": (_no_parameter, "expects a parameter"),
     "of another shape": (_other_shape, r"shape \[61, 33\] in fp32, got shape \[2013\]"),
     "in float64": (_other_dtype, "convert it first"),
