@@ -202,7 +202,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
     saved(job, DISK, tmp_path)
     expected = masters(tmp_path / "saved")
     engine = begin(job._replace(dtype="fp32"), CPU, tmp_path / "second")
-    with pytest.raises(StoreError, match=r"mode bf16, this engine is of mode fp32.*load_optimizer_states=False"):
+    with pytest.raises(StoreError, match=r"mode bf16, this engine is in mode fp32.*load_optimizer_states=False"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     loaded = weights_of(engine)

@@ -145,7 +145,7 @@ def test_the_swap_files_of_a_run_are_no_checkpoint(engine: offload.Engine, tmp_p
     train_step(run, models.GPT2, 0)
     run.destroy()
     before = everything(tmp_path / "default")
-    with pytest.raises(StoreError, match="rank0 is there and is no checkpoint"):
+    with pytest.raises(StoreError, match="rank0 exists and is not a checkpoint"):
         engine.save_checkpoint(tmp_path / "default", tag="rank0")
     assert everything(tmp_path / "default") == before
     rank = tmp_path / "default" / "rank0"
@@ -232,7 +232,7 @@ def test_another_process_that_saves_is_named(engine: offload.Engine, folder: Pat
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         before = everything(folder)
         for tag in ("theirs", "mine"):
-            with pytest.raises(StoreError, match=rf"is being saved to by process {other.pid} on .* \(theirs\)"):
+            with pytest.raises(StoreError, match=rf"process {other.pid} on .* \(theirs\) is saving into "):
                 engine.save_checkpoint(folder, tag=tag, keep_last=1)
         assert everything(folder) == before
         assert f"process {other.pid}" in str(saver(folder))
@@ -261,7 +261,7 @@ def test_two_engines_of_one_process(engine: offload.Engine, tmp_path: Path, monk
     assert written.wait(60)
     monkeypatch.setattr(checkpoint_save, "_write_states", real)
     for tag in ("tag", "another"):
-        with pytest.raises(StoreError, match=f"is being saved to by process {os.getpid()} "):
+        with pytest.raises(StoreError, match=f"process {os.getpid()} .*is saving into "):
             engine.save_checkpoint(tmp_path / "saved", tag=tag)
     go_on.set()
     first.join()
@@ -444,18 +444,18 @@ def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -
 def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
     shutil.copytree(whole, folder / "one")
     (folder / "latest").write_text(text)
-    with pytest.raises(StoreError, match=r"latest should hold the tag .* there: one"):
+    with pytest.raises(StoreError, match=r"latest must contain the tag .* in the folder: one"):
         engine.load_checkpoint(folder)
-    assert "latest should hold the tag" in inspect("verify", folder).output
+    assert "latest must contain the tag" in inspect("verify", folder).output
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep_last": "2"}, "keep_last is '2'"),
-        ({"keep_last": 1.5}, r"keep_last is 1\.5"),
-        ({"keep_last": True}, "keep_last is True"),
-        ({"keep_last": -1}, "keep_last is -1"),
+        ({"keep_last": "2"}, "keep_last must be .*, got '2'"),
+        ({"keep_last": 1.5}, r"keep_last must be .*, got 1\.5"),
+        ({"keep_last": True}, "keep_last must be .*, got True"),
+        ({"keep_last": -1}, "keep_last must be .*, got -1"),
         ({"client_state": [1, 2]}, "client_state must be a dict or None, got list"),
         ({"client_state": []}, "client_state must be a dict or None, got list"),
         ({"client_state": "abc"}, "client_state must be a dict or None, got str"),

@@ -153,7 +153,7 @@ def test_objects_beyond_those_registered_are_waited_for(tmp_path: Path) -> None:
         script.engine.load_checkpoint(checkpoint)
         assert first.count == 4
     with pytest.raises(
-        UsageError, match="holds 2 registered objects, of which 1 is registered: a Counter would be lost"
+        UsageError, match="contains 2 registered objects, of which 1 is registered: a Counter would be lost"
     ):
         script.step()
     killed_after(script)
@@ -188,7 +188,7 @@ def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> N
         script.step()
     before = weights_of(script.engine)
     with pytest.raises(
-        StoreError, match=r"has the registered objects a Counter, a Counter; number 2 of this engine is a StepLR"
+        StoreError, match=r"contains the registered objects a Counter, a Counter; number 2 of this engine is a StepLR"
     ):
         script.engine.load_checkpoint(checkpoint)
     assert first.count == 1 and script.engine.global_steps == 2

@@ -128,7 +128,7 @@ def test_every_tensor_that_differs_is_named(saved: Path) -> None:
     ("file", "how", "words"),
     [
         ("progress.rank0.safetensors", "flip", "progress.rank0.safetensors is damaged"),
-        ("states.rank0.safetensors", "cut", "bytes, not"),
+        ("states.rank0.safetensors", "cut", "bytes, expected"),
         ("states.rank0.safetensors", "remove", "No such file"),
         ("progress.rank0.safetensors", "remove", "No such file"),
     ],
@@ -189,7 +189,7 @@ def test_frozen_weights_that_were_not_saved_are_told_of(tmp_path: Path) -> None:
     model = FROZEN.model()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
-    assert f"{len(frozen)} frozen weights are not in it" in " ".join(found["notices"])
+    assert f"{len(frozen)} frozen weights are not in the checkpoint" in " ".join(found["notices"])
     assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
     assert told("verify", tmp_path / "saved")["whole"]

@@ -159,7 +159,7 @@ def test_a_finished_run_is_not_resumed() -> None:
     result = call("--steps", "1", "--resume", "auto", "--json")
     assert "ended at step 1" in result.stderr and facts(result)["losses"] == []
     must = call("--resume", "must")
-    assert must.exit_code == 2 and "was finished at step 1, so nothing is left to resume" in must.stderr
+    assert must.exit_code == 2 and "was finished at step 1, so no step is left to resume" in must.stderr
     assert call("--run", "none", "--resume", "must").exit_code == 2
     assert call("--run", "none", "--resume", "auto", "--steps", "1").exit_code == 0
 

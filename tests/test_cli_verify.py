@@ -159,7 +159,7 @@ def test_a_blob(run: Path, swap: Path) -> None:
     which, _ = newest(run)
     path = run / "rank0" / f"blob.{which}"
     flip_bit(path, 300)
-    for reason in ("its checksum is not the one", "it is missing"):
+    for reason in ("does not match the checksum", "the file is missing"):
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
         assert code == 1 and file["path"] == str(path) and reason in file["reason"]
@@ -185,7 +185,12 @@ def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Pat
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
-        assert code == 1 and file["path"].endswith("/commit") and "torn" in file["reason"] and told["epoch"] == 2
+        assert (
+            code == 1
+            and file["path"].endswith("/commit")
+            and "does not match its checksum" in file["reason"]
+            and told["epoch"] == 2
+        )
         assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
     flip_bit(run / "rank0" / "commit", which * 4096 + 20)
@@ -196,7 +201,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
     path = run / "rank0" / "commit"
     path.unlink()
     code, told = verify(run)
-    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
     assert inspected(run)["damaged"] == told["ranks"][0]["files"]
     assert resumed(swap) is None
 
@@ -230,7 +235,7 @@ def test_cut_states_are_named_with_what_was_in_them(drive: str, run: Path, swap:
     assert code == 1 and file_["path"] == str(path) and "cut short" in file_["reason"]
     assert inspected(run)["damaged"] == [file_]
     path.unlink()
-    assert verify(run)[1]["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert verify(run)[1]["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
     assert resumed(swap) is None
 
 
@@ -258,7 +263,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     assert code == 0 and told["epoch"] == 2
     before = told["ranks"][0]["before"]
     assert before.startswith("the commit before, step 1, is not whole: ") and before.endswith(EITHER)
-    assert ": the checksum is not the one written; " in before, "the place is told"
+    assert ": the bytes do not match the stored checksum; " in before, "the place is told"
 
 
 def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Path) -> None:

@@ -149,7 +149,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
         engine._core.ending.at_exit()
-    assert "at step 3: " in caplog.text and "the next start replaces it" in caplog.text
+    assert "at step 3: " in caplog.text and "the next start replaces the run" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
     for _ in range(4):
@@ -159,8 +159,8 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     engine._core.components.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
         engine._core.ending.at_exit()
-    assert "at step 4, the last that was committed of 5: " in caplog.text
-    assert "the next start that does not resume it is refused" in caplog.text
+    assert "at step 4, the last committed one of 5: " in caplog.text
+    assert "the next start that does not resume the run is refused" in caplog.text
     again = begin(tmp_path / "failed")
     assert again.global_steps == 4
     again.destroy()
@@ -172,7 +172,7 @@ def test_a_schedule_that_cannot_be_held_is_told_at_the_start_and_at_the_resume(t
     train_step(engine)
     engine.destroy()
     again = begin(tmp_path / "run", Halves)
-    assert sum("Halves stays as this script has made it, at step 1" in line for line in again.notices) == 1
+    assert sum("Halves keeps the state that this script created, at step 1" in line for line in again.notices) == 1
     again.destroy()
     for engine in (begin(tmp_path / "held"), begin(tmp_path / "none", None)):
         assert not any("schedule" in line for line in engine.notices)

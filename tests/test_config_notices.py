@@ -69,7 +69,7 @@ def test_a_line_for_what_is_not_done(given: dict[str, Any], words: str, tmp_path
 
 def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     (line,) = said(tmp_path, {}, "own")
-    assert line == "offload: the optimizer AdamW of the config is not used: optimizer= is given"
+    assert line == "offload: the optimizer AdamW of the config is not used, because optimizer= is given"
 
 
 # -- files that DeepSpeed users have, by each way to train ----------------------------------------------
@@ -115,8 +115,8 @@ for (x,) in loader:
 accelerator.engine.destroy()
 """
 CLIPPED = (
-    'gradients are clipped to a global norm of 1, since the config does not say; "gradient_clipping": 0 leaves them as '
-    "they are, as older DeepSpeed did"
+    'gradients are clipped to a global norm of 1, since the config does not say; "gradient_clipping": 0 turns clipping '
+    "off, as in older DeepSpeed"
 )
 
 

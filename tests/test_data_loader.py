@@ -158,7 +158,7 @@ def test_every_rank_has_as_many_samples_of_each_batch(length: int) -> None:
 
 @pytest.mark.parametrize(("length", "drop_last"), [(0, False), (0, True), (7, True)])
 def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
-    with pytest.raises(ConfigError, match=rf"at least . samples .* the data have {length}"):
+    with pytest.raises(ConfigError, match=rf"at least . samples .* the data contain {length}"):
         load(TensorDataset(torch.arange(length)), 4, 0, 2, 0, None, torch.device("cpu"), drop_last)
 
 

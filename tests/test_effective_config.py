@@ -90,7 +90,7 @@ def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
             engine.backward(engine(torch.ones(2, 4)).mean())
             engine.step()
     info = [each.getMessage() for each in caplog.records if each.getMessage().startswith("config: ")]
-    whole = [each for each in caplog.records if each.getMessage().startswith("the whole config: ")]
+    whole = [each for each in caplog.records if each.getMessage().startswith("the complete config: ")]
     assert len(info) == 1 and info[0].startswith("config: 2 samples a step")
     assert [each.levelno for each in whole] == [logging.DEBUG]
     assert json.loads(whole[0].getMessage().partition(": ")[2]) == engine.config

@@ -96,7 +96,7 @@ def test_the_word_of_the_user_holds_until_the_next(tmp_path: Path) -> None:
         engine.backward(JOB.loss(engine, 0, micro))
         engine.step()
     assert engine.global_steps == 0 and engine.micro_batches == 6
-    with pytest.raises(UsageError, match=r"no boundary: set_gradient_accumulation_boundary\(False\)"):
+    with pytest.raises(UsageError, match=r"needs a boundary: set_gradient_accumulation_boundary\(False\)"):
         engine.optimizer.step()
     engine.set_gradient_accumulation_boundary(True)
     engine.step()

@@ -27,6 +27,6 @@ def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:
 
 def test_a_wait_with_the_lock_taken_twice_is_an_error_and_not_for_ever() -> None:
     monitor = InterruptibleLock()
-    with monitor.lock, monitor.lock, pytest.raises(AssertionError, match="taken twice"):
+    with monitor.lock, monitor.lock, pytest.raises(AssertionError, match="took the lock twice"):
         monitor.wait()
     assert not monitor.lock._is_owned()  # type: ignore[attr-defined]

@@ -313,16 +313,25 @@ ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     "lr_scheduler": (lambda _: {"lr_scheduler": "cosine"}, r"object with step\(\).*got str; .*block \"scheduler\""),
     "names": (
         lambda model: {"model_parameters": model.named_parameters()},
-        r"got a tuple among them; .*parameters\(\)",
+        r"contains a tuple; .*parameters\(\)",
     ),
-    "names in a group": (lambda model: {"model_parameters": [{"params": model.named_parameters()}]}, "got a tuple"),
-    "no parameters": (lambda model: {"model_parameters": model.parameters}, "got a method among them; leave it out"),
+    "names in a group": (
+        lambda model: {"model_parameters": [{"params": model.named_parameters()}]},
+        "contains a tuple",
+    ),
+    "no parameters": (
+        lambda model: {"model_parameters": model.parameters},
+        "contains a method; leave this argument out",
+    ),
     "a DataLoader": (
         lambda _: {"training_data": torch.utils.data.DataLoader([1, 2, 3])},
         "expects a data set, .*got DataLoader; give DataLoader.dataset",
     ),
     "a dict": (lambda _: {"training_data": {"train": [1]}}, "got dict; .*one split of a dict"),
-    "collate_fn": (lambda _: {"collate_fn": 3}, "expects a function that makes a batch .*got int; leave it out"),
+    "collate_fn": (
+        lambda _: {"collate_fn": 3},
+        "expects a function that makes a batch .*got int; leave collate_fn out",
+    ),
 }
 
 

@@ -26,7 +26,7 @@ def test_one_parameter_is() -> None:
         offload.initialize(model=one(), config=CONFIG)
     with pytest.raises(ConfigError, match=r"^2 parameters are trainable, but"):
         offload.initialize(model=nn.Linear(4, 1), config=CONFIG)
-    with pytest.raises(ConfigError, match=r"1 parameter that is not the model's: make it from"):
+    with pytest.raises(ConfigError, match=r"1 parameter that is not the model's: make the optimizer from"):
         offload.initialize(model=one(), optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), config=CONFIG)
     model = nn.Linear(4, 1)
     with pytest.raises(ConfigError, match=r"^1 parameter that requires gradients is in no group .* first is bias"):
@@ -57,7 +57,7 @@ def test_one_backward_ran() -> None:
     try:
         engine.backward(engine(torch.ones(1, 4)).mean())
         engine.step()
-        with pytest.raises(UsageError, match=r"1 micro-batch of this one ran: call it after step\(\)"):
+        with pytest.raises(UsageError, match=r"1 micro-batch of this step ran: call it after step\(\)"):
             engine.set_train_batch_size(4)
     finally:
         engine.destroy()

@@ -586,7 +586,7 @@ def test_a_package_that_is_missing_is_an_error_before_training(
 
 def test_a_folder_that_cannot_be_written_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r'csv_monitor.*is no folder that you may write.*"output_path"'):
+    with pytest.raises(ConfigError, match=r'csv_monitor.*is not a folder that you may write.*"output_path"'):
         start(tmp_path, keys={"csv_monitor": {"enabled": True, "output_path": str(tmp_path / "file")}})
     assert not (tmp_path / "swap").exists()
 

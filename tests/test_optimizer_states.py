@@ -127,7 +127,7 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
         del state["state"][number]
     optimizer.load_state_dict(copy.deepcopy(state))
     engine.optimizer.load_state_dict(copy.deepcopy(state))
-    assert caplog.text.count("has no state of 2 parameters, of 4 that train: moments begin at zero there") == 1
+    assert caplog.text.count("lacks the state of 2 of 4 trained parameters; their moments begin at zero") == 1
     assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
     _plain(model, optimizer, 2)
     _close(_train(engine, 2), model)
@@ -140,14 +140,17 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
     [
         ({}, 'a dict with "state" and "param_groups", got'),
         (5, "got int"),
-        ({"state": {}, "param_groups": [{"params": [0]}]}, r"groups of \[1\] parameters, this optimizer has groups"),
+        (
+            {"state": {}, "param_groups": [{"params": [0]}]},
+            r"groups of \[1\] parameters, this optimizer contains groups",
+        ),
         (
             {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
-            r"state 0, of parameter 0.weight, must have exp_avg, exp_avg_sq, each a tensor of shape \[20, 12\]",
+            r"state 0, of parameter 0.weight, must contain exp_avg, exp_avg_sq, each a tensor of shape \[20, 12\]",
         ),
         (
             {"state": {"0": {}, 7: {}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
-            "got 2 states of others, the first is '0'; give what",
+            "got 2 states of other numbers, the first is '0'; pass the result",
         ),
         ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3], "lr": math.nan}]}, "lr of group 0 is nan"),
     ],

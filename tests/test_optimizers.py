@@ -126,15 +126,15 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
     with pytest.raises(
-        StoreError, match=r'mode is "fp32 lion" there and "fp32" here; go on with the optimizer that it had'
+        StoreError, match=r'mode is "fp32 lion" in the run and "fp32" here; resume with the optimizer that the run had'
     ):
         start(MIXTURE, DISK, tmp_path, resume="must")
-    with pytest.raises(StoreError, match="here; go on in the dtype and with the optimizer that it had"):
+    with pytest.raises(StoreError, match="here; resume in the dtype and with the optimizer that the run had"):
         start(MIXTURE._replace(dtype="bf16"), DISK, tmp_path, resume="must")
-    with pytest.raises(StoreError, match="here; go on in the dtype that it had"):
+    with pytest.raises(StoreError, match="here; resume in the dtype that the run had"):
         start(job._replace(dtype="bf16"), DISK, tmp_path, resume="must")
     engine = start(MIXTURE, DISK, tmp_path / "other")
-    with pytest.raises(StoreError, match="of mode fp32 lion, this engine is of mode fp32"):
+    with pytest.raises(StoreError, match="in mode fp32 lion, this engine is in mode fp32"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     train_step(engine, MIXTURE, 1)
@@ -169,7 +169,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     optimizer = torch.optim.Adagrad(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(ConfigError, match="has stepped already"):
+    with pytest.raises(ConfigError, match="contains states already"):
         offload.initialize(model=model, optimizer=optimizer, config={})
 
 

@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[Action, str]] = {
     "`model.to(other device)`": (lambda module: module.to("meta"), "precision and device are set in the config"),
     "a view of a weight between steps": (_a_view, "offload.gathered"),
     "`.data.t_()` and others that change the shape": (_turned, "cannot become"),
-    "another memory format": (_other_order, "lies contiguously"),
+    "another memory format": (_other_order, "is stored contiguously"),
     "edits while a parameter is gathered": (_edit_while_gathered, "is gathered"),
     "`load_state_dict(assign=True)`": (_assign, "leave assign out"),
     "a gradient set by hand": (_set_gradient, "gradients are in the engine"),

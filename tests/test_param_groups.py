@@ -145,7 +145,7 @@ def _head(engine: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], Any, str]] = {
-    "a parameter that is not trained": (_stranger, None, "give it all parameters that will ever train"),
+    "a parameter that is not trained": (_stranger, None, "give the optimizer all parameters that will ever train"),
     "where the schedule has a list of rates": (
         _head,
         {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3]}},
@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], Any, str]] = {
     "where a schedule of torch has taken its rates": (
         _head,
         {"type": "StepLR", "params": {"step_size": 2}},
-        "the StepLR was made for 1 group of parameters, this would be 2",
+        "the StepLR was made for 1 group of parameters, there would be 2",
     ),
 }
 

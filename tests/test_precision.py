@@ -356,7 +356,7 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
         said = train("--steps", steps, "--keep", "--resume", resume)
         assert f"{dtype} on cpu: " in said and "going on after step" in said and mode_of("default") == dtype
     assert [line.split(": ", 2)[2] for line in warnings_of(caplog)] == [
-        "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"
+        "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     ] * (dtype == "bf16")
     assert f"{'fp32' if dtype == 'bf16' else 'bf16'} on cpu: " in train("--steps", "1", "--run", "another")
 

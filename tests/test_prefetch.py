@@ -71,7 +71,7 @@ def test_a_use_that_was_not_foreseen_is_counted_and_told_in_one_line(
         for step in (0, 0, 1, 1, 2, 2):
             before = engine.use_counts()
             train_step(engine, job, step)
-            lines = [record for record in caplog.records if "otherwise than foreseen" in record.message]
+            lines = [record for record in caplog.records if "were mispredicted" in record.message]
             told.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
             caplog.clear()
     assert told == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]

@@ -540,13 +540,13 @@ def wrong(folder: Path, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("model", ("rank 1 was given other units than rank 0",) * 2),
-        ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
+        ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
+        ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
-        ("end", ("rank 0 keeps its store; rank 1 deletes its store: all must do the same",) * 2),
+        ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
         ("zero_grad", (r"rank 0 is at step\(\); rank 1 drops its gradients \(zero_grad\)",) * 2),
-        ("config", ("rank 1 has ended before it made its engine: ConfigError", "unknown key")),
+        ("config", ("rank 1 has ended before it created its engine: ConfigError", "unknown key")),
         ("edit", ("rank 0 changes the weights of .*; rank 1 closes its engine",) * 2),
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],

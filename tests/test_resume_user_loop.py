@@ -298,9 +298,13 @@ def test_epochs_are_counted(tmp_path: Path) -> None:
     [
         (Setup(samples=24), r"20 samples with seed 0, now 24 with 0\): pass 0 was at sample 12 .* pass 1 begins", 12),
         (Setup(config={"offload": {"seed": 9}}), "20 samples with seed 0, now 20 with 9", 10),
-        (Setup(config={"train_micro_batch_size_per_gpu": 4}), "4 samples .*, 2 in the run; pass 0 had .* on at 12", 2),
-        (Setup(config={"train_micro_batch_size_per_gpu": 5}), "pass 0 had seen 12 and goes on at 10", 2),
-        (Setup(config={"train_micro_batch_size_per_gpu": 7}), "pass 0 had seen 12 and goes on at 7", 2),
+        (
+            Setup(config={"train_micro_batch_size_per_gpu": 4}),
+            "4 samples .*, 2 in the run; pass 0 had .* resumes at 12",
+            2,
+        ),
+        (Setup(config={"train_micro_batch_size_per_gpu": 5}), "pass 0 had seen 12 and resumes at 10", 2),
+        (Setup(config={"train_micro_batch_size_per_gpu": 7}), "pass 0 had seen 12 and resumes at 7", 2),
         (Setup(config={"gradient_accumulation_steps": 1}), "accumulation 2 is now 1", 4),
     ],
 )
@@ -391,7 +395,7 @@ def test_objects_come_back_in_order(tmp_path: Path) -> None:
     first, second = Counter(), Counter()
     script.engine.register_for_checkpointing(first)
     with pytest.raises(
-        UsageError, match=r"holds 2 registered objects, of which 1 is registered: a Counter would be lost"
+        UsageError, match=r"contains 2 registered objects, of which 1 is registered: a Counter would be lost"
     ):
         script.step()
     script.engine.register_for_checkpointing(second)
@@ -528,7 +532,7 @@ def test_a_schedule_goes_on_from_its_own_rate(how: str, tmp_path: Path) -> None:
     script = Script(tmp_path, _configured(lr=0.5, weight_decay=0.2)._replace(**{how: warm_up}))
     assert script.engine.get_lr() == rates and script.optimizer.param_groups[0]["weight_decay"] == 0.2
     (notice,) = [line for line in script.engine.notices if "other settings" in line]
-    assert "learning rates [0.01] is now [0.5] (a schedule goes on from the former)" in notice
+    assert "learning rates [0.01] is now [0.5] (a schedule continues from the former)" in notice
     script.engine.destroy(remove=True)
 
 

@@ -40,8 +40,8 @@ def _killed(folder: Path) -> None:
 def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     first, told = script(tmp_path)
     assert not any("is replaced" in line for line in told)
-    (left,) = [record.getMessage() for record in caplog.records if "the run is left in" in record.getMessage()]
-    assert '"resume": "auto" goes on with it, the next start replaces it; `offload rm' in left
+    (left,) = [record.getMessage() for record in caplog.records if "the run is kept in" in record.getMessage()]
+    assert '"resume": "auto" resumes the run, the next start replaces the run; `offload rm' in left
     again, told = script(tmp_path)
     (line,) = [line for line in told if "is replaced" in line]
     assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
@@ -73,7 +73,7 @@ def test_one_that_ended_without_destroy_is_replaced(
     caplog.clear()
     engine._core.ending.at_exit()
     (line,) = (record.getMessage() for record in caplog.records)
-    assert f"at step {steps}: " in line and "the next start replaces it" in line
+    assert f"at step {steps}: " in line and "the next start replaces the run" in line
     _, told = script(tmp_path)
     assert any("which was closed at its end, is replaced" in line for line in told)
 
@@ -91,8 +91,8 @@ def test_one_that_ended_by_an_error_is_protected(
         engine._core.components.pager.fail(RuntimeError("of the test"))
     caplog.clear()
     engine._core.ending.at_exit()
-    (line,) = (record.getMessage() for record in caplog.records if "is left in" in record.getMessage())
-    assert "the next start that does not resume it is refused" in line
+    (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
+    assert "the next start that does not resume the run is refused" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
         script(tmp_path)
 
@@ -124,7 +124,7 @@ def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
     engine._core._begin()
     engine._core.components.update_worker.finish()
     for resume in ("never", "restart"):
-        with pytest.raises(StoreError, match=r"in use by process \d+ on .*, and trains; wait"):
+        with pytest.raises(StoreError, match=r"in use by process \d+ on .*, which trains; wait"):
             script(tmp_path, resume=resume)
     engine.destroy(remove=True)
 
@@ -156,7 +156,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
 def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         (line,), others = ranks.run(_exits_on_ranks, tmp_path)
-    assert "the next start replaces it" in line and others == []
+    assert "the next start replaces the run" in line and others == []
 
 
 def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:

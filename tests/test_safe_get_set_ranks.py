@@ -108,7 +108,7 @@ def different_places(folder: Path) -> list[str]:
 def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks.run(different_places, tmp_path):
         assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in said[0]
-        assert "rank 0 is at step(); rank 1 looks at a state of a parameter" in said[1]
+        assert "rank 0 is at step(); rank 1 accesses a state of a parameter" in said[1]
 
 
 def values_of_each(folder: Path) -> list[float]:
@@ -201,5 +201,5 @@ def alone_and_wrong(folder: Path) -> list[str]:
 
 def test_a_rank_alone_and_a_part_of_another_length(ranks: RankPool, tmp_path: Path) -> None:
     (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
-    assert "values of this rank's part of the " in other and "got shape" in other
-    assert "rank 1 could not set a part of a parameter, so no rank did: UsageError: values of" in one
+    assert "values of this rank's shard of the " in other and "got shape" in other
+    assert "rank 1 could not set a shard of a parameter, so no rank did: UsageError: values of" in one

@@ -319,7 +319,7 @@ def test_what_the_block_says_now_counts_after_a_resume(tmp_path: Path) -> None:
     script.end()
     script = start(tmp_path, block(10), lr=0.5)
     (notice,) = [line for line in script.engine.notices if "other settings" in line]
-    assert "the schedule's total_num_steps 6 is now 10" in notice and "(a schedule goes on from the former)" in notice
+    assert "the schedule's total_num_steps 6 is now 10" in notice and "(a schedule continues from the former)" in notice
     assert "cos_min_ratio" not in notice
     assert script.engine.get_lr() == pytest.approx([LR * 0.853553])
     script.step()
@@ -382,9 +382,9 @@ def test_an_optimizers_rate_without_effect_is_said() -> None:
     for block, words in (
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}},
-            "whose warmup_max_lr is 0.001, not the optimizer's 0.01",
+            "whose warmup_max_lr is 0.001; the optimizer's 0.01",
         ),
-        ({"type": "OneCycle", "params": {**CYCLE}}, "whose cycle_max_lr is 0.005, not the optimizer's 0.01"),
+        ({"type": "OneCycle", "params": {**CYCLE}}, "whose cycle_max_lr is 0.005; the optimizer's 0.01"),
     ):
         engine = begin(config={"scheduler": block})
         (notice,) = [line for line in engine.notices if line.startswith("the learning rate is")]

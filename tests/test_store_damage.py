@@ -187,7 +187,9 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[
     process.start()
     holder = mine.recv()
     for resume in ("auto", "must"):
-        with pytest.raises(StoreError, match=rf"is in use by process {holder} on .*; end it, or choose another run"):
+        with pytest.raises(
+            StoreError, match=rf"is in use by process {holder} on .*; end that process, or choose another run"
+        ):
             start(JOB, DISK, tmp_path, resume=resume)
     os.kill(holder, signal.SIGKILL)
     process.join()

@@ -287,7 +287,7 @@ def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) 
             train_step(engine, JOB, 4)
         engine.destroy()
     engine = train([tmp_path], 0, resume="auto")
-    assert engine.global_steps == 3 and any("step 3 was checked and is taken" in line for line in engine.notices)
+    assert engine.global_steps == 3 and any("step 3 passed its check and is used" in line for line in engine.notices)
     assert [train_step(engine, JOB, step) for step in (3, 4)] == losses
     engine.destroy()
     assert verified(run) == 0 and not (run / "rank0" / "suspect").exists()
@@ -300,7 +300,7 @@ def test_without_a_whole_commit_it_says_so(tmp_path: Path) -> None:
     found = run / "rank0" / "states"
     found.write_bytes(bytes(b ^ 1 if i % 4096 == 7 else b for i, b in enumerate(found.read_bytes())))
     assert verified(run) == 1
-    with pytest.raises(StoreError, match=r"no commit is whole: step 4: .*; step 3: "):
+    with pytest.raises(StoreError, match=r"no commit is intact: step 4: .*; step 3: "):
         train([tmp_path], 0, resume="auto")
 
 

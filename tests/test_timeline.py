@@ -174,7 +174,7 @@ def test_spans_are_in_the_words_of_the_model(tmp_path: Path) -> None:
     assert {f"kernel of {unit}" for unit in units} <= names(content, Row.WORKER)
     assert names(content, Row.COMMITS) == {f"commit of step {n}" for n in range(4)}
     found = counters(content)
-    assert max(found["device memory"]) > 0 and max(found["leases of weights"]) > 0
+    assert max(found["device memory"]) > 0 and max(found["host buffers of weights"]) > 0
     for name in ("reads in flight", "writes in flight"):
         assert max(found[name]) > 0 and found[name][-1] == 0
 
@@ -337,7 +337,7 @@ def test_it_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert content["otherData"] | {"complete": False, "events": 10} == content["otherData"]
     assert len(row(content, Row.COMPUTE)) + len(counters(content)["device memory"]) == 10
     (last,) = (event for event in content["traceEvents"] if event["ph"] == "i")
-    assert "no more was recorded" in last["name"]
+    assert "recording stopped" in last["name"]
 
 
 def test_spans_of_a_row_are_put_below_each_other(tmp_path: Path) -> None:

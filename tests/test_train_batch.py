@@ -150,7 +150,7 @@ def test_a_batch_size_that_cannot_be(tmp_path: Path) -> None:
     engine.destroy()
     engine = start(JOB, MEMORY, tmp_path)
     engine.backward(JOB.loss(engine, 0, 0))
-    with pytest.raises(UsageError, match="1 micro-batch of this one ran"):
+    with pytest.raises(UsageError, match="1 micro-batch of this step ran"):
         engine.set_train_batch_size(4)
     assert engine.train_batch_size() == 2
     engine.destroy()

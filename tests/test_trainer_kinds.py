@@ -174,7 +174,9 @@ def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
         mine.train()
     folder = tmp_path / "out" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
-    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, "frozen weights are not in it"
+    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, (
+        "frozen weights are not in the checkpoint"
+    )
     with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train(resume_from_checkpoint=str(folder))
         assert_same(whole, result(mine))

@@ -124,7 +124,7 @@ class IoFuture:
             IoError: the request failed.
         """
         if not self._checksum:
-            raise ValueError("there is no checksum: ask for it with checksum=True")
+            raise ValueError("no checksum was computed: pass checksum=True with the request")
         self.wait()
         return self._flight.crc
 
@@ -283,4 +283,6 @@ def _call(future: IoFuture, function: Callback) -> None:
 
 def of_the_parent(pid: int) -> UsageError:
     """Returns the error for a forked child that uses a queue of its parent, process `pid`."""
-    return UsageError(f"this queue belongs to process {pid}; a forked child has none of its threads")
+    return UsageError(
+        f"this queue belongs to process {pid}; a forked child does not inherit its threads; open a queue in the child"
+    )

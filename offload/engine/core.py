@@ -153,7 +153,7 @@ class EngineCore(EngineCallbacks):
             UsageError: if a forward or a backward is running.
         """
         if inside_backward() or self.components.hooks.running:
-            raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
+            raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
         if self.components.update_worker is not None:
             self.components.update_worker.finish()
@@ -236,7 +236,7 @@ class EngineCore(EngineCallbacks):
     @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
-        assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
+        assert components.update_worker is not None, "an engine that trains nothing refuses edits earlier"
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
@@ -260,9 +260,9 @@ class EngineCore(EngineCallbacks):
         if self.micro.count and not self._missed_gradient_reported:
             self._missed_gradient_reported = True
             tell(
-                f"`.grad` of {name} is None, as of every parameter: gradients are in the engine. "
-                f"offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
-                f"their norm after it (docs/guides/inspect-and-edit-parameters.md)"
+                f"`.grad` of {name} is None for every parameter, because gradients are in the engine. "
+                "offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
+                "their norm after it (docs/guides/inspect-and-edit-parameters.md)"
             )
 
     def give_cache(self) -> None:
@@ -271,7 +271,7 @@ class EngineCore(EngineCallbacks):
         if components.pager.failed:
             return
         logger.info(
-            "%s of host memory go from one engine of this process to another",
+            "%s of host memory move from one engine of this process to another",
             format_size(components.arena.classes.cache),
         )
         if components.update_worker is not None:

@@ -58,7 +58,7 @@ class Shutdown:
     def check(self) -> None:
         """Raises `UsageError` in a forked child and after the end."""
         if os.getpid() != self._pid:
-            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
+            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use an engine")
         if not self._alive:
             raise UsageError("this engine was destroyed")
 
@@ -191,13 +191,13 @@ class Shutdown:
         if store is None or folder is None:
             return
         if store.durable is None:
-            tell(f"nothing is committed in {folder}; `offload rm {folder}` deletes it")
+            tell(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
             return
-        made = f", the last that was committed of {steps}" if store.durable.epoch != steps else ""
-        goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
+        made = f", the last committed one of {steps}" if store.durable.epoch != steps else ""
+        goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
         tell(
-            f'the run is left in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" goes on with it, '
-            f"{goes}; `offload rm {folder}` deletes it"
+            f'the run is kept in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" resumes the run, '
+            f"{goes}; `offload rm {folder}` deletes the run"
         )
 
     # -- closing ------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class OptimizerStep:
         unforeseen = self._components.pager.counts().unforeseen
         if unforeseen > self._unforeseen:
             more = unforeseen - self._unforeseen
-            logger.debug("step %d: %d uses of units came otherwise than foreseen", self._state.global_steps + 1, more)
+            logger.debug("step %d: %d uses of units were mispredicted", self._state.global_steps + 1, more)
             self._unforeseen = unforeseen
         return self._components.pager.end_step()
 
@@ -160,8 +160,8 @@ class OptimizerStep:
         if not scaler.exhausted:
             return None
         return (
-            f"The loss scale is {scaler.scale:g} already, the least that it may be: lower the learning rate, look at "
-            f"the batch, or train in bf16"
+            f"The loss scale is {scaler.scale:g} already, its minimum: lower the learning rate, look at the batch, or "
+            "train in bf16"
         )
 
     def _apply(
@@ -199,7 +199,7 @@ class OptimizerStep:
         else:
             self._components.gradients.clear()
             now = state.loss_scale
-            to = "" if loss_scale == now else f"; the loss scale goes from {loss_scale:g} to {now:g}"
+            to = "" if loss_scale == now else f"; the loss scale changes from {loss_scale:g} to {now:g}"
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         updater.schedule(updates, state.global_steps)
         self.applied = finite

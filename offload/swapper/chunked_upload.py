@@ -67,7 +67,7 @@ def stream(
                 future.wait()
             except OSError:
                 pass  # the first error is the one raised
-    assert last is not None, "a partition that has no bytes needs no lease"
+    assert last is not None, "an empty partition needs no host buffer"
     last.wait()  # the caller reuses the host buffers
     return last
 

@@ -38,7 +38,7 @@ class HostCache:
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
                 entry.lease = host.homes.take(entry.size.part_nbytes)
-                assert entry.lease is not None, "the class of homes was sized for every home"
+                assert entry.lease is not None, "the arena class of the host tier was sized for every unit in that tier"
 
     # -- allocation and eviction --------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class HostCache:
         self.waiting_for_buffer += 1
         self._table.notify()
         try:
-            self._table.wait(f"waits for a lease for {entry.size.title}")
+            self._table.wait(f"waits for a host buffer for {entry.size.title}")
         finally:
             self.waiting_for_buffer -= 1
 
@@ -206,7 +206,7 @@ class HostCache:
                 if self._may_take_lease_of(entry):
                     self._take_lease(entry)
             if self._host.weights.space.used_bytes:
-                self._table.wait("waits for a unit that is streamed")
+                self._table.wait("waits for a streamed unit")
         if not self._table.failure:
             self._host.drop_cache()
 

@@ -28,7 +28,7 @@ class MemoryCounters:
 
     def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
         self._host, self._device, self._timeline = host, device, timeline
-        self._titles = {name: f"leases of {name}" for name in host.regions}
+        self._titles = {name: f"host buffers of {name}" for name in host.regions}
 
     def count(self) -> None:
         """Records the present values. The caller holds the pager's lock."""
@@ -114,10 +114,10 @@ class UnitTable:
 def _what_is_left(table: UnitTable, committed: bool) -> str:
     """Returns a sentence about the state from which a later process can resume, after the table's failure."""
     if not committed:
-        return "nothing was committed, so start again, or from a checkpoint"
+        return "nothing was committed, so start anew, or from a checkpoint"
     if table.rewritten:
         return (
-            "a load was replacing frozen weights, so the last committed step is not whole: start the run over and "
+            "a load was replacing frozen weights, so the last committed step is incomplete: start the run over and "
             "load the checkpoint again"
         )
     error = table.failure
@@ -125,8 +125,8 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (
-                'start again with "resume": "auto", which checks everything and takes the commit before if that is '
-                "whole; else go back to a checkpoint"
+                'start again with "resume": "auto", which checks every byte and falls back to the previous commit if '
+                "that one is intact; otherwise go back to a checkpoint"
             )
         error = error.__cause__
     return "the last committed step is intact"

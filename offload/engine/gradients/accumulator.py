@@ -95,7 +95,7 @@ class GradientAccumulator:
         for unit, part in enumerate(parts):
             kept = part and not self._spills(unit) and unit not in self._on_device
             lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
-            assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
+            assert lease is not None or not kept, "the arena class of the host tier was sized for its gradients"
             self._memory.append(None if lease is None else lease.tensor(dtype))
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:

@@ -97,15 +97,15 @@ def check_room(folder: Path, nbytes: int, out: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise StoreError(
-            f"{out} needs {format_size(nbytes)}, its drive has {format_size(free)} free; free some room, or choose "
-            f"another folder"
+            f"{out} needs {format_size(nbytes)}, but its drive has {format_size(free)} free; free some room, or "
+            "choose another folder"
         )
 
 
 def check_not_a_file(out: Path) -> None:
     """Raises `StoreError` if `out` exists and is no folder."""
     if os.path.lexists(out) and not out.is_dir():
-        raise StoreError(f"{out} is not a folder; give a folder, or a name that is not there")
+        raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
 
 
 def _is_in_use(out: Path) -> bool:
@@ -145,11 +145,14 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
     foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
     if foreign:
-        raise StoreError(f"{partial} holds {foreign[0]}, which no save leaves; move it away, or choose another name")
+        raise StoreError(
+            f"{partial} contains {foreign[0]}, which was not left by a save; move that file away, or choose another "
+            "name"
+        )
     if left:
         # `st_blocks` counts units of 512 bytes, whatever the file system's block size is.
         nbytes = sum(path.stat().st_blocks * 512 for path in left)
-        notice(f"removed {partial}, {format_size(nbytes)} of a save or export that was cut short")
+        notice(f"removed {partial}, {format_size(nbytes)} of an interrupted save or export")
     for path in left:
         path.unlink()
 
@@ -207,5 +210,5 @@ def tokenizer_files(folder: Path) -> list[str]:
     """Returns the names of a tokenizer's files; raises `StoreError` if the folder contains none."""
     found = [name for name in TOKENIZER if (folder / name).is_file()]
     if not found:
-        raise StoreError(f"{folder} holds no file of a tokenizer, such as {TOKENIZER[0]}")
+        raise StoreError(f"{folder} contains no file of a tokenizer, such as {TOKENIZER[0]}")
     return found

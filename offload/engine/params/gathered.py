@@ -48,7 +48,9 @@ def gathered(
     # An owner that can fetch now runs a forward or a backward.
     for place in places:
         if place.engine.fetch(place.unit):
-            raise UsageError("gathered() is for between forwards and backwards; inside of them parameters are there")
+            raise UsageError(
+                "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
+            )
     taken: list[ParamHandle] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
@@ -68,7 +70,8 @@ def gathered(
                 unit[0].end_edits(unit[1])
     if changed and not modify:
         raise UsageError(
-            f"parameter {changed[0][0].name} was changed inside of gathered(); the change is dropped: say modify=True"
+            f"parameter {changed[0][0].name} was changed inside of gathered(), and the change is dropped: pass "
+            "modify=True"
         )
 
 

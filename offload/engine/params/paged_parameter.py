@@ -144,8 +144,8 @@ class ParamHandle:
         """Returns the error that `requires_grad_(True)` of a frozen parameter raises."""
         return UsageError(
             f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
-            f"set requires_grad before. What is to train later may be frozen after offload.initialize until then, and "
-            f"stays as it is meanwhile"
+            "set requires_grad before offload.initialize. A parameter that shall train later may be frozen after "
+            "offload.initialize"
         )
 
     def release(self) -> None:
@@ -230,8 +230,8 @@ class ParamHandle:
         """The owner. Raises `UsageError` if the engine was destroyed."""
         if self.owner is None:
             raise UsageError(
-                f"parameter {self.name} has no weights: its engine was destroyed; ask for state_dict() before, or "
-                f"resume the run"
+                f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
+                "destroy(), or resume the run"
             )
         return self.owner
 
@@ -329,7 +329,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         elif not places[key].materialized:
             raise BudgetError(
                 f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
-                f'and their units have no room there together; raise "device_memory" in the "offload" block'
+                'but their units do not fit together; raise "device_memory" in the "offload" block'
             )
     before = {key: real[key]._version for key in outside}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
@@ -363,7 +363,7 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
         if of is not None:
             raise UsageError(
                 f"{_name(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
-                f"what is written to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
+                "writes to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
             )
     elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
         value.flags.writeable = False  # a view by numpy() or asarray()
@@ -386,8 +386,8 @@ def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
-            f"parameter {place.name} is {mine} for as long as it is under an engine, it cannot become {given}; "
-            f"precision and device are set in the config"
+            f"parameter {place.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
+            "device are set in the config"
         )
 
 

@@ -109,7 +109,7 @@ class SavedTensors:
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
-                f"torch.autograd.grad instead of torch.func, or a copy.deepcopy of the part in question"
+                "torch.autograd.grad instead of torch.func, or a copy.deepcopy of the submodule in question"
             ) from error
         return True
 
@@ -146,8 +146,8 @@ class SavedTensors:
         if used is not None:
             raise UsageError(
                 f"parameter {used} is used by compiled code while no module that owns it runs; call that module, name "
-                f'the one that uses it in "units" of the "offload" block, or tell by '
-                f"offload.register_external_parameter(module, parameter)"
+                'the one that uses it in "units" of the "offload" block, or call '
+                "offload.register_external_parameter(module, parameter)"
             )
         return None
 

@@ -76,7 +76,10 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
         return  # the parameter's own memory
     check_kind(place, tensor, values)
     if not isinstance(tensor, PagedParameter):
-        raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
+        raise UsageError(
+            f"`.data` of a tensor that `.data` or detach() of {place.name} returned cannot be set; set `.data` of the "
+            "parameter"
+        )
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases receive copies: `values` may be one
         # In a running module the weights are materialized, and an alias shares their memory, as in torch.
@@ -110,8 +113,8 @@ def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
     place = tensor.offload_handle
     if value and isinstance(tensor, PagedParameterView):
         raise UsageError(
-            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() it to make a parameter "
-            f"of its own"
+            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() this tensor to make a "
+            "parameter of its own"
         )
     if value and not place.trainable:
         raise place.cannot_train()
@@ -174,7 +177,8 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     form = kwargs.pop("memory_format", None)
     if form not in (None, torch.preserve_format, torch.contiguous_format):
         raise UsageError(
-            f"parameter {tensor.offload_handle.name} lies contiguously in the swap tiers, it cannot become {form}"
+            f"parameter {tensor.offload_handle.name} is stored contiguously in the swap tiers, so it cannot become "
+            f"{form}"
         )
     # torch parses the many signatures of `to`: one element shows the dtype and the device that result.
     probe = call_plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
@@ -197,7 +201,7 @@ def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
     """Implements `repr()` and `format()`, without the values."""
     place = tensor.offload_handle
     return (
-        f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
+        f"PagedParameter({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
         f"requires_grad={tensor.requires_grad})"
     )
 

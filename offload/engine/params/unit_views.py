@@ -198,8 +198,8 @@ class UnitViews:
                 names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
                 raise UsageError(
                     f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
-                    f"autograd.Function (use save_for_backward), in a list, in the frames of an exception "
-                    f"(sys.last_traceback). Drop it, or clone() what shall stay"
+                    "autograd.Function (use save_for_backward), in a list, in the frames of an exception "
+                    "(sys.last_traceback). Drop the view, or clone() the values that shall stay"
                 )
 
     def check_not_gathered(self, what: str) -> None:

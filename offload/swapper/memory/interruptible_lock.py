@@ -57,7 +57,7 @@ class InterruptibleLock:
         self.lock.release()
         try:
             if self.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it as well
-                raise AssertionError("the lock was taken twice: no other thread could make the change")
+                raise AssertionError("a thread took the lock twice: no other thread could make the change")
             return act()
         finally:
             self.lock.acquire()

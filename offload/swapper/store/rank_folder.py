@@ -78,7 +78,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
 
 def _in_use(folder: Path, who: str) -> StoreError:
     """Returns the error for a folder that `who` holds."""
-    end = "an engine of this process has it: destroy() it" if who == this_process() else "end it"
+    end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
     return StoreError(f"{folder} is in use by {who}; {end}, or choose another run name")
 
 
@@ -147,7 +147,7 @@ def read_whole(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

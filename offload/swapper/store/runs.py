@@ -90,7 +90,7 @@ def find_removal(path: Path) -> Removal:
     # A start that was killed has left at least a lock.
     remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks)
     if not path.is_dir() or not (note.is_file() or remains):
-        raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
+        raise StoreError(f"{path} is not a run folder: it contains neither rank<r> folders nor finished.json")
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
@@ -208,6 +208,9 @@ def open_rank(folder: Path, queue: Queue) -> tuple[Store, dict[str, torch.Tensor
     drives = [folder.parent.parent, *(Path(drive) for drive in manifest.drives[1:])]
     for drive in drives:
         if not (drive / folder.parent.name / folder.name).is_dir():
-            raise StoreError(f"{folder} lies on the drives {', '.join(manifest.drives)}, but {drive} has no part of it")
+            raise StoreError(
+                f"{folder} is stored on the drives {', '.join(manifest.drives)}, but {drive} contains nothing of this "
+                "run: mount that drive"
+            )
     store = Store(drives, folder.parent.name, int(folder.name[4:]), manifest.spec, queue)
     return store, store.open()

@@ -80,8 +80,8 @@ class Written:
             return
         self._warned[drive] = True
         logger.warning(
-            "%s: this run has written %s to it, %.1f %% of the %s that it is rated for (drive_tbw); a warning was "
-            "asked for from %g %% on (drive_share)",
+            "%s: this run has written %s to this drive, %.1f %% of its rated %s (drive_tbw); the config asks for a "
+            "warning from %g %% on (drive_share)",
             self._paths[drive],
             format_decimal(life * rating.ranks),
             100 * rating.used(life),
