@@ -125,7 +125,7 @@ def test_no_request_of_a_failed_update_is_left_in_flight(
         for step in range(1, 3):
             train_step(engine, models.GPT2, step)
     engine.destroy()
-    assert len(requests) > 1 and all(request.awaited for request in requests)
+    assert requests and all(request.awaited for request in requests)
 
 
 @pytest.mark.works("Engines and processes", "threads after `destroy()`: none", "right")
