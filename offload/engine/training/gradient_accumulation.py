@@ -89,6 +89,11 @@ class GradientAccumulation:
             self._no_sync -= 1
             self._at_step = self._backwards
 
+    def check_no_sync(self) -> None:
+        """Raises `UsageError` inside of `no_sync`, where no optimizer step is possible."""
+        if self._no_sync:
+            raise UsageError("no step is made inside of no_sync(): leave it before the backward that ends the step")
+
     def end(self, accumulation: int) -> None:
         """Ends a micro-batch at a call of `step()`.
 
@@ -108,8 +113,7 @@ class GradientAccumulation:
     def check_boundary(self, accumulation: int) -> None:
         """Raises `UsageError` if no optimizer step is possible now."""
         count = self.count
-        if self._no_sync:
-            raise UsageError("no step is made inside of no_sync(): leave it before the backward that ends the step")
+        self.check_no_sync()
         if self._told is not None:
             if not self._told or not count:
                 why = (
