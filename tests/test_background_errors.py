@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from offload.aio import File
+from offload.aio.protocols import Future
 from offload.errors import EngineFailed, IoError
+from offload.swapper.store import Store
 from tests.support import models
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.oracle import run, start, train_step
@@ -58,6 +63,69 @@ def test_a_failed_request_stops_the_engine(
     losses = [train_step(again, job, step) for step in range(again.global_steps, job.steps)]
     again.destroy(remove=True)
     assert losses == whole.losses[job.steps - len(losses) :]
+
+
+class Awaited:
+    """A request that fails if it is told to, and knows if somebody has waited for it."""
+
+    def __init__(self, inner: Future, fails: bool) -> None:
+        self._inner, self._fails, self.awaited = inner, fails, False
+
+    def done(self) -> bool:
+        return self._inner.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.awaited = True
+        moved = self._inner.wait(timeout)
+        if self._fails:
+            raise IoError("states", 0, moved, errno.EIO, "read")
+        return moved
+
+    def crc32c(self) -> int:
+        return self._inner.crc32c()
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        self._inner.add_done_callback(function)
+
+
+@pytest.mark.parametrize("fault", ["a read fails", "a read cannot start", "a write cannot start"])
+def test_no_request_of_a_failed_update_is_left_in_flight(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the tile in hand neither: the buffers are freed next, and the queue may be that of other engines too."""
+    engine = start(models.GPT2, DISK, tmp_path)
+    train_step(engine, models.GPT2, 0)
+    engine._core.components.update_worker.finish(commit=False)
+    read, write = Store.read, Store.write
+    requests: list[Awaited] = []
+    begun: list[str] = []
+
+    def in_worker() -> bool:
+        return threading.current_thread().name == "offload-update"
+
+    def reads(store: Store, *arguments: Any, **options: Any) -> Future:
+        if not in_worker():
+            return read(store, *arguments, **options)
+        begun.append("read")
+        if fault == "a read cannot start" and len(begun) == 2:
+            raise OSError(errno.ENOMEM, "of the test")
+        requests.append(Awaited(read(store, *arguments, **options), fault == "a read fails" and not requests))
+        return requests[-1]
+
+    def writes(store: Store, *arguments: Any, **options: Any) -> Future:
+        begun.append("write")
+        if fault == "a write cannot start" and begun.count("write") == 3:
+            raise OSError(errno.ENOMEM, "of the test")
+        requests.append(Awaited(write(store, *arguments, **options), False))
+        return requests[-1]
+
+    monkeypatch.setattr(Store, "read", reads)
+    monkeypatch.setattr(Store, "write", writes)
+    with pytest.raises((EngineFailed, OSError)):
+        for step in range(1, 3):
+            train_step(engine, models.GPT2, step)
+    engine.destroy()
+    assert requests and all(request.awaited for request in requests)
 
 
 @pytest.mark.works("Engines and processes", "threads after `destroy()`: none", "right")

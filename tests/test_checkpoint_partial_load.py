@@ -75,8 +75,12 @@ def test_damage_in_what_stays_is_an_error(
         flip_bit(rank / "states", place.offset(4 * element))
     engine = begin(run, True, frozen)
     if damaged:
-        with pytest.raises(IoError, match="checksum"):
+        with pytest.raises(IoError, match="checksum") as caught:
             engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        # While the caller still holds the exception, and with its frames the loader.
+        assert caught.value is not None
+        open_files = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+        assert not any(name.startswith(str(tmp_path / "saved")) for name in open_files)
         engine.destroy()
         assert read_records(rank / "commit").valid[0] == record
         assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 1

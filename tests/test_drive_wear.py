@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,24 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
         counts.add(0, 20 * 10**9)
     (said,) = [each.getMessage() for each in caplog.records]
     assert said.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
+
+
+def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:
+    """One of them is stopped where it knows that the rating is exceeded, until the other has added too."""
+
+    class Slow(Rating):
+        def used(self, nbytes: float) -> float:
+            if not second.is_alive():
+                second.start()
+                second.join(0.2)
+            return super().used(nbytes)
+
+    counts = Written(["/mnt/a"], Slow(1e12, 0.1))
+    second = threading.Thread(target=counts.add, args=(0, 10**11))
+    with caplog.at_level(logging.WARNING):
+        counts.add(0, 2 * 10**11)
+        second.join()
+    assert len(caplog.records) == 1
 
 
 def test_a_run_is_foreseen_to_its_end() -> None:

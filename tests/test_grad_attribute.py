@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
+from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 import offload
+from offload.errors import UsageError
 from tests.support import models
 from tests.support.oracle import start
 
@@ -31,6 +34,24 @@ def test_who_reads_grad_after_backward_is_told_once(tmp_path: Path, caplog: pyte
         assert "`.grad` of scale is None" in line and "offload.safe_get_full_grad(parameter)" in line
         assert offload.safe_get_full_grad(weight) is not None
         engine.step()
+    engine.destroy()
+
+
+def test_clipping_by_torch_is_recognized_below_any_number_of_calls(tmp_path: Path) -> None:
+    """But only below code of torch: what a user calls in a hook of torch's own code is the user's."""
+
+    def in_file(file: str, module: str, source: str) -> Any:
+        names: dict[str, Any] = {"__name__": module}
+        exec(compile(source, file, "exec"), names)
+        return names
+
+    engine = start(JOB, ("none", "none"), tmp_path)
+    engine.backward(JOB.loss(engine, 0, 0))
+    deep = "def read(weight, calls):\n    return read(weight, calls - 1) if calls else weight.grad\n"
+    clip = in_file(clip_grad_file, "torch.nn.utils.clip_grad", "def clip(read, weight):\n    return read(weight, 30)\n")
+    with pytest.raises(UsageError, match=r"torch\.nn\.utils cannot clip them"):
+        clip["clip"](in_file("foreach.py", "torch.utils", deep)["read"], engine.module.head.weight)
+    assert clip["clip"](in_file("user.py", "user", deep)["read"], engine.module.head.weight) is None
     engine.destroy()
 
 

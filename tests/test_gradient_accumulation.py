@@ -134,6 +134,15 @@ def test_nothing_is_updated_inside_of_no_sync(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+def test_train_batch_inside_of_no_sync_takes_no_data(tmp_path: Path) -> None:
+    engine = start(JOB, MEMORY, tmp_path)
+    data = iter([1, 2, 3])
+    with engine.no_sync(), pytest.raises(UsageError, match=r"inside of no_sync\(\)"):
+        engine.train_batch(data)
+    assert list(data) == [1, 2, 3] and engine.micro_batches == 0
+    engine.destroy()
+
+
 def test_in_no_sync_each_backward_is_a_micro_batch_without_accumulation_too(tmp_path: Path) -> None:
     engine = start(JOB._replace(accumulation=1), MEMORY, tmp_path)
     for step in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,42 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
     for number in set(order):
         assert bool((found[number * numel : (number + 1) * numel] == expected[number]).all())
     assert failures == []
+
+
+class Full:
+    """A write that ends with an error."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        raise IoError("spill", 0, 4096, errno.ENOSPC, "write")
+
+
+@pytest.mark.parametrize("fault", ["cannot start", "fails"])
+@pytest.mark.parametrize("method", ["read", "forget"])
+def test_a_gradient_that_is_lost_stops_the_engine_whoever_notices(
+    method: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A flush that cannot start a write has let go of the window, and a caught error would update with zeros."""
+    numel, failures = 1024, list[BaseException]()
+    arena = HostArena(Classes(0, 0, numel * 4, 0), Device(torch.device("cpu")))
+    lease = arena.gradients.take(numel * 4)
+    assert lease is not None
+    stretches = {0: (range(numel),)}
+    spill = DiskSpill(stretches, torch.float32, [lease], MemoryScratch(numel * 4), failures.append)  # type: ignore[arg-type]
+    spill.part(0, 0, numel).fill_(1.0)
+
+    def write(*_: Any) -> Full:
+        if fault == "cannot start":
+            raise IoError("spill", 0, 4096, errno.ENOMEM, "write")
+        return Full()
+
+    monkeypatch.setattr(MemoryScratch, "write", write)
+    with pytest.raises(IoError) as caught:
+        spill.flush()
+        if method == "read":
+            spill.read(0, 0, numel, memoryview(bytearray(numel * 4)))
+        else:
+            spill.forget(0)
+    assert failures == [caught.value]
 
 
 @given(

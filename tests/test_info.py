@@ -12,9 +12,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.aio import BACKENDS
+from offload.aio import BACKENDS, backend
 from offload.aio.backend import refusals
 from offload.cli.main import app
+from offload.errors import ConfigError
 from offload.hardware import info
 from offload.hardware import system as machine
 from tests.support.seccomp import refusing
@@ -163,3 +164,12 @@ def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
     told = machine.gpus(tmp_path)
     assert "1 NVIDIA GPU is there" in told["why"] and not told["devices"]
     assert any("install a torch" in words for words in info.advice(info.facts() | {"gpus": told}))
+
+
+def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "pthread_create")
+
+    monkeypatch.setattr(backend, "Queue", refuses)
+    with pytest.raises(ConfigError, match=r"no io_uring: .*; no libaio: .*; no threads: "):
+        info.io()

@@ -346,6 +346,22 @@ def _gathered_and_changed(module: nn.Module) -> None:
         module.transformer.ln_f.weight.zero_()
 
 
+@pytest.mark.parametrize("modify", [False, True])
+def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path: Path) -> None:
+    """Also where a parameter has lost its shape by then, which is an error of its own without the exception."""
+    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
+    norm = engine.module.transformer.ln_f
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    for error in (ZeroDivisionError, UsageError):
+        with pytest.raises(error), offload.gathered(norm, modify=modify):
+            norm.weight.data = torch.zeros(3)
+            norm.bias.data.fill_(7.0)
+            if error is ZeroDivisionError:
+                raise ZeroDivisionError
+        assert_same_tensors(norm.state_dict(), before, "the changes are dropped")
+    engine.destroy(remove=True)
+
+
 def _to_nothing(module: nn.Module) -> None:
     offload.gathered(3).__enter__()
 

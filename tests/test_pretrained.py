@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine.model_io import safetensors_folder
 from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, UsageError
 from tests.support import models
@@ -169,6 +170,25 @@ def test_other_shapes_are_an_error_or_initialized_anew(tmp_path: Path, caplog: p
     assert {name for name, *_ in info.mismatched_keys} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert "[128, 32] for [130, 32]" in caplog.text
     engine_of(model, tmp_path / "swap", FAMILIES["llama"].job())
+
+
+@pytest.mark.parametrize("piece_nbytes", [64, 1 << 23])
+def test_a_tied_weight_that_the_folder_has_in_two_dtypes(
+    piece_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal numbers are equal values; chunks of the two dtypes differ in length."""
+    monkeypatch.setattr(safetensors_folder, "_PIECE_NBYTES", piece_nbytes)
+    given = written(tmp_path / "given", models.gpt2())
+    file = tmp_path / "given" / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    low = given["lm_head.weight"].bfloat16()
+    both = {**stored, "transformer.wte.weight": low.float(), "lm_head.weight": low.clone()}
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    assert offload.load_pretrained(CAUSAL, tmp_path / "given", output_loading_info=True)[1] == ((), (), ())
+    both["lm_head.weight"][-1, -1] += 1
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"other values .* tie_word_embeddings=False"):
+        offload.load_pretrained(CAUSAL, tmp_path / "given")
 
 
 def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:

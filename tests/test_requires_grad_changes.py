@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import offload
-from offload.errors import UsageError
+from offload.errors import EngineFailed, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, run, start, train_step, weights_of
 from tests.test_module_kinds import Layers
@@ -164,6 +165,32 @@ def test_what_was_frozen_cannot_train(tmp_path: Path) -> None:
     losses += [train_step(engine, job, step) for step in range(1, job.steps)]
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
+
+
+class ThawingAndChanging(Layers):
+    """Its forward unfreezes what was frozen, and writes into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].requires_grad_(False)
+        self.layers[1].register_forward_pre_hook(lambda module, _: self.change(module))
+
+    def change(self, module: nn.Module) -> None:
+        with torch.no_grad():
+            module.weight.mul_(2)
+        module.requires_grad_(True)
+
+
+def test_what_was_unfrozen_and_changed_stops_the_engine(tmp_path: Path) -> None:
+    """The device's copy is no longer what is stored, so the next forward would use other weights."""
+    job = JOB._replace(model=ThawingAndChanging)
+    engine = start(job, DISK, tmp_path)
+    with pytest.raises(UsageError, match=r"layers\.1\.weight was changed in place"):
+        train_step(engine, job, 0)
+    assert not engine.module.layers[1].weight.requires_grad
+    with pytest.raises(EngineFailed):
+        engine.step()
+    engine.destroy()
 
 
 def test_a_model_that_does_not_train(tmp_path: Path) -> None:

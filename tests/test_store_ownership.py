@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -230,6 +231,17 @@ def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch
         Lock(tmp_path / "rank0")
     others[0].release()
     Lock(tmp_path / "rank0").release()
+
+
+def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locked_dir, "_flock", refuses)
+    (tmp_path / "rank0").mkdir()
+    with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\).*set nvme_path to") as caught:
+        Lock(tmp_path / "rank0")
+    assert "in use" not in str(caught.value)
 
 
 # -- files of another kind ----------------------------------------------------------------------------

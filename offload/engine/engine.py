@@ -225,10 +225,13 @@ class Engine(PersistenceApi):
             The mean loss of the micro-batches on this rank, () fp32, on the device of the losses.
 
         Raises:
-            UsageError: if `data_iter` is no iterator, or if the model returns no loss of one element.
+            UsageError: if `data_iter` is no iterator, if the model returns no loss of one element, or inside of
+                `no_sync`.
             NumericsError: as in `step`.
         """
         batch.check_batches(data_iter)
+        # Otherwise the loop below would take all the data without a step.
+        self._core.micro.check_no_sync()
         # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
@@ -330,9 +330,7 @@ class ParamAccess:
             for future in futures:
                 future.wait()
         finally:
-            for future in futures:  # no buffer is freed under a read
-                with contextlib.suppress(OSError):
-                    future.wait()
+            wait_for_all(futures)  # no buffer is freed under a read
         values.copy_(join(found) if state is State.WEIGHT else found[state])
 
     def _set_gradient(self, place: ParamHandle, values: torch.Tensor) -> None:

@@ -39,10 +39,13 @@ def machine() -> dict[str, Any]:
 
 
 def io() -> dict[str, Any]:
-    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits."""
-    # Each backend is opened and closed; the first that works is the choice of "auto".
+    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits.
+
+    Raises `ConfigError` if this system refuses every backend.
+    """
+    with IoQueue() as queue:  # where no backend works, the error that says why
+        taken = queue.backend
     refused = refusals()
-    taken = next(name for name in BACKENDS if refused[name] is None)
     return {
         "backend": taken,
         "why": "; ".join(words for name in BACKENDS[: BACKENDS.index(taken)] if (words := refused[name]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.aio import Priority
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.sizes import PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -218,8 +218,5 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                try:
-                    transfer.future.wait()
-                except OSError:
-                    pass
+                wait_for_all([transfer.future])
                 transfer.lease.release()

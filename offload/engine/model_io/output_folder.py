@@ -19,14 +19,13 @@ import errno
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, only_save, told
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
-from offload.fileio import sync_folder
+from offload.fileio import keep_mode_and_owner, sync_folder
 from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -70,7 +69,8 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
             with told(partial, "write"):
                 if beside:
                     _keep_others(partial, out)
-                    _keep_mode(partial, out)
+                    if out.exists():
+                        keep_mode_and_owner(out.stat(), partial)
                 sync_folder(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -111,14 +111,6 @@ def check_not_a_file(out: Path) -> None:
 def _is_in_use(out: Path) -> bool:
     """Returns whether the working directory of this process is in `out`, and would be deleted after an exchange."""
     return Path.cwd().is_relative_to(out.resolve())
-
-
-def _keep_mode(partial: Path, out: Path) -> None:
-    """Gives the new folder the mode and owner of the one that it replaces."""
-    if out.exists():
-        there = out.stat()
-        os.chown(partial, there.st_uid, there.st_gid)
-        os.chmod(partial, stat.S_IMODE(there.st_mode))
 
 
 def _is_free(out: Path) -> bool:

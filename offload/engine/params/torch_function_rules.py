@@ -30,10 +30,6 @@ from offload.engine.params.paged_parameter import (
 from offload.errors import UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY
 
-_DEPTH = 6
-"""Frames to search for a caller: a little more than lie between a call of a torch function and its rule."""
-
-
 _LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
 """Libraries that read `.grad` for their own purposes and cope with None."""
 
@@ -155,19 +151,25 @@ def _is_asked_by_a_library() -> bool:
     """Returns True if the torch function was called by a library and not by code of the user."""
     frame: types.FrameType | None = sys._getframe()
     # The first frame outside of the dispatch is the caller's.
-    while frame is not None and frame.f_globals.get("__name__") in _DISPATCH:
+    while frame is not None and _module_of(frame) in _DISPATCH:
         frame = frame.f_back
-    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+    return frame is None or _module_of(frame).partition(".")[0] in _LIBRARIES
 
 
 def _is_called_by(file: str) -> bool:
-    """Returns True if the torch function was called in `file`, directly or a few calls below."""
+    """Returns True if the torch function was called in `file` of torch, directly or through other code of torch."""
     frame: types.FrameType | None = sys._getframe()
-    for _ in range(_DEPTH):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code.co_filename == file:
+    # The first frame that is neither the dispatch's nor torch's belongs to the code that called torch.
+    while frame is not None and ((name := _module_of(frame)) in _DISPATCH or name.partition(".")[0] == "torch"):
+        if frame.f_code.co_filename == file:
             return True
+        frame = frame.f_back
     return False
+
+
+def _module_of(frame: types.FrameType) -> str:
+    """Returns the name of the module whose code a frame runs."""
+    return str(frame.f_globals.get("__name__"))
 
 
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

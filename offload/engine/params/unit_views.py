@@ -284,7 +284,7 @@ class UnitViews:
 
         Raises:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
-                change in place alone also stops the engine: device buffer and stored weights disagree from then on.
+                change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
         # Collected before `release`, which replaces the parameter's data.
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
@@ -298,7 +298,7 @@ class UnitViews:
         # Reverted before the error, or a parameter without optimizer states would go on training.
         for place in thawed:
             place.parameter.requires_grad = False
-        if thawed:
+        if thawed and not changed:
             raise thawed[0].cannot_train()
         if changed:
             error = UsageError(

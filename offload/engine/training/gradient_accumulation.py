@@ -89,6 +89,13 @@ class GradientAccumulation:
             self._no_sync -= 1
             self._at_step = self._backwards
 
+    def check_no_sync(self) -> None:
+        """Raises `UsageError` inside of `no_sync`, where no optimizer step is possible."""
+        if self._no_sync:
+            raise UsageError(
+                "step() cannot be called inside of no_sync(): leave no_sync() before the backward that ends the step"
+            )
+
     def end(self, accumulation: int) -> None:
         """Ends a micro-batch at a call of `step()`.
 
@@ -108,10 +115,7 @@ class GradientAccumulation:
     def check_boundary(self, accumulation: int) -> None:
         """Raises `UsageError` if no optimizer step is possible now."""
         count = self.count
-        if self._no_sync:
-            raise UsageError(
-                "step() cannot be called inside of no_sync(): leave no_sync() before the backward that ends the step"
-            )
+        self.check_no_sync()
         if self._told is not None:
             if not self._told or not count:
                 why = (

@@ -49,7 +49,7 @@ class Others:
 
 def _cores() -> set[int]:
     """Returns the numbers of the cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0)
 
 
 def _busy() -> float | None:

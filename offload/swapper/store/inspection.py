@@ -20,6 +20,7 @@ from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, read_records
 from offload.swapper.store.format.manifest import Manifest, read_manifest
+from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.rank_folder import FILES, read_whole
 from offload.swapper.store.write_counts import read_written
 
@@ -119,7 +120,7 @@ def is_rank(folder: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
-    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / "finished.json")
+    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / FINISHED)
 
 
 def _is_note(path: Path) -> bool:

@@ -24,7 +24,8 @@ class Lock:
     """Exclusive lock of this process on a rank's folder.
 
     Raises:
-        StoreError: with the name of the holder, if another process or engine holds the folder.
+        StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
+            has no locks.
         FileNotFoundError: if the folder does not exist (any more).
     """
 
@@ -35,7 +36,10 @@ class Lock:
             raise _in_use(folder, error.holder) from None
         if self._lock.refused is not None:
             self._lock.close()
-            raise _in_use(folder, "another process")
+            raise StoreError(
+                f"{folder} cannot be locked ({self._lock.refused.strerror}), so another process could use it too; set "
+                f"nvme_path to a folder on a local drive"
+            )
 
     @property
     def held(self) -> bool:

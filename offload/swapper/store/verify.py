@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
-from offload.aio.protocols import Future, Queue
+from offload.aio.protocols import Future, Queue, wait_for_all
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
@@ -159,11 +159,7 @@ def damages(
         while reading:
             yield from finish()
     finally:
-        for _, future in reading:
-            try:
-                future.wait()
-            except OSError:
-                pass  # the caller has stopped the verification, so further errors have no reader
+        wait_for_all(future for _, future in reading)
 
 
 def first_damage(
