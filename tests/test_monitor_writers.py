@@ -1,4 +1,4 @@
-"""Monitors receive every step once: a slow writer loses none, one that fails ends no run, one that is missing is an error."""
+"""Each step reaches each writer once: a slow one loses none, one that fails ends no run, a missing one is an error."""
 
 from __future__ import annotations
 
