@@ -19,10 +19,9 @@ from offload.errors import ConfigError, NumericsError, RankError, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
+from tests.support.param_states import gpt2
 from tests.support.rank_jobs import JOBS, language_rows_loss, rows_loss
 from tests.support.rank_pool import RankPool, rank_and_size, start, train
-
-from tests.test_safe_get_set import gpt2
 
 DISK = ("nvme", "nvme")
 

@@ -13,9 +13,7 @@ import offload
 from offload.errors import OffloadError, RankError
 from tests.support import models
 from tests.support.oracle import Job, start, train_step
-from tests.support.rank_pool import RankPool, rank_and_size
-from tests.support.rank_pool import start as start_rank
-from tests.test_safe_get_set import (
+from tests.support.param_states import (
     DISK,
     LOCAL,
     MIXTURE,
@@ -25,9 +23,11 @@ from tests.test_safe_get_set import (
     differences,
     everything,
     everything_local,
-    halved,
     same_but_for_roundings,
 )
+from tests.support.rank_pool import RankPool, rank_and_size
+from tests.support.rank_pool import start as start_rank
+from tests.test_safe_get_set import halved
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

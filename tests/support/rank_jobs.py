@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from tests.support import models
 from tests.support.oracle import Job
+from tests.support.param_states import MIXTURE, gpt2
 from tests.support.rank_pool import rank_and_size
-from tests.test_safe_get_set import MIXTURE, gpt2
 
 
 def my_rows(batch: torch.Tensor) -> torch.Tensor:
