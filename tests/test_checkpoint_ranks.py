@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,10 @@ from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.states import State
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors, config, weights_of
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, start
-from tests.test_ranks import JOBS
+from tests.support.rank_jobs import JOBS
+from tests.support.rank_pool import RankPool, rank_and_size, start
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with shared_pool(2) as two:
-        yield two
 
 
 def train(engine: offload.Engine, job: Job, steps: range) -> list[float]:

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from tests.support import models, rounding_bounds
+from tests.support.module_kinds import WIDTH, Layers
 from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
-from tests.test_module_kinds import DISK, MEMORY, WIDTH, Layers
+from tests.test_module_kinds import DISK, MEMORY
 
 
 class Eager(Layers):

@@ -25,17 +25,8 @@ from offload.engine.model_io.weight_source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
 from tests.support import models, rank_pool
-from tests.support.oracle import (
-    Job,
-    assert_same_tensors,
-    config,
-    peak_memory,
-    peak_rss,
-    processes,
-    start,
-    train_step,
-    weights_of,
-)
+from tests.support.oracle import Job, assert_same_tensors, config, processes, start, train_step, weights_of
+from tests.support.process_measures import peak_memory, peak_rss
 
 DISK = ("nvme", "nvme")
 

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from tests.support import rank_pool
 from tests.support.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
+from tests.support.rank_jobs import language_rows_loss
 from tests.test_frozen_weights import DISK, JOB, by_formula, exported, frozen_bytes
-from tests.test_ranks import language_rows_loss
 
 
 def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:

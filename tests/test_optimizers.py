@@ -24,8 +24,8 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.test_safe_get_set import GPT2
-from tests.test_safe_get_set import MIXTURE as THREE_BLOCKS
+from tests.support.param_states import GPT2
+from tests.support.param_states import MIXTURE as THREE_BLOCKS
 
 pytestmark = pytest.mark.numeric
 

@@ -13,8 +13,8 @@ from torch import nn
 import offload
 from offload.errors import UsageError
 from tests.support import rounding_bounds
+from tests.support.module_kinds import Layers
 from tests.support.oracle import PlainEngine, assert_same_tensors, config, run, train_step, weights_of
-from tests.test_module_kinds import Layers
 from tests.test_requires_grad_changes import AREA, DISK, JOB
 
 

@@ -14,7 +14,8 @@ import transformers
 import offload
 from offload.presets import build
 from offload.sizes import MIB
-from tests.support.oracle import DiskBytes, Job, config, least_host_memory, train_step
+from tests.support.oracle import Job, config, least_host_memory, train_step
+from tests.support.process_measures import DiskBytes
 from tests.test_memory_report import forked
 
 ALLOWANCE = 512 * MIB

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support import models, rounding_bounds
 from tests.support.oracle import PlainEngine, plain_loop, run, start, train_step
-from tests.test_safe_get_set import (
+from tests.support.param_states import (
     GPT2,
     MIXTURE,
     STATES,

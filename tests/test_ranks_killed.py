@@ -22,8 +22,8 @@ from offload.swapper.store import Store
 from tests.support import models
 from tests.support.fault_injection import LateQueue, die, use_queue
 from tests.support.oracle import Job, assert_same_tensors, processes, weights_of
+from tests.support.rank_jobs import language_rows_loss
 from tests.support.rank_pool import free_port, meet, start
-from tests.test_ranks import language_rows_loss
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(loss=language_rows_loss, steps=24, dtype="bf16")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,9 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
+from tests.support.rank_jobs import JOBS
 from tests.support.rank_pool import rank_and_size
-from tests.test_ranks import JOBS, train
+from tests.test_ranks import train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -39,12 +39,6 @@ TRIED = {
     "lamb, fp16": MIXTURE._replace(optimizer="Lamb", lr=1e-2, dtype="fp16"),
 }
 LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[rank_pool.RankPool]:
-    with rank_pool.shared_pool(2) as pool:
-        yield pool
 
 
 def everywhere(job: Job, folder: Path) -> Result:

@@ -13,8 +13,8 @@ from torch import nn
 import offload
 from offload.errors import EngineFailed, UsageError
 from tests.support import models, rounding_bounds
+from tests.support.module_kinds import Layers
 from tests.support.oracle import Job, PlainEngine, assert_same_tensors, config, run, start, train_step, weights_of
-from tests.test_module_kinds import Layers
 
 DISK = ("nvme", "nvme")
 JOB = Job(Layers, models.mixture_loss, steps=8)

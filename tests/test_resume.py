@@ -13,8 +13,8 @@ import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
 from tests.support import models, warm_process
+from tests.support.module_kinds import Layers
 from tests.support.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
-from tests.test_module_kinds import Layers
 
 DISK = ("nvme", "nvme")
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support import models, rounding_bounds
 from tests.support.oracle import Job, PlainEngine, Result, plain_loop, trained
-from tests.test_safe_get_set import GPT2
+from tests.support.param_states import GPT2
 
 pytestmark = pytest.mark.numeric
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,7 @@ import offload
 from offload.errors import OffloadError, RankError
 from tests.support import models
 from tests.support.oracle import Job, start, train_step
-from tests.support.rank_pool import RankPool, rank_and_size, shared_pool
-from tests.support.rank_pool import start as start_rank
-from tests.test_safe_get_set import (
+from tests.support.param_states import (
     DISK,
     LOCAL,
     MIXTURE,
@@ -26,15 +23,11 @@ from tests.test_safe_get_set import (
     differences,
     everything,
     everything_local,
-    halved,
     same_but_for_roundings,
 )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with shared_pool(2) as two:
-        yield two
+from tests.support.rank_pool import RankPool, rank_and_size
+from tests.support.rank_pool import start as start_rank
+from tests.test_safe_get_set import halved
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

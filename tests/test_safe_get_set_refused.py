@@ -15,7 +15,7 @@ from offload.engine import param_access as looking
 from offload.errors import BudgetError, UsageError
 from tests.support import models
 from tests.support.oracle import room_for, run, start, train_step
-from tests.test_safe_get_set import AREA, DISK
+from tests.support.param_states import AREA, DISK
 
 
 def _of_no_engine(module: nn.Module) -> None:

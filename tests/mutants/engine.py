@@ -138,7 +138,7 @@ MUTANTS = (
         "offload.engine.core",
         "        self.state.mark_edited()\n",
         "",
-        "tests/test_param_access.py",
+        "tests/test_param_edits.py",
     ),
     Mutant(
         "a gradient that is set keeps the norm of before",
@@ -313,7 +313,7 @@ MUTANTS = (
         "offload.layout.master_weights",
         "states[State.MASTER_LOW_BITS].mul_(weight.view(torch.int16) == values.view(torch.int16))",
         "pass",
-        "tests/test_param_access.py",
+        "tests/test_param_edits.py",
     ),
     Mutant(
         "files that others may have changed are read all the same",

@@ -1,17 +1,14 @@
-"""What every test of training is held against: a plain loop, and four things that must hold for any model.
+"""The oracle of every test of training: a plain loop, and comparisons that must hold for any model.
 
     plain_loop      the same job in a few lines of PyTorch, with fp32 masters
     same_bits       losses, norms and final weights of several placements are equal, bit for bit
-    kill_and_resume a run that is killed and resumed goes on as the unbroken one, bit for bit
-    DiskBytes       what really went to and from the drive (/proc/self/io)
-    peak_memory     the peak RSS of a job in a process of its own
+    kill_and_resume a run that is killed and resumed equals the unbroken one, bit for bit
 
 A `Job` is made of module-level functions, so that another process can run it.
 """
 
 from __future__ import annotations
 
-import gc
 import itertools
 import json
 import logging
@@ -35,6 +32,7 @@ from offload.layout.units import find_units
 from tests.support.fault_injection import LateQueue, use_queue
 
 TIERS = ("none", "cpu", "nvme")
+
 PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 """(weights, optimizer): all nine."""
 
@@ -70,6 +68,7 @@ class Result(NamedTuple):
 
 
 # -- the plain loop -----------------------------------------------------------------------------------
+
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -413,60 +412,6 @@ def kill_and_resume(
 
 
 # -- bytes and memory ---------------------------------------------------------------------------------
-
-
-class DiskBytes:
-    """Bytes that this process has moved to and from block devices since the object was made."""
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(fields["read_bytes"]), int(fields["write_bytes"])
-
-    @property
-    def read(self) -> int:
-        return self._now()[0] - self._start[0]
-
-    @property
-    def written(self) -> int:
-        return self._now()[1] - self._start[1]
-
-
-def peak_rss() -> int:
-    """The most bytes of RAM that this process has had. (`ru_maxrss` begins with what the one that started it had.)"""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
-def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
-    logging.disable(logging.CRITICAL)
-    value = function(*arguments)
-    gc.collect()
-    pipe.send((value, peak_rss()))
-
-
-def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Call `function` in a fresh process: its result and that process's peak RSS in bytes."""
-    return peak_in(multiprocessing.get_context("spawn"), function, *arguments)
-
-
-def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """The same in a process of `context`: of `processes()` it begins with what it has at its start, and at once."""
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measured, args=(function, arguments, sender))
-    process.start()
-    sender.close()
-    try:
-        value, peak = receiver.recv()
-    except EOFError as error:
-        raise AssertionError("the measured process died") from error
-    finally:
-        process.join()
-        receiver.close()
-    return value, peak
 
 
 def batches(steps: int, accumulation: int) -> Iterator[tuple[int, int]]:
