@@ -57,8 +57,8 @@ def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"flops_profiler": {"enabled": True}}, "not supported and ignored: flops_profiler"),
-        ({"sparse_gradients": True}, "not supported and ignored: sparse_gradients"),
+        ({"flops_profiler": {"enabled": True}}, "config keys that are not supported and are ignored: flops_profiler"),
+        ({"sparse_gradients": True}, "config keys that are not supported and are ignored: sparse_gradients"),
         ({"gradient_clipping": "auto"}, "clipped to a global norm of 1"),
     ],
 )
