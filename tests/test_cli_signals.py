@@ -89,7 +89,7 @@ def test_stopped_again_and_again() -> None:
         assert result.exit_code == 128 + number, result.output
         assert "--resume auto" in result.stderr and "offload rm" in result.stderr
         # A signal in the middle of a change of the pager stops the engine: then the last step was not committed.
-        said = re.search(r"going on after step (\d+)\n", result.stdout)
+        said = re.search(r"resuming after step (\d+)\n", result.stdout)
         assert reached - 1 <= (int(said[1]) if said else 0) <= reached, "store and log do not agree"
         assert log()[-1][0] >= reached
         reached = log()[-1][0]
@@ -113,7 +113,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert 0 < reached < STEPS
     result = train("--config", "every.json", "--resume", "must")
     assert result.exit_code == 0
-    said = re.search(r"going on after step (\d+)\n", result.stdout)
+    said = re.search(r"resuming after step (\d+)\n", result.stdout)
     # A signal in the middle of a change of the pager stops the engine: then it goes on from step 0, as was asked for.
     assert said is None or int(said[1]) == reached
     assert log() == whole

@@ -183,7 +183,7 @@ def test_a_full_drive_under_the_log_ends_no_run() -> None:
 
 BAD = {
     "--model gpt2-tny": "did you mean gpt2-tiny",
-    "--model folder": "has no config.json",
+    "--model folder": "contains no config.json",
     "--text missing": "no text at missing",
     "--text folder": r"no \*\.py, \*\.txt or \*\.md file",
     "--text short": "a sequence needs 32",

@@ -408,7 +408,9 @@ def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -
         assert call(log, "-o", place).exit_code == 0
     place.write_text("<!DOCTYPE html>\n<html>of somebody else")
     done = call(log, "-o", place)
-    assert done.exit_code == 2 and "exists and is no page of offload report; give another" in done.stderr, done.output
+    assert done.exit_code == 2 and "exists and is not a page of offload report; give another" in done.stderr, (
+        done.output
+    )
     assert "of somebody else" in place.read_text()
     place.write_text("")
     assert call(log, "-o", place).exit_code == 0

@@ -49,9 +49,9 @@ class OffloadBlock(Block):
     )
     resume: Literal["never", "auto", "must", "restart"] = Field(
         "never",
-        description="auto: resume the run in the swap files, if there is one; must: an error if there is none; restart: "
-        "replace it by a new run; never: the same, but an error if the earlier run was killed and not closed by "
-        "`destroy()`",
+        description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
+        "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
+        "by `destroy()`",
     )
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
