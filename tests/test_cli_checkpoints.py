@@ -108,7 +108,7 @@ def test_the_latest_is_verified_and_any_that_is_named(saved: Path) -> None:
         found = told("verify", path)
         assert found["whole"] and found["epoch"] == 2 and found["path"] == str(saved / "global_step2")
         assert 0 <= nbytes - found["bytes"] < 16 << 10, "all but the header"
-    assert run("verify", saved / "global_step1").output.endswith(": whole\n")
+    assert run("verify", saved / "global_step1").output.endswith(": intact\n")
 
 
 def test_every_tensor_that_differs_is_named(saved: Path) -> None:

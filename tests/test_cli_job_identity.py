@@ -26,8 +26,8 @@ DONE = ("--steps", "1", "--resume", "auto")
     ("more", "words"),
     [
         (("--output", "b"), "--output was None, is "),
-        (("--text", "other.py"), "the data are others (tokens was "),
-        (("--seq-len", "16"), "the data are others (seq-len was 32, is 16"),
+        (("--text", "other.py"), "the data differ (tokens was "),
+        (("--seq-len", "16"), "the data differ (seq-len was 32, is 16"),
         (("--model", "llama"), "--model was gpt2-tiny, is "),
         (("--steps", "2"), "the steps were 1, are 2"),
         (("--lr", "0.1"), "optimizer.params.lr was 0.0003, is 0.1"),
@@ -55,7 +55,7 @@ def test_the_same_job_is_done_and_says_so_with_every_field() -> None:
     for path in Path("a").iterdir():
         path.unlink()
     gone = call(*DONE, "--output", "a")
-    assert gone.exit_code == 2 and "is not there any more; --resume restart trains it again" in gone.stderr
+    assert gone.exit_code == 2 and "does not exist any more; --resume restart trains it again" in gone.stderr
     assert call(*DONE, "--output", "a", "--resume", "restart").exit_code == 0
 
 
@@ -67,11 +67,11 @@ def test_another_models_run_is_not_gone_on_with() -> None:
     assert call(*arguments, "--model", "first").exit_code == 0
     before = {path: path.read_bytes() for path in swap_files() if path.name != "lock"}
     refused = call(*arguments, "--model", "second")
-    assert refused.exit_code == 2 and "is another job's: --model was " in refused.stderr, refused.stderr
+    assert refused.exit_code == 2 and "belongs to another job: --model was " in refused.stderr, refused.stderr
     assert {path: path.read_bytes() for path in before} == before
     Path("first").rename("moved")
     went_on = call("--steps", "2", "--keep", "--resume", "auto", "--model", "moved")
-    assert went_on.exit_code == 0 and "going on after step 1" in went_on.stdout
+    assert went_on.exit_code == 0 and "resuming after step 1" in went_on.stdout
 
 
 def test_the_model_is_saved_on_the_way() -> None:
@@ -156,7 +156,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
     [
         ("--steps 1 --epochs 1", "give one of them"),
         ("--epochs 0", "--epochs must be a number above 0"),
-        ("--warmup 1.5", "--warmup is a share of the steps below 1, or a number of steps"),
+        ("--warmup 1.5", "--warmup must be a fraction of the steps below 1, or a number of steps"),
         ("--warmup -1", "--warmup must be a number of at least 0"),
         ("--accumulation 0", "--accumulation must be at least 1"),
         ("--weight-decay nan", "--weight-decay must be a number of at least 0"),
@@ -166,15 +166,15 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--eval-data none", "there is no text at none"),
         ("--save-every 2", "--save-every writes the model below --output"),
         ("--log-every 0", "--log-every must be at least 1"),
-        ("--text binary", "binary is no text: it has zero bytes"),
-        ("--eval-data empty", "--eval-data has less than one sequence"),
+        ("--text binary", "binary is not text: the file contains zero bytes"),
+        ("--eval-data empty", "--eval-data contains less than one sequence"),
         ("--host-memory 16", "give a unit"),
         ("--trace text.py", "text.py is not a time line and would be overwritten"),
         ("--trace binary.gz", "binary.gz is not a time line and would be overwritten"),
-        ("--trace same --log same", "--log and --trace are two files"),
-        ("--warmup 5", "--warmup 5 is more than the steps, which are 1"),
-        ("--text data.jsonl", "give it by --data"),
-        ("--output swap/default/model", "lies in the run's own folder"),
+        ("--trace same --log same", "--log and --trace need two files"),
+        ("--warmup 5", "--warmup 5 is more than the 1 steps"),
+        ("--text data.jsonl", "give the file by --data"),
+        ("--output swap/default/model", "is in the run's own folder"),
     ],
 )
 def test_bad_input(arguments: str, words: str) -> None:

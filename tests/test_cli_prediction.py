@@ -116,7 +116,10 @@ def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("machine", "words"),
     [
-        ({"gpu": "H200", "gpu_memory_bytes": 1 << 37}, "the probe was of another device: run `offload probe --device"),
+        (
+            {"gpu": "H200", "gpu_memory_bytes": 1 << 37},
+            "the probe measured another device: run `offload probe --device",
+        ),
         ({}, "the drive of ./swap was not measured: run `offload probe ./swap`"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> Non
     Path("ds.json").write_text(json.dumps({"offload": {"drive_tbw": 1e-3, "drive_share": 0.02}}))
     said = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
     (warned,) = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert "of the 1 GB that it is rated for (drive_tbw)" in warned
+    assert "of its rated 1 GB (drive_tbw)" in warned
     assert "warning" not in call("--config", "ds.json", "--steps", "5", "--run", "little").stdout
 
 
@@ -183,7 +183,7 @@ def test_a_full_drive_under_the_log_ends_no_run() -> None:
 
 BAD = {
     "--model gpt2-tny": "did you mean gpt2-tiny",
-    "--model folder": "has no config.json",
+    "--model folder": "contains no config.json",
     "--text missing": "no text at missing",
     "--text folder": r"no \*\.py, \*\.txt or \*\.md file",
     "--text short": "a sequence needs 32",
@@ -265,7 +265,7 @@ def test_a_folder_without_weights_starts_fresh(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("model.safetensors", b"\x00" * 40, "is no whole safetensors file"),
+        ("model.safetensors", b"\x00" * 40, "is not a complete safetensors file"),
         ("config.json", b"{", "cannot"),
         ("tokenizer.json", b"{", "cannot read the tokenizer"),
     ],

@@ -25,7 +25,7 @@ from tests.support.fault_injection import flip_bit
 from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
-EITHER = "the step after the last commit has begun to write over it, or it is damaged"
+EITHER = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
 
 
 def trained(folder: Path, steps: int, **options: Any) -> offload.Engine:
@@ -105,14 +105,14 @@ def test_a_whole_run(run: Path) -> None:
     code, told = verify(run)
     assert code == 0 and told["whole"] and told["epoch"] == 3
     (rank,) = told["ranks"]
-    assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("step 2, is whole too")
+    assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("step 2, is intact too")
     manifest = json.loads((run / "rank0" / "manifest.json").read_text())
     assert rank["bytes"] == sum(n for row in manifest["extents"] for slots in row.values() for _, n in slots[0])
     assert (
         told["step"] == rank["step"] == 3
         and "step 3" in said(run)
         and "epoch" not in said(run)
-        and ": whole" in said(run)
+        and ": intact" in said(run)
     )
     assert inspected(run)["damaged"] == []
 
@@ -262,7 +262,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     code, told = verify(tmp_path / "first" / "default")
     assert code == 0 and told["epoch"] == 2
     before = told["ranks"][0]["before"]
-    assert before.startswith("the commit before, step 1, is not whole: ") and before.endswith(EITHER)
+    assert before.startswith("the commit before, step 1, is not intact: ") and before.endswith(EITHER)
     assert ": the bytes do not match the stored checksum; " in before, "the place is told"
 
 
@@ -279,13 +279,14 @@ def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Pat
     title = found.manifest.spec.title(unit)
     slot = "AB"[record.slots[unit]]
     before = told["ranks"][0]["before"]
-    assert before.startswith(f"the commit before, step 2, is not whole: weight of {title}, slot {slot}: ")
+    assert before.startswith(f"the commit before, step 2, is not intact: weight of {title}, slot {slot}: ")
     assert before.endswith(EITHER)
     flip_bit(path, start)
     flip_bit(run / "rank0" / f"blob.{record.blob}", 0)
     before = verify(run)[1]["ranks"][0]["before"]
     assert (
-        before == f"the commit before, step 2, is not whole: its blob.{record.blob} is not what was written; {EITHER}"
+        before
+        == f"the commit before, step 2, is not intact: its blob.{record.blob} differs from the bytes written; {EITHER}"
     )
 
 

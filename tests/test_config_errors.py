@@ -100,7 +100,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "steps that the caller ends": (
         {"managed_gradient_accumulation": False},
-        "managed_gradient_accumulation should be True, got False; to say where a step ends, call "
+        "managed_gradient_accumulation should be True, got False; to mark the end of a step, call "
         "engine.set_gradient_accumulation_boundary",
     ),
     "a word for a clip": (
@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "an empty folder": (
         {"offload": {"nvme_path": ""}},
-        "offload.nvme_path should be a folder on the drive, or a list of such, one for each drive, got ''",
+        "offload.nvme_path should be a folder on the drive, or a list of folders, one for each drive, got ''",
     ),
     # unknown keys
     "a plural of ours": ({"offload": {"nvme_paths": "/x"}}, 'offload.nvme_paths; did you mean "nvme_path"?'),
@@ -143,11 +143,11 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     "a bucket by both names": (
         zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),
         '"zero_optimization.prefetch_bucket_size" is the older name of '
-        '"zero_optimization.stage3_prefetch_bucket_size", which is there too; keep one of them',
+        '"zero_optimization.stage3_prefetch_bucket_size", which is set too; keep one of them',
     ),
     "weights by both names": (
         zero(cpu_offload_params=True, offload_param={"device": "nvme", "nvme_path": "/x"}),
-        "zero_optimization has both cpu_offload_params and offload_param; leave cpu_offload_params out",
+        "zero_optimization contains both cpu_offload_params and offload_param; leave cpu_offload_params out",
     ),
     "two modes, one by its older name": (
         {"fp16": {"enabled": True}, "bfloat16": {"enabled": True}},
@@ -156,7 +156,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     # optimizers
     "another's moments": (
         optimizer("SGD", lr=0.1, betas=[0.9, 0.99]),
-        "optimizer has params.betas, which SGD has not; it has lr, momentum, dampening, weight_decay, nesterov",
+        "optimizer contains params.betas, and SGD takes lr, momentum, dampening, weight_decay, nesterov",
     ),
     "a beta too many": (
         optimizer("AdamW", betas=[0.9, 0.99, 0.999]),
@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         {"scheduler": "WarmupDecayLR"},
         """scheduler should be a block, as {...}, got 'WarmupDecayLR'; write "scheduler": {"type": "WarmupDecayLR", """,
     ),
-    "half a cycle": (schedule("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr is needed"),
+    "half a cycle": (schedule("OneCycle", cycle_min_lr=0.1), "scheduler.params.cycle_max_lr is required"),
     "a schedule by its name": (
         {"scheduler": {"name": "WarmupLR"}},
         "unknown key scheduler.name; remove it; keys with an effect are type, params",
@@ -256,6 +256,6 @@ def test_a_key_of_a_block_at_top_level_is_told_where_it_belongs() -> None:
     """Somebody else's keys may lie there, so it is no error, and a line names it."""
     notices = load_config({"lr": 1e-4, "host_memory": "1GiB", "note": "x", "enabled": True}).notices
     assert notices == (
-        "not supported and ignored: enabled, host_memory (did you mean offload.host_memory?), "
+        "config keys that are not supported and are ignored: enabled, host_memory (did you mean offload.host_memory?), "
         "lr (did you mean optimizer.params.lr?), note",
     )

@@ -240,7 +240,7 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, r"Muon is an optimizer of DeepSpeed.*optimizer= to"),
-        ({"data_parallel_size": 4}, "the number of processes, which the launcher says"),
+        ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"compile": {"deepcompile": True}}, "torch.compile on the model"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
         ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
@@ -253,4 +253,4 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
 def test_the_message_says_what_it_is_and_what_to_do(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load_config(given)
-    assert "would change what is learned" not in str(caught.value)
+    assert "changes the training" not in str(caught.value)

@@ -49,7 +49,7 @@ def test_nothing_where_all_is_done(tmp_path: Path) -> None:
 def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
     zero = {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     (line,) = said(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
-    assert line.startswith("offload: decided by this library itself")
+    assert line.startswith("offload: config keys without effect, since this library")
     for key in ("overlap_comm", "offload_optimizer.pin_memory", "aio.use_gds"):
         assert key in line
 
@@ -57,8 +57,8 @@ def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"flops_profiler": {"enabled": True}}, "not supported and ignored: flops_profiler"),
-        ({"sparse_gradients": True}, "not supported and ignored: sparse_gradients"),
+        ({"flops_profiler": {"enabled": True}}, "config keys that are not supported and are ignored: flops_profiler"),
+        ({"sparse_gradients": True}, "config keys that are not supported and are ignored: sparse_gradients"),
         ({"gradient_clipping": "auto"}, "clipped to a global norm of 1"),
     ],
 )

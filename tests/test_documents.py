@@ -45,18 +45,18 @@ WRONG = {
     "{": "is not JSON",
     "[1]": "holds a list",
     '"words"': "holds a string",
-    "{}": "has no key; it must be one of",
-    '{"txt": "a"}': "has txt; it must be one of",
+    "{}": "contains no key; each line must be one of",
+    '{"txt": "a"}': "contains txt; each line must be one of",
     '{"text": "a", "messages": []}': "has text, messages",
-    '{"text": null}': "text must be a string, and it is null",
-    '{"prompt": "a"}': "has no completion",
-    '{"prompt": [], "completion": "a"}': "prompt must be a string, and it is an empty list",
-    '{"messages": []}': "at least one message, and it is an empty list",
-    '{"messages": "a"}': "must be a list of at least one message, and it is a string",
+    '{"text": null}': "text must be a string, got null",
+    '{"prompt": "a"}': 'contains no "completion"',
+    '{"prompt": [], "completion": "a"}': "prompt must be a string, got an empty list",
+    '{"messages": []}': "at least one message, got an empty list",
+    '{"messages": "a"}': "must be a list of at least one message, got a string",
     '{"messages": ["a"]}': "message 1 must be an object",
-    '{"messages": [{"content": "a"}]}': "message 1 has no role",
-    '{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}': "message 2 has no content",
-    '{"messages": [{"role": "user", "content": 3}]}': "content must be a string, and it is a number",
+    '{"messages": [{"content": "a"}]}': 'message 1 contains no "role"',
+    '{"messages": [{"role": "user", "content": "a"}, {"role": "user"}]}': 'message 2 contains no "content"',
+    '{"messages": [{"role": "user", "content": 3}]}': "content must be a string, got a number",
 }
 
 
@@ -79,5 +79,5 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_half_a_character(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "lone \\ud83d surrogate"}\n')
-    with pytest.raises(ConfigError, match=r"data\.jsonl:2 has half a character in it, '\\ud83d'"):
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2 contains half of a surrogate pair, '\\ud83d'"):
         [*read_records([file])]

@@ -149,5 +149,8 @@ def test_a_run_is_foreseen_to_its_end() -> None:
     use = foresee("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
     assert (use.at_end_bytes, use.share) == (1e11, 0.2)
     words = warning(use, 0.1, seconds_left=7200)
-    assert words is not None and "100 GB to it in 2.0 hours, 20.0% of the 500 GB" in words
+    assert (
+        words is not None
+        and "in 2.0 hours, this run will have written 100 GB to this drive, 20.0% of its rated 500 GB" in words
+    )
     assert warning(use, 0.2, 7200) is None and warning(dataclasses.replace(use, rated_bytes=None), 0.1, 7200) is None

@@ -264,7 +264,7 @@ def test_a_folder_that_holds_something_is_refused(small: Path, tmp_path: Path) -
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis").write_text("dear")
     (tmp_path / "file").write_text("dear")
-    for out, words in (("full", "is there already"), ("file", "is there already"), ("no/where", "there is no folder")):
+    for out, words in (("full", "exists already"), ("file", "exists already"), ("no/where", "there is no folder")):
         result = run(small, tmp_path / out)
         assert result.exit_code == 2 and words in result.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full", "swap"]

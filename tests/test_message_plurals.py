@@ -46,7 +46,7 @@ def test_the_line_of_a_start(clip: float, words: str, caplog: pytest.LogCaptureF
     engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_clipping": clip})[0]
     try:
         assert f"gradients {words}\n" in caplog.text
-        assert "config: 1 sample a step = 1 of a micro-batch * 1 of them * 1 rank" in caplog.text
+        assert "config: 1 sample a step = 1 in a micro-batch * 1 micro-batch * 1 rank" in caplog.text
         assert not re.search(r"\b1 \w+s\b(?! (a|of))", caplog.text.replace("1 is", "")), caplog.text
     finally:
         engine.destroy()

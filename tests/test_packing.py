@@ -76,7 +76,7 @@ def test_without_a_tokenizer_tokens_are_bytes() -> None:
 
 def test_what_a_template_refuses_is_named() -> None:
     picky = tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(ConfigError, match=r"chats:3: .*template refuses it: roles must alternate"):
+    with pytest.raises(ConfigError, match=r"chats:3: .*template refuses this chat: roles must alternate"):
         encode([Chat("chats:3", SAID)], picky)
 
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_learned_is_left_out() -> None:
     assert (packed.dropped, packed.cut, len(packed.ids)) == (1, 1, 1)
     with pytest.raises(ConfigError, match=r"nothing can be learned.*--seq-len 8"):
         pack([long_prompt], 8)
-    with pytest.raises(ConfigError, match="nothing can be learned"):
+    with pytest.raises(ConfigError, match="the data contain nothing to learn"):
         pack([], 8)
 
 
@@ -200,7 +200,7 @@ def test_where_they_would_each_has_a_row_of_its_own() -> None:
     assert packed.alone and len(packed.ids) == 3
     records = [Completion("", "one", " and two"), Completion("", "three", " four")]
     packed = pack(encode(records, None), 40, together=False)
-    assert "each has a row of its own" in " ".join(
+    assert "each of these has a row of its own" in " ".join(
         notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), None)
     )
 

@@ -21,7 +21,7 @@ import offload
 from offload.engine.params.paged_parameter import PagedParameter, PagedParameterView
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
-from tests.support.oracle import Job, PlainEngine, room_for, run, start, train_step
+from tests.support.oracle import Job, PlainEngine, assert_same_tensors, room_for, run, start, train_step
 from tests.support.param_states import GPT2
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")

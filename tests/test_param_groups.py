@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], Any, str]] = {
     "where the schedule has a list of rates": (
         _head,
         {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3]}},
-        "WarmupLR has no learning rate for a further group: warmup_max_lr has 1 value, ",
+        "WarmupLR has no learning rate for a new group: warmup_max_lr has 1 value, ",
     ),
     "where a schedule of torch has taken its rates": (
         _head,

@@ -354,7 +354,7 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     machine(monkeypatch, here)
     for resume, steps in (("auto", "3"), ("must", "4")):
         said = train("--steps", steps, "--keep", "--resume", resume)
-        assert f"{dtype} on cpu: " in said and "going on after step" in said and mode_of("default") == dtype
+        assert f"{dtype} on cpu: " in said and "resuming after step" in said and mode_of("default") == dtype
     assert [line.split(": ", 2)[2] for line in warnings_of(caplog)] == [
         "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     ] * (dtype == "bf16")

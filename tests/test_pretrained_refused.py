@@ -113,8 +113,8 @@ def spoil_other_model(folder: Path) -> None:
 
 SPOILS = {
     spoil_wrong_folder: (StoreError, "there is no folder"),
-    spoil_truncated: (StoreError, "no whole safetensors file"),
-    spoil_head: (StoreError, "no whole safetensors file"),
+    spoil_truncated: (StoreError, "not a complete safetensors file"),
+    spoil_head: (StoreError, "not a complete safetensors file"),
     spoil_pickle: (StoreError, r"pytorch_model\.bin, a pickle"),
     spoil_empty: (StoreError, "contains neither"),
     spoil_adapter: (StoreError, "an adapter of peft"),

@@ -44,7 +44,7 @@ STAGE_3_ON_CPU = """\
 "reduce_bucket_size":"auto","stage3_prefetch_bucket_size":"auto","stage3_param_persistence_threshold":"auto","stage3_max_live_parameters":1e9,"stage3_max_reuse_distance":1e9,"stage3_gather_16bit_weights_on_model_save":true},"train_micro_batch_size_per_gpu":4}
 """
 
-ITSELF = "decided by this library itself, so without effect: "
+ITSELF = "config keys without effect, since this library chooses these values itself: "
 EXPECTED_FP16 = {
     "enabled": True,
     "auto_cast": None,

@@ -194,7 +194,7 @@ def test_client_state_is_that_of_the_committed_step(tmp_path: Path) -> None:
     [
         (torch.ones(2), r"client_state\['a'\]\[1\] is a torch.Tensor; .* nothing is lost"),
         (np.int64(3), r"client_state\['a'\]\[1\] is a numpy.int64"),
-        ({(1, 2): 3}, r"client_state\['a'\]\[1\] has the key \(1, 2\), a builtins.tuple"),
+        ({(1, 2): 3}, r"client_state\['a'\]\[1\] contains the key \(1, 2\), a builtins.tuple"),
     ],
 )
 def test_what_is_not_plain_is_named_and_can_be_mended(value: Any, message: str, tmp_path: Path) -> None:
@@ -324,7 +324,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 def test_a_value_that_holds_itself_is_an_error() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(UsageError, match="nested more than 100 deep, perhaps in itself; no"):
+    with pytest.raises(UsageError, match="nested more than 100 deep, or contains itself; no"):
         to_plain(value, "it", "no")
 
 

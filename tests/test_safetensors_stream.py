@@ -63,14 +63,14 @@ def test_a_file_that_is_cut_is_refused(cut: int, tmp_path: Path) -> None:
     with Writer(path, {"x": Tensor(torch.float32, (5,))}) as file:
         file.write_tensor("x", torch.ones(5))
     os.truncate(path, cut)
-    with pytest.raises(StoreError, match="no whole safetensors file"):
+    with pytest.raises(StoreError, match="not a complete safetensors file"):
         read_header(path)
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04pickle.", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]"])
 def test_what_is_no_such_file_is_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(StoreError, match="no whole safetensors file"):
+    with pytest.raises(StoreError, match="not a complete safetensors file"):
         read_header(tmp_path / "x")
 
 

@@ -37,7 +37,7 @@ def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Pat
 
 def test_a_log_that_would_take_the_place_of_another_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "notes").write_text("my precious notes\n")
-    with pytest.raises(offload.ConfigError, match="no log of a run"):
+    with pytest.raises(offload.ConfigError, match="not the log of a run"):
         begin(tmp_path, log=str(tmp_path / "notes"))
     assert (tmp_path / "notes").read_text() == "my precious notes\n" and not (tmp_path / "a" / "default").exists()
 

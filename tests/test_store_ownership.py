@@ -291,7 +291,7 @@ def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) 
     _damage(run, "weight")
     if found_by == "verify":
         result = CliRunner().invoke(app, ["verify", str(run)])
-        assert result.exit_code == 1 and "the commit before, step 3, is whole too" in result.output
+        assert result.exit_code == 1 and "the commit before, step 3, is intact too" in result.output
     else:
         engine = train([tmp_path], 0, resume="must")
         assert engine.global_steps == 4

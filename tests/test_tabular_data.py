@@ -146,14 +146,14 @@ def test_parquet_is_read_some_hundred_rows_at_a_time(tmp_path: Path, monkeypatch
 # -- what is none -------------------------------------------------------------------------------------
 
 WRONG_CSV = {
-    "id,body\n1,a\n": r":1 has the columns id, body; rename one to text",
-    "": r" has the columns \(none\)",
-    "text\na\nb,c\n": r":3 has 2 fields, and the first line names 1 column",
+    "id,body\n1,a\n": r":1 contains the columns id, body; rename one to text",
+    "": r" contains the columns \(none\)",
+    "text\na\nb,c\n": r":3 contains 2 fields, and the first line names 1 column",
     'text\na\n"b\nc\n': r":3 is not CSV: unexpected end of data",
     'text\n"a"b\n': r":2 is not CSV: ',' expected after '\"'",
-    "text,prompt\na,b\n": r":2 has text, prompt; it must be one of",
-    "prompt\na\n": r":2 has no completion",
-    "messages\n[]\n": r":2: messages must be a list of at least one message, and it is a string",
+    "text,prompt\na,b\n": r":2 contains text, prompt; each line must be one of",
+    "prompt\na\n": r':2 contains no "completion"',
+    "messages\n[]\n": r":2: messages must be a list of at least one message, got a string",
 }
 
 
@@ -165,11 +165,11 @@ def test_a_wrong_csv_file(tmp_path: Path, content: str) -> None:
 
 
 WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
-    r" has the columns id, body; rename one to text": [{"id": 1, "body": "a"}],
-    r": row 2 has no key; it must be one of": [{"text": "a"}, {"text": None}],
-    r": row 1: text must be a string, and it is a number": [{"text": 3}],
-    r": row 1: text must be a string, and it is of type bytes": [{"text": b"a"}],
-    r": row 1: message 2 has no content": [{"messages": [{"role": "a", "content": "b"}, {"role": "a"}]}],
+    r" contains the columns id, body; rename one to text": [{"id": 1, "body": "a"}],
+    r": row 2 contains no key; each line must be one of": [{"text": "a"}, {"text": None}],
+    r": row 1: text must be a string, got a number": [{"text": 3}],
+    r": row 1: text must be a string, got a value of type bytes": [{"text": b"a"}],
+    r': row 1: message 2 contains no "content"': [{"messages": [{"role": "a", "content": "b"}, {"role": "a"}]}],
 }
 
 
@@ -183,13 +183,13 @@ def test_a_wrong_row_of_parquet(tmp_path: Path, words: str) -> None:
 def test_no_parquet_at_all_or_a_torn_one(tmp_path: Path) -> None:
     file = tmp_path / "a.parquet"
     file.write_text('{"text": "right"}\n')
-    with pytest.raises(ConfigError, match=r"a\.parquet is not Parquet that can be read, after row 0"):
+    with pytest.raises(ConfigError, match=r"a\.parquet cannot be read as Parquet after row 0"):
         read(file)
     as_parquet(file, [{"text": f"{n}" * 500} for n in range(100)])
     content = bytearray(file.read_bytes())
     content[len(content) // 3 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 3)
     file.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet: |a\.parquet is not Parquet"):
+    with pytest.raises(ConfigError, match=r"cannot read .*a\.parquet: |a\.parquet cannot be read as Parquet"):
         read(file)
 
 

@@ -135,7 +135,7 @@ def test_an_optimizer_or_a_schedule_of_another_kind(
 def test_arguments_of_another_engine(name: str, tmp_path: Path) -> None:
     args = arguments(tmp_path)
     setattr(args, name, "something")  # some of them need packages, or several processes, to be made
-    with pytest.raises(offload.ConfigError, match=rf"OffloadTrainer does not go together with {name}='something': "):
+    with pytest.raises(offload.ConfigError, match=rf"OffloadTrainer cannot be combined with {name}='something': "):
         OffloadTrainer(model=seeded(), args=args, offload_config=config(tmp_path))
 
 
@@ -198,7 +198,7 @@ def test_an_optimizer_and_a_schedule_that_are_given(tmp_path: Path) -> None:
 
 def test_no_folder_to_resume_from(tmp_path: Path) -> None:
     mine = made(tmp_path)
-    with pytest.raises(offload.StoreError, match="resume_from_checkpoint is nowhere, which is no folder"):
+    with pytest.raises(offload.StoreError, match="resume_from_checkpoint is nowhere, which is not a folder"):
         mine.train(resume_from_checkpoint="nowhere")
     assert mine.engine is None
 
