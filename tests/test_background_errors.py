@@ -146,7 +146,7 @@ def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: p
     losses = [train_step(engine, job, step) for step in range(3)]
     engine.backward(job.loss(engine, 3, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.boundary._decider, "updates", _interrupt)
+        patch.setattr(engine._core.optimizer_step._update_builder, "updates", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     with pytest.raises(EngineFailed, match="last committed step"):

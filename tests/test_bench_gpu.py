@@ -403,7 +403,7 @@ def test_stalls_of_the_compute_stream_are_added_up(monkeypatch: pytest.MonkeyPat
     with watch.watching():
         device = vars(initialize)["open_device"](torch.device("cuda"))
     for done in (False, True, False):
-        device.hold(FakeUpload(compute, done))
+        device.wait_event(FakeUpload(compute, done))
     assert watch.take() == Waits(0.5, 0.0, 0.0)
     assert watch.take() == Waits(0.0, 0.0, 0.0)
 

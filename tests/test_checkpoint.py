@@ -122,7 +122,7 @@ def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
     for step in range(5, 9):
         train_step(engine, job, step)
     engine.load_checkpoint(tmp_path / "saved")
-    engine._core.ending.abandon(remove=False)  # as a kill would: nothing is finished
+    engine._core.shutdown.abandon(remove=False)  # as a kill would: nothing is finished
     again = begin(job, DISK, tmp_path / "second", resume="must")
     assert again.global_steps == 2
     losses += [train_step(again, job, step) for step in range(2, 4)]

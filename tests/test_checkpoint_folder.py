@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_of_ours_is_replaced(how: str, engine: offload.Engi
     assert changed != text
     path.write_text(changed)
     engine.save_checkpoint(folder, tag="tag")
-    assert names(folder) == {"tag", "latest"} and read_manifest(folder / "tag").epoch == 1
+    assert names(folder) == {"tag", "latest"} and read_manifest(folder / "tag").step == 1
 
 
 def test_what_is_not_of_a_checkpoint_keeps_it_from_being_pruned(

@@ -93,7 +93,7 @@ def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
 
 def killed_after(script: Script) -> None:
     """As a kill would leave it: nothing is finished."""
-    script.engine._core.ending.abandon(remove=False)
+    script.engine._core.shutdown.abandon(remove=False)
 
 
 @pytest.mark.sample(4)

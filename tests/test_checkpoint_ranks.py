@@ -224,7 +224,7 @@ def one_saves_alone(folder: Path, what: str) -> str:
     except RankError as error:
         return str(error)
     finally:
-        engine._core.ending.abandon(remove=True)
+        engine._core.shutdown.abandon(remove=True)
     return ""
 
 

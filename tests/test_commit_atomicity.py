@@ -83,7 +83,7 @@ def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave
         train_step(engine)
     with pytest.raises(EngineFailed):
         train_step(engine)
-    engine.destroy() if leave == "destroy" else engine._core.ending.at_exit()
+    engine.destroy() if leave == "destroy" else engine._core.shutdown.at_exit()
     again = begin(tmp_path / "cut")
     assert again.global_steps == again.lr_scheduler.last_epoch == 2
     seen += [train_step(again) for _ in range(2, STEPS)]
@@ -99,7 +99,7 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     look, commit, deliver = UpdateWorker._commit, Store.commit, UpdateWorker.deliver_blob
 
     def look_late(self: UpdateWorker) -> bool:
-        if late.is_set() and not self._busy and self._commit_epoch is None:
+        if late.is_set() and not self._busy and self._commit_step is None:
             late.clear()
             assert delivered.wait(60)
         return look(self)
@@ -148,7 +148,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     for _ in range(3):
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.ending.at_exit()
+        engine._core.shutdown.at_exit()
     assert "at step 3: " in caplog.text and "the next start replaces the run" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
@@ -158,7 +158,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     engine.step()
     engine._core.components.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.ending.at_exit()
+        engine._core.shutdown.at_exit()
     assert "at step 4, the last committed one of 5: " in caplog.text
     assert "the next start that does not resume the run is refused" in caplog.text
     again = begin(tmp_path / "failed")

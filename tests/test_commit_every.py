@@ -34,7 +34,7 @@ def each_step(placement: tuple[str, str]) -> Result:
 
 def recorded_epochs(folder: Path) -> list[int]:
     """The epochs of the two records, newest first."""
-    return [record.epoch for record in read_records(folder / "default" / "rank0" / "commit").valid]
+    return [record.step for record in read_records(folder / "default" / "rank0" / "commit").valid]
 
 
 @pytest.fixture

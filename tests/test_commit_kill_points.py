@@ -297,7 +297,7 @@ def _die_in_a_write(job: Job, folder: Path, when: int) -> None:
 
     def deadly_write(self: Store, *arguments: object) -> object:
         nonlocal left
-        if self.durable is not None and self.durable.epoch >= EPOCH:
+        if self.durable is not None and self.durable.step >= EPOCH:
             left -= 1
             if left < 0:
                 die()

@@ -124,7 +124,7 @@ def test_what_the_first_step_has_left_free_is_for_weights_first(
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = late(monkeypatch, spare=GIB)
     engine = start(job, ("cpu", "cpu"), tmp_path)
-    need, moved = engine._core.state.choices.device_need, list[int]()
+    need, moved = engine._core.state.settings.device_need, list[int]()
     assert engine.device_memory < need.weights and not need.added(engine.device_memory)
     found = []
     with Ticks(device):

@@ -228,7 +228,7 @@ def take_lease_at_once(self: HostCache, entry: Any) -> None:
     entry.copied = before
 
 
-REAL_TAKE_LEASE = HostCache._take_lease
+REAL_TAKE_LEASE = HostCache._evict
 
 
 def free_at_once(self: DeviceToHost, sent: Any, *given: Any) -> None:
@@ -245,10 +245,10 @@ REAL_START = DeviceToHost._start
 
 
 FAULTS = {
-    "read early": (LateDevice, "hold", hold_nothing),
+    "read early": (LateDevice, "wait_event", hold_nothing),
     "written early": (LateDevice, "upload", write_at_once),
     "changed early": (DeviceToHost, "_start", free_at_once),
-    "changed early, a lease": (HostCache, "_take_lease", take_lease_at_once),
+    "changed early, a lease": (HostCache, "_evict", take_lease_at_once),
 }
 
 

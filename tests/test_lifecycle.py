@@ -308,7 +308,7 @@ class Trespassing(Dataset[Any]):
                 told[name] = type(error).__name__
         # These do nothing at all in a child, or its end would be the end of its parent's run.
         engine.destroy(remove=True)
-        engine._core.ending.at_exit()
+        engine._core.shutdown.at_exit()
         return told
 
 

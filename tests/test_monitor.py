@@ -183,7 +183,7 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     for step in range(3):
         train_step(engine, JOB, step)
     engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
     kept = rows(tmp_path, "Train/Samples/train_loss")
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open("a") as file:
         file.write("8,0.")  # of a step that a kill has torn

@@ -62,7 +62,7 @@ def test_the_lease_of_an_update_that_has_begun_stays() -> None:
     for unit in (1, 2, 1, 2):
         assert bool((pager.acquire(unit) == unit + 1).all())
         pager.release(unit)
-    assert pager._entries[0].lease is lease
+    assert pager._entries[0].host_buffer is lease
     pager.weight_updates.weights_ready(0, True, False)
     pager.acquire(0)
     assert [unit for unit, _ in store.reads].count(0) == 1
@@ -98,7 +98,7 @@ def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
     pager.table.access_order.use(0)
     assert pager.table.access_order.distance(0) > pager.table.access_order.distance(2), "the trace alone would take it"
     assert pager.weight_updates.buffer_for(2) is None
-    assert entry.lease is not None
+    assert entry.host_buffer is not None
     entry.pins -= 1
 
 

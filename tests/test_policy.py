@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offload.swapper.access_order import NEVER, AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_fetch, victims
+from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -63,7 +63,7 @@ def test_a_place_is_free_once_its_victims_are_gone(
     space, blocks = _filled(pages, present)
     space.scatter = random.Random(1) if scatter else None
     free = [block for block in blocks if block.unit not in used]
-    place = find_place(space, wish * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
+    place = find_room(space, wish * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
     if place is None:
         assert not space.could_take(wish * PAGE, (block[1:] for block in free))
         return
@@ -86,7 +86,7 @@ def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter:
         if unit not in at:
             free = [Block(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
             floor = Floor(0, 17 * PAGE, max(size for other, size in enumerate(pages) if other != unit) * PAGE)
-            place = find_place(space, pages[unit] * PAGE, free, trace, floor)
+            place = find_room(space, pages[unit] * PAGE, free, trace, floor)
             assert place is not None
             for victim in place.victims:
                 space.give(at.pop(victim), pages[victim] * PAGE)

@@ -41,9 +41,11 @@ def assert_no_lease_is_lost(engine: offload.Engine) -> None:
     pager = engine._core.components.pager
     with pager.lock:
         leases = [
-            entry.lease for entry in pager._entries if entry.lease is not None and entry.size.tier.value == "disk"
+            entry.host_buffer
+            for entry in pager._entries
+            if entry.host_buffer is not None and entry.size.tier.value == "disk"
         ]
-        leases += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
+        leases += [entry.transfer.host_buffer for entry in pager._entries if entry.transfer is not None]
         held = sum(align_up(lease.nbytes) for lease in leases)
         residents = engine._core.components.shards.residents.values()
         held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)

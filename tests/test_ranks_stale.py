@@ -22,7 +22,7 @@ def trained(folder: Path, steps: int) -> None:
         engine.step()
     engine.mean(0.0)
     engine._core.components.update_worker.finish()  # type: ignore[union-attr]
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
 
 
 def refused(folder: Path) -> str:

@@ -71,7 +71,7 @@ def test_one_that_ended_without_destroy_is_replaced(
     for step in range(steps):
         train_step(engine, JOB, step)
     caplog.clear()
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"at step {steps}: " in line and "the next start replaces the run" in line
     _, told = script(tmp_path)
@@ -90,7 +90,7 @@ def test_one_that_ended_by_an_error_is_protected(
     else:
         engine._core.components.pager.fail(RuntimeError("of the test"))
     caplog.clear()
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
     assert "the next start that does not resume the run is refused" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -148,7 +148,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     train_step(engine, JOB, 0)
     heard = logging.handlers.BufferingHandler(99)
     logging.getLogger("offload").addHandler(heard)
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     logging.getLogger("offload").removeHandler(heard)
     return [record.getMessage() for record in heard.buffer]
 

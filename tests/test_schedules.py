@@ -226,7 +226,7 @@ def kill(engine: offload.Engine) -> None:
     """As SIGKILL does right after the commit of the last step: nothing more is written."""
     engine.mean(0.0)  # the first call after the step, which takes what the commit holds
     engine._core.components.update_worker.finish()
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
 
 
 @pytest.mark.parametrize("name", TABLES)

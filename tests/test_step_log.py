@@ -20,7 +20,7 @@ def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Pat
     for step in range(3):
         train_step(engine, JOB, step)
     engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
     engine = begin(tmp_path, durability={"every": 2}, log=str(path), resume="must", drive_tbw=5)

@@ -93,7 +93,7 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
         store.commit(epoch, blob(f"blob {epoch}"))
     store.close()
     store, text = opened(tmp_path, queue)
-    assert text == "blob 4" and store.durable is not None and store.durable.epoch == 4
+    assert text == "blob 4" and store.durable is not None and store.durable.step == 4
     assert (weight(store, 0), weight(store, 1)) == (14, 13)
     store.close()
 

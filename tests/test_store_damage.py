@@ -297,7 +297,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     assert isinstance(cause, IoError) and cause.errno == number
     assert os.path.basename(cause.path).startswith(CALLS[what][1])
     engine.destroy()  # the drive works again, but a sync that failed once must not be believed the next time
-    assert records(tmp_path)[0].epoch == DONE - 1
+    assert records(tmp_path)[0].step == DONE - 1
     go_on(tmp_path, DONE - 1, whole)
 
 
@@ -315,5 +315,5 @@ def test_the_last_commit_of_all_fails(
         with pytest.raises(IoError):
             engine.destroy()
     engine.destroy()
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     go_on(tmp_path, DONE, whole)

@@ -69,7 +69,7 @@ def read(store: Store, unit: int, state: State, start: int, stop: int) -> None:
 def by_another_process(store: Store) -> Iterator[Store]:
     """The store opened again: what one has written itself is not compared."""
     if store._files.locked:
-        store.commit(store.durable.epoch + 1 if store.durable else 0, {})
+        store.commit(store.durable.step + 1 if store.durable else 0, {})
         store.close()
     other = Store([store.folders[0].parents[1]], "run", 0, SPEC, store._queue)
     other.open()

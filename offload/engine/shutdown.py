@@ -153,7 +153,7 @@ class Shutdown:
         if store is None or store.durable is None:
             return
         # Edits since the last step, and steps that the durability setting left uncommitted, become a commit now.
-        if state.edited or store.durable.epoch != state.global_steps:
+        if state.edited or store.durable.step != state.global_steps:
             store.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 
@@ -170,7 +170,7 @@ class Shutdown:
             return
         if not keep:
             try:
-                store.note_closed({"steps": store.durable.epoch})
+                store.note_closed({"steps": store.durable.step})
             except OSError:  # such as a full disk: without the note, the run is kept
                 keep = True
         self._say_what_is_left(keep)
@@ -193,10 +193,10 @@ class Shutdown:
         if store.durable is None:
             tell(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
             return
-        made = f", the last committed one of {steps}" if store.durable.epoch != steps else ""
+        made = f", the last committed one of {steps}" if store.durable.step != steps else ""
         goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
         tell(
-            f'the run is kept in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" resumes the run, '
+            f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" resumes the run, '
             f"{goes}; `offload rm {folder}` deletes the run"
         )
 

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "upload into memory that the arena got while compute still uses it",
         "offload.swapper.memory.device_arena",
-        "self._readers.append((start, start + nbytes, self._device.computed()))",
+        "self._readers.append((start, start + nbytes, self._device.record_event()))",
         "pass",
         "tests/test_device_memory.py",
     ),
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "compute before the upload is done",
         "offload.swapper.pager",
-        "        try:\n            self._device.hold(uploaded)",
+        "        try:\n            self._device.wait_event(uploaded)",
         "        try:\n            pass",
         "tests/test_device_stream_order.py",
     ),

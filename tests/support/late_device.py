@@ -149,11 +149,11 @@ class LateDevice(Device):
             self.drift()
             return copy
 
-    def computed(self) -> Event:
+    def record_event(self) -> Event:
         with self.lock:
             return _Mark(self, self._clock)
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if isinstance(event, _Copy):
             with self.lock:
                 for stream in self._streams.values():
