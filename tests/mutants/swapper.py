@@ -62,9 +62,9 @@ MUTANTS = (
         "tests/test_ranks.py",
     ),
     Mutant(
-        "keep leases of weights through a load",
+        "keep host buffers of weights through a load",
         "offload.swapper.pager",
-        "                self._leases.forget(entry)",
+        "                self._host_cache.forget(entry)",
         "                pass",
         "tests/test_checkpoint.py",
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
         "write the record before the blob",
         "offload.swapper.store.store",
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
-        "        early = Record(self.durable.serial + 1 if self.durable else 1, epoch, tuple(self.newest), which, "
+        "        early = Record(self.durable.serial + 1 if self.durable else 1, step, tuple(self.newest), which, "
         "len(data), crc32c(data))\n"
         "        write_in_place(self._commit_path, early.pack(), which * PAGE)\n"
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
@@ -205,9 +205,9 @@ MUTANTS = (
         "tests/test_store_read_checksums.py",
     ),
     Mutant(
-        "stream into a lease that is still copied",
+        "stream into a host buffer that is still copied",
         "offload.swapper.chunked_upload",
-        "copied[lease.offset].wait()",
+        "copied[host_buffer.offset].wait()",
         "pass",
         "tests/test_device_stream_order.py",
     ),
