@@ -180,4 +180,4 @@ def test_a_run_that_dropped_what_is_trained_now_says_so(
         del where["drop_last"]
     notice = resumed.go_on(where, None)
     assert (resumed.where()["epoch"], resumed.where()["batch"]) == place
-    assert notice is not None and f"has {len(resumed)} batches, {len(loader)} in the run" in notice
+    assert notice is not None and f"contains {len(resumed)} batches, {len(loader)} in the run" in notice

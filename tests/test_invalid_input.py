@@ -325,7 +325,7 @@ ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     ),
     "a DataLoader": (
         lambda _: {"training_data": torch.utils.data.DataLoader([1, 2, 3])},
-        "expects a data set, .*got DataLoader; give DataLoader.dataset",
+        "expects a data set .*got DataLoader; give DataLoader.dataset",
     ),
     "a dict": (lambda _: {"training_data": {"train": [1]}}, "got dict; .*one split of a dict"),
     "collate_fn": (

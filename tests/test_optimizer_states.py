@@ -127,7 +127,7 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
         del state["state"][number]
     optimizer.load_state_dict(copy.deepcopy(state))
     engine.optimizer.load_state_dict(copy.deepcopy(state))
-    assert caplog.text.count("lacks the state of 2 of 4 trained parameters; their moments begin at zero") == 1
+    assert caplog.text.count("lacks the state of 2 parameters, of 4 that train; their moments begin at zero") == 1
     assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
     _plain(model, optimizer, 2)
     _close(_train(engine, 2), model)

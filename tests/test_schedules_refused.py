@@ -74,11 +74,11 @@ def test_an_optimizers_rate_without_effect_is_said() -> None:
         ({"type": "OneCycle", "params": {**CYCLE}}, "whose cycle_max_lr is 0.005; the optimizer's 0.01"),
     ):
         engine = begin(config={"scheduler": block})
-        (notice,) = [line for line in engine.notices if line.startswith("the learning rate is")]
+        (notice,) = [line for line in engine.notices if line.startswith("the learning rate follows")]
         assert words in notice
         engine.destroy()
     engine = begin(config={"scheduler": TABLES["log"].block})
-    assert not any("the learning rate is" in line for line in engine.notices)
+    assert not any("the learning rate follows" in line for line in engine.notices)
     engine.destroy()
 
 

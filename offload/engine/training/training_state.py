@@ -166,7 +166,7 @@ class TrainingState:
         # Until the first step a commit contains exactly what was restored.
         self._after_step = progress
         if changed:
-            notices.append(f"resumed with settings that differ from the run's: {', '.join(changed)}")
+            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps = self._micro_steps = facts["micro_steps"]
         self.parameter_steps = facts["parameter_steps"]
