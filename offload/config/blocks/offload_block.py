@@ -70,7 +70,7 @@ class OffloadBlock(Block):
     drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
         None,
         description="what each drive is rated to bear, in TB written (its data sheet's TBW; the least of several); "
-        "see guides/find-the-bottleneck.md",
+        "see concepts/drive-wear.md",
     )
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
         0.1, description="share of that from which on a run is warned of"
