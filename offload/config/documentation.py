@@ -10,16 +10,16 @@ from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration
 
-A DeepSpeed JSON file works as it is. Here is every key that has an effect, with its default, and every key that is
-accepted without one. An unknown key is an error that names the nearest one; at the top level, where other tools
-keep their blocks, one that is like no known key is named in a line at the start instead. `"auto"` and `null` mean
+A DeepSpeed JSON file works as it is. This page lists every key that has an effect, with its default, and every key
+that is accepted without one. An unknown key is an error that names the nearest one; at the top level, where other tools
+keep their blocks, a key that is like no known key is named in a line at the start instead. `"auto"` and `null` mean
 the default, integers may be written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are
-allowed; what else HJSON leaves out, quotes and commas, must be there. In place of a path the content may come in
+allowed; quotes and commas, which HJSON leaves out too, are required. In place of a path the content may come in
 base64, as DeepSpeed's autotuner passes it. A learning rate of `"auto"` must come from `--lr` or from an optimizer
 that is passed to `offload.initialize`. Older names hold: `bfloat16` for `bf16`, and in `zero_optimization`
 `cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.
 
-This file is written by `python -m offload.config` from `offload/config`.
+`python -m offload.config` writes this page from `offload/config`.
 """
 
 
