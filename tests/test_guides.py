@@ -1,4 +1,4 @@
-"""Every block of Python in the guides runs, in an empty folder of its own."""
+"""Every block of Python in the guides runs, in an empty folder of its own; each guide ends in the next action."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def test_the_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for drive in ("drive_a", "drive_b"):
         Path(drive).mkdir()
     exec(compile(code, "a guide", "exec"), {})
+
+
+@pytest.mark.parametrize("guide", sorted(GUIDES.glob("*.md")), ids=lambda guide: guide.stem)
+def test_the_guide_ends_in_the_next_action(guide: Path) -> None:
+    heading, *rest = re.split(r"^## ", guide.read_text(encoding="utf-8"), flags=re.MULTILINE)[-1].splitlines()
+    assert heading == "Next" and re.search(r"\]\([\w./#-]+\)", "\n".join(rest))

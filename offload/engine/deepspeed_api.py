@@ -302,7 +302,7 @@ class DeepSpeedApi:
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """Numbers of the last step, by the names of guides/monitor-a-run.md; empty if none were requested.
+        """Numbers of the last step, by the names of reference/metrics.md; empty if none were requested.
 
         `wall_clock_breakdown` requests all of them, on the first rank.
         """

@@ -14,11 +14,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 
 _HEAD = """# Command line
 
-What `--help` says of each command. This page is made by `python -m tests.support.command_line_page`, and a test
-compares.
+The output of `--help` for each command. `python -m tests.support.command_line_page` writes
+this page, and a test compares the two.
 
-Every command has `--json`: one object on stdout, all else on stderr. It ends with 0 where it did what it was for, with
-1 where something failed, with 2 where what it was given cannot be, after a signal with 128 and its number.
+Every command has `--json`: one object on stdout, all else on stderr. A command ends with 0 after success, with 1 after
+a failure, with 2 for wrong input, after a signal with 128 and its number.
 """
 
 

@@ -16,35 +16,35 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "what-works.md"
 
 HEAD = """# What works
 
-What users do with models, and what becomes of it here. Each row is a test that runs with every change of the code; this
-page is made from the tests (`python -m tests.support.what_works_page`), and one of them compares.
+Each row is one use of a model, its result, and the test that proves it with every change of the code. `python -m
+tests.support.what_works_page` writes this page from the tests, and a test compares the two.
 
 * **right**: everything on disk, with room on the device for about two units and poisoned memory, gives the same bits
   as everything in memory, in fp32 and bf16; in fp32 it agrees with ordinary PyTorch too.
 * **refused**: a clear error, before anything is harmed. Training goes on afterwards, unless the row says that the
   engine stops; then the run resumes from its last committed step.
 
-All of it was tried on the CPU; on CUDA nothing of this page has been run yet.
+Every row was tested on the CPU; on CUDA nothing of this page has been run yet.
 """
 
 TAIL = """
 ## Limits that no test shows as right
 
 * A weight that is changed in place through `.data` while its module runs (`self.weight.data.clamp_()` in its forward)
-  is not noticed: the change is in a copy on the device, which stays where the weights' home is the device and is lost
-  where it is not. Under `torch.no_grad()`, without `.data`, it is noticed and refused. Change weights between steps.
+  is not noticed: the change is in a copy on the device, which stays if the weights' home is the device and is lost
+  otherwise. Under `torch.no_grad()`, without `.data`, the change is noticed and refused. Change weights between steps.
 * The tensors of `state_dict()` are copies: writing to them changes nothing. Write to the parameters.
-* `zero_grad()` of a submodule forgets nothing; that of the model, the engine and the optimizer does.
-* `torch.compile(fullgraph=True)` cannot hold modules that the engine hooks; nor can `torch.jit` and `torch.export`.
+* `zero_grad()` of a submodule drops no gradient; `zero_grad()` of the model, the engine and the optimizer does.
+* `torch.compile(fullgraph=True)` cannot contain modules that the engine hooks; nor can `torch.jit` and `torch.export`.
 * Modules that compute with buffers and weights of different dtypes (`spectral_norm` in bf16) need
   `data_types.buffer_dtype`.
 * Frozen weights can be changed before `offload.initialize` only.
 * Modules that are added to the model after `offload.initialize` are not seen; parameters that were frozen then cannot
-  be unfrozen (refused). What is to train later must be trainable then; freeze it afterwards.
-* Views of weights that live on (in a `ctx` attribute, in hooks that keep what they are given) hold room on the
-  device. Units of different sizes that are needed at one time may need more than the sum of their sizes, since what is
+  be unfrozen (refused). Leave parameters trainable that train later, and freeze them afterwards.
+* Views of weights that stay alive (in a `ctx` attribute, in hooks that keep their arguments) hold room on the
+  device. Units of different sizes that are needed at one time may need more than the sum of their sizes, since a unit
   in use cannot be moved: `(2k - 1)` times the largest is always enough for `k` of them.
-* `p.grad` is None after a backward: gradients are in the engine, `offload.safe_get_full_grad` reads one.
+* `p.grad` is None after a backward: gradients are stored in the engine, and `offload.safe_get_full_grad` reads one.
   `torch.nn.utils.clip_grad_norm_` sees none; set `gradient_clipping` in the config.
 * BatchNorm in bf16 on the CPU needs `"data_types": {"buffer_dtype": "bf16"}`; without, `initialize` says so.
 * `torch.save(model)`, which pickles the whole module, does not work with hooks on it; save `model.state_dict()`.

@@ -69,7 +69,7 @@ class OffloadBlock(Block):
     drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
         None,
         description="rated endurance of each drive, in TB written (its data sheet's TBW; the least of several); "
-        "see guides/find-the-bottleneck.md",
+        "see concepts/drive-wear.md",
     )
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
         0.1, description="fraction of drive_tbw above which a run is warned"
