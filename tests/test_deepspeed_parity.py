@@ -16,7 +16,7 @@ import torch
 
 import offload
 from tests import models
-from tests.oracle import Job, config
+from tests.support.oracle import Job, config
 
 JOB = models.MIXTURE
 LRS = [0.25, 0.25, 0.375, 0.5]

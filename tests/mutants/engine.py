@@ -374,8 +374,8 @@ MUTANTS = (
     Mutant(
         "drop the decay",
         "offload.engine.optim.algorithms",
-        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n        dec',
-        "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        dec",
+        'AdamWStep(\n        **_floats(group, "lr", "eps", "weight_decay"),',
+        'AdamWStep(\n        weight_decay=0.0,\n        **_floats(group, "lr", "eps"),',
         "tests/test_pytorch_parity.py",
     ),
     Mutant(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.checkpoint.directory import told
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Collective
@@ -122,8 +122,7 @@ class EngineSource:
         # After a failure the reads in flight are still waited for, because their buffers are about to be freed. The
         # other ranks are not contacted again.
         if self._over:
-            for future in futures:
-                future.wait()
+            wait_for_all(futures)
             return
         try:
             self._ranks.settle(mine)
