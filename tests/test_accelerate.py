@@ -149,7 +149,7 @@ def test_a_step_that_was_skipped(tmp_path: Path) -> None:
 # -- what cannot be -----------------------------------------------------------------------------------
 
 
-def test_stock_accelerate_says_what_to_call(tmp_path: Path) -> None:
+def test_stock_accelerate_raises_an_error_that_names_the_call(tmp_path: Path) -> None:
     """Its clip would find no gradients."""
     model, optimizer, loader, _ = parts()
     engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path))

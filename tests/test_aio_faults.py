@@ -40,7 +40,7 @@ def _error_of(future: IoFuture) -> IoError:
     return caught.value
 
 
-def test_a_full_disk(backend: str, small_disk: Path) -> None:
+def test_a_full_disk_fails_the_write_with_enospc(backend: str, small_disk: Path) -> None:
     """Where others report success, this is an error; what was there before stays as it was."""
     with DirectFile(small_disk / "kept", create=True) as kept, IoQueue(backend, block_bytes=256 << 10) as queue:
         before = random.Random(0).randbytes(MIB)
@@ -170,13 +170,13 @@ def test_a_path_that_is_a_symlink(tmp_path: Path) -> None:
         assert file.size() == 4
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(IoError) as caught:
         DirectFile(tmp_path)
     assert caught.value.errno == errno.EISDIR
 
 
-def test_a_closed_queue(backend: str, tmp_path: Path) -> None:
+def test_a_closed_queue_refuses_requests(backend: str, tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         queue = IoQueue(backend)
         queue.close()
@@ -189,7 +189,7 @@ def test_a_closed_queue(backend: str, tmp_path: Path) -> None:
                 call()
 
 
-def test_a_signal_storm(backend: str, tmp_path: Path) -> None:
+def test_a_signal_storm_interrupts_no_request(backend: str, tmp_path: Path) -> None:
     """Thousands of interruptions, of every thread that takes signals, and not a byte wrong."""
     code = f"""
 import random, signal

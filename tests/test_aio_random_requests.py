@@ -129,7 +129,9 @@ def test_bytes_are_those_of_a_reference(
 @given(_lengths(LONGEST), st.integers(0, 3 * MIB), st.sampled_from([0, 1, 4095]), st.integers(0, 2**32))
 @example(LONGEST, 0, 0, 0)
 @example(LONGEST - 1, 4095, 1, 0)
-def test_long_requests(backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int) -> None:
+def test_long_requests_move_all_bytes(
+    backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int
+) -> None:
     with DirectFile(folder / "long", create=True) as file, IoQueue(backend) as queue:
         data, back = (aligned_empty(nbytes + skew)[skew:] for _ in range(2))
         data[:] = random.Random(seed).randbytes(nbytes)

@@ -125,7 +125,7 @@ def test_an_error_names_the_drive(backend: str, tmp_path: Path) -> None:
         assert (caught.value.offset, caught.value.nbytes) == (4096, 4096)
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     for arguments, words in (
         (([],), "at least one path"),
@@ -145,7 +145,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         StripedFile([a, b])
 
 
-def test_a_checksum_is_of_the_whole_request(backend: str, tmp_path: Path) -> None:
+def test_a_checksum_covers_the_complete_request(backend: str, tmp_path: Path) -> None:
     with StripedFile([tmp_path / "a", tmp_path / "b"], create=True, stripe_bytes=4096) as file:
         with IoQueue(backend) as queue:
             queue.write(file, 0, bytes(40_960)).wait()

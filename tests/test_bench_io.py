@@ -83,7 +83,7 @@ def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_beside(tmp_path: Path) -> None:
+def test_fio_is_measured_in_the_same_run(tmp_path: Path) -> None:
     rows = _json("bench", "io", str(tmp_path), *SMALL, "--backend", "threads")["rows"]
     assert {row["backend"] for row in rows} == {"threads", "fio io_uring", "fio libaio"}
     assert all(row["of_fio"] > 0 for row in rows)
@@ -176,7 +176,7 @@ def test_a_table_for_people(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_plot(tmp_path: Path, suffix: str) -> None:
+def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plot.{suffix}"
     rows = [
         Row(

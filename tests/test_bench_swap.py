@@ -271,11 +271,11 @@ def test_updates_hide_behind_the_first_forward_alone() -> None:
         (3.2, 1.0, 2.0, 2.5, "budgets"),
     ],
 )
-def test_what_limits(step: float, compute: float, io: float, order: float, limit: str) -> None:
+def test_the_limiting_rate_is_named(step: float, compute: float, io: float, order: float, limit: str) -> None:
     assert find_limit(step, compute, io, order) == limit
 
 
-def test_every_limit_has_words() -> None:
+def test_every_limit_has_a_description() -> None:
     plan = _plan()
     row = make_row(plan, 50, RATES, [_turn(plan, 3)])
     for limit, words in (

@@ -184,7 +184,7 @@ def one_is_wrong(folder: Path) -> list[str]:
     return told
 
 
-def test_what_one_rank_alone_gets_wrong_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool, tmp_path: Path) -> None:
     zero, one = ranks.run(one_is_wrong, tmp_path)
     assert len(zero) == len(one) == 7
     for mine, theirs in zip(zero, one, strict=True):
@@ -229,7 +229,7 @@ def one_saves_alone(folder: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["mean", "load", "tags"])
-def test_ranks_that_do_other_things_are_told(what: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_that_disagree_get_an_error(what: str, ranks: RankPool, tmp_path: Path) -> None:
     for told in ranks.run(one_saves_alone, tmp_path, what):
         assert ("other tag" if what == "tags" else "rank 0 saves a checkpoint; rank 1") in told
     assert not (tmp_path / "saved").exists()
@@ -251,7 +251,7 @@ def damaged_on_one(folder: Path) -> str:
     return told
 
 
-def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_damage_is_reported_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
     path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
     data = bytearray(path.read_bytes())

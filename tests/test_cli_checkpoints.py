@@ -87,7 +87,7 @@ def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
     assert "GPT2LMHeadModel, 162,368 parameters, 6 units" in run("inspect", saved / "global_step1").output
 
 
-def test_a_checkpoint_that_is_not_whole_says_so(saved: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(saved: Path) -> None:
     (saved / "global_step1" / "states.rank0.safetensors").unlink()
     flip(saved / "global_step2" / "manifest.json", 300)
     one, other = sorted(told("inspect", saved)["checkpoints"], key=lambda each: str(each["tag"]))
@@ -183,7 +183,7 @@ def test_a_checkpoint_gives_what_its_run_gives(
     assert config[0] == config[1]
 
 
-def test_frozen_weights_that_were_not_saved_are_told_of(tmp_path: Path) -> None:
+def test_frozen_weights_that_were_not_saved_are_reported(tmp_path: Path) -> None:
     save(FROZEN, tmp_path, exclude_frozen_parameters=True)
     found = told("export", tmp_path / "saved", tmp_path / "out")
     model = FROZEN.model()
@@ -227,7 +227,7 @@ def _on_ranks(folder: Path) -> None:
     engine.destroy()
 
 
-def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         ranks.run(_on_ranks, tmp_path)
     told("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")

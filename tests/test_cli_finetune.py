@@ -86,7 +86,7 @@ def test_a_folder_without_weights_is_trained_from_scratch() -> None:
     assert said.exit_code == 0 and "model has no weights: its model is trained from scratch" in said.stdout
 
 
-def test_a_folder_without_a_tokenizer_is_said_to_have_none() -> None:
+def test_a_folder_without_a_tokenizer_is_reported() -> None:
     """Of a GPT-2 without its files transformers makes a tokenizer that knows no words."""
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained("bare")
     said = call("--model", "bare", "--steps", "1", data="texts.jsonl")
@@ -199,7 +199,7 @@ def test_adapters_are_trained_and_saved_alone() -> None:
     assert not torch.equal(model(ids).logits, model_of("model")(ids).logits)
 
 
-def test_a_run_that_goes_on_with_other_adapters_says_so() -> None:
+def test_a_resume_with_other_adapters_is_reported() -> None:
     assert call("--steps", "1", "--keep", "--lora", "r=4").exit_code == 0
     said = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")
     assert "resumed, and --lora was r=4, is r=4,alpha=2" in said.stdout, said.output
@@ -234,7 +234,7 @@ def test_a_chat_without_a_template() -> None:
     assert result.exit_code == 2 and "chats.jsonl:1 is a chat" in result.stderr and not Path("swap").exists()
 
 
-def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     result = call("--lora", "r=4")
     assert result.exit_code == 2 and "pip install 'offload[hf]'" in result.stderr and not Path("swap").exists()

@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "default"
 
 
-def test_a_run(run: Path) -> None:
+def test_a_run_is_described(run: Path) -> None:
     found = inspect(run)
     assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
     assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
@@ -73,7 +73,7 @@ def test_a_run(run: Path) -> None:
         assert each in words
 
 
-def test_a_rank(run: Path) -> None:
+def test_a_single_rank_is_described(run: Path) -> None:
     found = inspect(run / "rank0")
     whole = inspect(run)
     for commit in (*found["ranks"][0]["commits"], *whole["ranks"][0]["commits"]):
@@ -137,7 +137,7 @@ def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch:
         assert holder(run / "rank0") is not None
 
 
-def test_an_old_format_says_so(run: Path) -> None:
+def test_an_old_format_is_reported(run: Path) -> None:
     path = run / "rank0" / "manifest.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))

@@ -46,7 +46,7 @@ def test_another_job_is_no_job_that_is_done(more: tuple[str, str], words: str) -
     assert call(*DONE, *more, "--resume", "restart").exit_code == 0
 
 
-def test_the_same_job_is_done_and_says_so_with_every_field() -> None:
+def test_a_finished_job_is_reported_with_every_field() -> None:
     first = facts(call(*DONE, "--output", "a", "--json"))
     again = call(*DONE, "--output", "a", "--json")
     assert "ended at step 1" in again.stderr and "nothing to do" in again.stderr
@@ -177,7 +177,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--output swap/default/model", "lies in the run's own folder"),
     ],
 )
-def test_bad_input(arguments: str, words: str) -> None:
+def test_bad_input_is_refused(arguments: str, words: str) -> None:
     Path("binary").write_bytes(bytes(range(256)) * 100)
     Path("binary.gz").write_bytes(bytes(range(256)) * 100)
     Path("data.jsonl").write_text('{"text": "words"}\n')

@@ -64,7 +64,7 @@ def reported(log: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_without_a_probe_one_line_says_how_to_get_a_prediction() -> None:
+def test_without_a_probe_one_line_names_the_command() -> None:
     said = call("--steps", "2", "--log", "log").stdout
     assert [line for line in said.splitlines() if "offload probe" in line or "predict" in line] == [
         "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
@@ -120,7 +120,7 @@ def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
         ({}, "the drive of ./swap was not measured: run `offload probe ./swap`"),
     ],
 )
-def test_a_probe_of_something_else_is_told(
+def test_a_probe_of_another_machine_is_reported(
     machine: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep("/proc")

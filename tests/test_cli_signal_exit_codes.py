@@ -67,7 +67,7 @@ def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
-def test_a_probe(number: int, at: str, tmp_path: Path) -> None:
+def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     process = begin(tmp_path, "probe", ".", "--size", "64MiB", "--device", "cpu")
     told(process, f"measuring {at}")
     stopped(process, number)

@@ -27,7 +27,7 @@ __all__ = ["_alone"]
 # -- a run that ends -----------------------------------------------------------------------------------
 
 
-def test_json_and_log_tell_of_every_step() -> None:
+def test_json_and_log_contain_every_step() -> None:
     found = facts(call("--steps", "3", "--log", "log", "--json"))
     assert all(len(found[key]) == 3 for key in LISTS)
     assert found["parameters"] == 182_016 and found["steps"] == 3 and found["first_step"] == 1
@@ -40,7 +40,7 @@ def test_json_and_log_tell_of_every_step() -> None:
     assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
 
 
-def test_the_end_says_what_a_step_is_bound_by_and_what_drives_bore() -> None:
+def test_the_summary_names_the_bound_of_a_step_and_the_wear_of_drives() -> None:
     found = facts(call("--steps", "3", "--log", "log", "--json"))
     phases = [f"{name}_seconds" for name in ("forward", "backward", "step", "wait_for_reads", "update_kernels")]
     assert all(line.keys() >= {*phases, "uploaded_bytes", "host_peak_bytes"} for line in log())
@@ -80,12 +80,12 @@ def test_the_store_goes_and_a_note_stays() -> None:
     assert again.exit_code == 0
 
 
-def test_a_seed_is_a_run() -> None:
+def test_a_seed_decides_the_run() -> None:
     losses = [facts(call("--steps", "2", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_homes_give_the_same_bits() -> None:
+def test_all_tiers_give_the_same_bits() -> None:
     tiers = [("nvme", "nvme"), ("none", "cpu")]
     losses = [
         facts(call("--steps", "2", "--json", "--offload-param", weights, "--offload-optimizer", states))["losses"]

@@ -101,7 +101,7 @@ def on_drive(run: Path, offset: int) -> tuple[Path, int]:
         return Path(file.parts()[drive].path), start
 
 
-def test_a_whole_run(run: Path) -> None:
+def test_an_intact_run_passes(run: Path) -> None:
     code, told = verify(run)
     assert code == 0 and told["whole"] and told["epoch"] == 3
     (rank,) = told["ranks"]
@@ -154,7 +154,7 @@ def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
     }
 
 
-def test_a_blob(run: Path, swap: Path) -> None:
+def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
     """A flipped bit of the last blob, or no blob: named, and the commit before is read instead, as a resume does."""
     which, _ = newest(run)
     path = run / "rank0" / f"blob.{which}"
@@ -171,7 +171,7 @@ def test_a_blob(run: Path, swap: Path) -> None:
     assert resumed(swap) == 2
 
 
-def test_no_blob_is_whole(run: Path, swap: Path) -> None:
+def test_a_run_without_a_blob_cannot_be_resumed(run: Path, swap: Path) -> None:
     for which in (0, 1):
         (run / "rank0" / f"blob.{which}").unlink()
     code, told = verify(run)
@@ -203,7 +203,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
 
 @pytest.mark.parametrize("drive", ["first", "second"])
 @pytest.mark.parametrize("how", ["flipped", "deleted", "of another drive"])
-def test_a_manifest(how: str, drive: str, run: Path, swap: Path) -> None:
+def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path) -> None:
     path = swap / drive / "default" / "rank0" / "manifest.json"
     other = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
     data = path.read_bytes()
@@ -261,7 +261,7 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     assert ": the checksum is not the one written; " in before, "the place is told"
 
 
-def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Path) -> None:
+def test_a_damaged_earlier_commit_is_not_called_overwritten(run: Path) -> None:
     """Of bytes that are wrong nobody can tell which it was."""
     found = look(run / "rank0")
     assert found.manifest is not None
@@ -301,7 +301,7 @@ def test_nothing_is_changed(run: Path, swap: Path) -> None:
     assert {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"} == before
 
 
-def test_of_many_damages_some_are_told_and_all_counted(run: Path, swap: Path) -> None:
+def test_of_many_damages_some_are_listed_and_all_counted(run: Path, swap: Path) -> None:
     for path in swap.rglob("states"):
         path.write_bytes(b"x" * path.stat().st_size)
     code, told = verify(run)

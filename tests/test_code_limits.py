@@ -110,7 +110,7 @@ def test_no_folder_is_crowded() -> None:
     assert disagree(crowded([file.path for file in FILES]), TODAY["folders"]) == []
 
 
-def test_no_file_is_long() -> None:
+def test_files_keep_the_limit_of_lines() -> None:
     assert disagree(long_files(FILES), TODAY["files"]) == []
 
 
@@ -127,7 +127,7 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     assert disagree(openings(FILES), TODAY["openings of 100 docstrings"]) == []
 
 
-def test_comments_say_why() -> None:
+def test_comments_give_a_reason() -> None:
     assert disagree(few_comments(FILES), TODAY["commented of 100 lines"]) == []
 
 

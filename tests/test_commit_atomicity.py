@@ -143,7 +143,7 @@ def test_a_step_that_was_not_counted_stops_nothing(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = begin(tmp_path / "whole")
     for _ in range(3):
         train_step(engine)
@@ -166,7 +166,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     again.destroy()
 
 
-def test_a_schedule_that_cannot_be_held_is_told_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
+def test_a_schedule_that_cannot_be_saved_is_reported_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
     engine = begin(tmp_path / "run", Halves)
     assert sum("Halves has no state_dict()" in line for line in engine.notices) == 1
     train_step(engine)

@@ -49,7 +49,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize("every", [2, 100])
-def test_the_same_bits(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
+def test_commits_change_no_bit(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
     """From the second update of a window on, a slot is read and written in place."""
     mine = run(JOB, placement, tmp_path / "every", durability={"every": every})
     assert_same(each_step(placement), mine, "each step and every")

@@ -183,7 +183,7 @@ IN_CREATE = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("point", IN_COMMIT)
-def test_in_a_commit(point: str, tmp_path: Path, whole: Result) -> None:
+def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path, whole: Result) -> None:
     where, counts = IN_COMMIT[point]
     killed(tmp_path, in_commit_of, EPOCH, where)
     resumed(tmp_path, EPOCH - 1 + counts, whole)
@@ -203,7 +203,7 @@ def test_in_the_first_commit(point: str, tmp_path: Path, whole: Result) -> None:
 
 
 @pytest.mark.parametrize("point", IN_CREATE)
-def test_in_the_start(point: str, tmp_path: Path, whole: Result) -> None:
+def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_path: Path, whole: Result) -> None:
     killed(tmp_path, in_call_of, "create", IN_CREATE[point])
     resumed(tmp_path, NONE, whole)
 

@@ -211,7 +211,7 @@ def test_named_at_the_start(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refused(key: str) -> None:
+def test_a_key_without_support_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
         load_config(content(key, REFUSED[key]))
 
@@ -250,7 +250,7 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ],
 )
-def test_the_message_says_what_it_is_and_what_to_do(given: dict[str, Any], words: str) -> None:
+def test_the_message_names_the_key_and_the_fix(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words) as caught:
         load_config(given)
     assert "would change what is learned" not in str(caught.value)

@@ -167,7 +167,7 @@ def heard(stage: int) -> list[str]:
     return listener.lines
 
 
-def test_stages_1_and_2_on_several_ranks_are_told_once_to_be_stage_3() -> None:
+def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
     with shared_pool(2) as ranks:
         for stage in (1, 2):
             first, second = ranks.run(heard, stage)

@@ -176,7 +176,7 @@ def test_what_a_user_changes_between_steps_counts(dtype: torch.dtype, how: str) 
     torch.testing.assert_close(parameter.detach().float(), new.float(), rtol=0, atol=1e-5)
 
 
-def test_a_copy_is_a_copy() -> None:
+def test_a_deep_copy_is_independent() -> None:
     model = net()
     optimizer = CPUAdamW(model.parameters())
     train(model, optimizer, 2)
@@ -187,7 +187,7 @@ def test_a_copy_is_a_copy() -> None:
         assert torch.equal(one, two)
 
 
-def test_bad_input() -> None:
+def test_bad_input_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(3))
     for settings, words in (
         ({"lr": -1.0}, "lr"),

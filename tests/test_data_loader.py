@@ -166,7 +166,7 @@ def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
     ("trained", "then", "now", "place"),
     [(3, True, False, (0, 3)), (8, True, False, (1, 0)), (3, False, True, (0, 3)), (8, False, True, (1, 0))],
 )
-def test_a_run_that_dropped_what_is_trained_now_says_so(
+def test_a_resume_that_trains_rows_dropped_before_is_reported(
     trained: int, then: bool, now: bool, place: tuple[int, int]
 ) -> None:
     """Its pass is over where it was over in the run, which kept no `drop_last` in older versions."""

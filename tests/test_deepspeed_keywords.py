@@ -56,7 +56,7 @@ def test_refused_by_initialize(given: dict[str, Any], words: str) -> None:
         begin(**given)
 
 
-def test_init() -> None:
+def test_keywords_of_zero_init() -> None:
     assert isinstance(
         built(config_dict_or_path=CONFIG, remote_device=None, dtype=None, mpu=None).weight, DeferredParameter
     )
@@ -66,7 +66,7 @@ def test_init() -> None:
             built(**given)
 
 
-def test_gathered() -> None:
+def test_keywords_of_gathered_parameters() -> None:
     engine = begin()
     weight = engine.module.weight
     with offload.gathered(weight, modifier_rank=0):
@@ -92,7 +92,7 @@ def test_backward_and_step() -> None:
     engine.destroy()
 
 
-def test_load_checkpoint(tmp_path: Path) -> None:
+def test_keywords_of_load_checkpoint(tmp_path: Path) -> None:
     engine = begin()
     engine.save_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, custom_load_fn=None)[0] is not None
@@ -102,7 +102,7 @@ def test_load_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"backend": "inductor", "compile_kwargs": {}}], ids=["plain", "DeepSpeed's"])
-def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> None:
+def test_compile_raises_an_error_with_the_fix_and_leaves_the_model(given: dict[str, Any]) -> None:
     engine = begin()
     with pytest.raises(UsageError, match=r"block\.compile\(\) for each block .*before offload\.initialize"):
         engine.compile(**given)

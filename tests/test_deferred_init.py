@@ -222,7 +222,7 @@ def test_a_constructor_that_needs_values_is_named() -> None:
         torch.ones(2, 3) @ torch.ones(2, 3)  # what is wrong otherwise is told as ever
 
 
-def test_a_family_that_cannot_be_built_without_values_is_trained_from_a_whole_model(tmp_path: Path) -> None:
+def test_a_family_that_needs_values_is_trained_from_a_complete_model(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2}
     whole = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=16))
     with pytest.raises(ConfigError, match=r"^Rwkv\w+ \(.*build this model outside"), offload.init():

@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[nn.Module, Path, dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_loaded(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = given
     with warnings.catch_warnings():
         warnings.simplefilter("error")

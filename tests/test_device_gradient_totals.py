@@ -192,7 +192,7 @@ def test_the_bits_are_those_of_sums_on_the_host(
 
 
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
-def test_who_says_where_a_step_ends_changes_no_bit(
+def test_the_caller_of_a_boundary_changes_no_bit(
     loop: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOB._replace(accumulation=4)

@@ -45,7 +45,7 @@ def in_backward(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [in_forward, in_backward])
-def test_where_it_ends_the_error_says_what_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
+def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
     engine = start(JOB, ("nvme", "nvme"), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
         act(engine)
@@ -115,7 +115,7 @@ def test_the_arena_grows_into_what_the_first_step_has_left_free(nbytes: int, roo
     assert growth(nbytes, NEED, DeviceRoom(*room)) == more
 
 
-def test_beyond_all_weights_it_grows_by_whole_totals_of_gradients() -> None:
+def test_beyond_all_weights_the_arena_grows_by_complete_gradient_totals() -> None:
     need = replace(NEED, most=14 * GIB, totals=((3, GIB), (1, 2 * GIB), (2, GIB)))
     for free, more in ((8 * GIB, 7), (9 * GIB, 8), (10 * GIB, 9), (10.5 * GIB, 10), (100 * GIB, 11)):
         assert growth(3 * GIB, need, DeviceRoom(int(free), 0)) == more * GIB

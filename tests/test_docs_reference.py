@@ -61,7 +61,7 @@ def test_every_public_name_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - OF_AN_ENGINE))
-def test_a_name_of_the_reference_is_something_and_says_what(name: str) -> None:
+def test_a_name_of_the_reference_exists_and_is_described(name: str) -> None:
     value = found(name)
     if isinstance(value, type):
         silent = [each for each, member in members(value) if not inspect.getdoc(member)]

@@ -76,13 +76,13 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", AUTO)
-def test_what_auto_became(case: str) -> None:
+def test_values_that_replace_auto_are_reported(case: str) -> None:
     content, words = AUTO[case]
     _, auto, became = said(content).partition('; "auto": ')
     assert became == words and bool(auto) == bool(words)
 
 
-def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_effective_config_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "offload": {"device": "cpu"}}
     with caplog.at_level(logging.DEBUG, logger="offload"):
         engine, *_ = offload.initialize(model=nn.Linear(4, 1), config=content)

@@ -35,7 +35,7 @@ def saved_in(said: str) -> str:
     return found[1]
 
 
-def test_the_trainer(tmp_path: Path) -> None:
+def test_the_trainer_example_runs(tmp_path: Path) -> None:
     said = run("trainer.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", said)]
     assert losses[-1] < losses[0] - 1 and (saved := saved_in(said))
@@ -53,7 +53,7 @@ def test_fine_tuning_from_a_folder(tmp_path: Path) -> None:
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_the_adapter_example_runs(tmp_path: Path) -> None:
     said = run("lora.py", tmp_path)
     first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", said))
     assert last < first and "saved: adapters default for" in said

@@ -123,7 +123,7 @@ def assert_nothing_left(engine: offload.Engine) -> None:
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "kind"), ROWS)
-def test_training_goes_on(place: str, kind: str, dtype: str, tmp_path: Path) -> None:
+def test_training_continues_after_an_exception(place: str, kind: str, dtype: str, tmp_path: Path) -> None:
     fail, model = PLACES[place]
     job = Job(model, seeded_loss, steps=4, dtype=dtype)
     before = threading.active_count()

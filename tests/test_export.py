@@ -163,7 +163,7 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     ), n0
 
 
-def test_values_beyond_fp16_are_told_of(tmp_path: Path) -> None:
+def test_values_beyond_fp16_are_reported(tmp_path: Path) -> None:
     engine = trained(models.GPT2, tmp_path / "swap")
     with torch.no_grad():
         engine.module.transformer.wpe.weight.data[0, :3] = 1e6
@@ -224,7 +224,7 @@ def _on_ranks(job: Job, folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         state = ranks.run(_on_ranks, models.MIXTURE._replace(dtype="bf16"), tmp_path / "swap")[0]
     run_folder = tmp_path / "swap" / "default"
@@ -367,7 +367,7 @@ class Wide(nn.Module):
         self.layer = nn.Linear(4096, 16384, bias=False)
 
 
-def test_a_large_parameter_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+def test_a_large_parameter_is_never_completely_in_memory(tmp_path: Path) -> None:
     """256 MiB of fp32 from 64 Mi elements: what torch and our buffers take is counted, and what is read ahead."""
     engine = offload.initialize(
         model=Wide().bfloat16(), config=config(Job(Wide, models.language_loss, dtype="bf16"), DISK, tmp_path / "swap")

@@ -28,7 +28,7 @@ def test_float64_is_named_once(dtype: str, said: str, tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_nothing_is_said_of_other_weights(tmp_path: Path) -> None:
+def test_other_dtypes_are_not_reported(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1).bfloat16())
     engine = offload.initialize(model=model, config=config(JOB, ("none", "none"), tmp_path))[0]
     assert not [line for line in engine.notices if "float64" in line]

@@ -107,7 +107,7 @@ def test_the_same_bits_wherever_they_lie(optimizer: str, tmp_path: Path) -> None
     assert_same(whole, run(job, DISK, tmp_path / "none", durability="none", device_memory=room_for(job, 2)))
 
 
-def test_units_that_come_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_units_are_streamed_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of a unit may begin in what trains and end in what does not."""
     whole = run(JOB, DISK, tmp_path / "whole")
     small_pieces(monkeypatch)
@@ -196,7 +196,7 @@ def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
+def test_a_failed_load_reports_whether_the_last_commit_is_intact(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOB if same else OTHER

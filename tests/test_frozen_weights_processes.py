@@ -38,7 +38,7 @@ def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, t
     return losses, weights, formula, states.stat().st_size
 
 
-def test_each_of_two_ranks_has_its_part_of_them_once(tmp_path: Path) -> None:
+def test_each_of_two_ranks_stores_its_shard_once(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         whole = ranks.run(_rows, tmp_path / "whole", 0, 4)
         ranks.run(_rows, tmp_path / "run", 0, 2)

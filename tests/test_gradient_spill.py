@@ -123,7 +123,7 @@ def test_gradients_spill_beside_states_in_memory(tmp_path: Path) -> None:
     assert losses == ample.losses and list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path, ("none", "none"))
     real = scratch.DirectFile.reserve

@@ -80,7 +80,7 @@ def test_classes_do_not_lend_to_each_other() -> None:
     assert host.weights.take(8192) is not None
 
 
-def test_a_lease_is_the_same_memory_for_io_and_for_tensors() -> None:
+def test_a_host_buffer_is_the_same_memory_for_io_and_for_tensors() -> None:
     with HostArena(Classes(0, 8192, 0, 0), CPU).weights.take(8192) as lease:
         lease.tensor(torch.float32).fill_(1.5)
         assert bytes(lease.buffer[:4]) == b"\x00\x00\xc0\x3f"
@@ -95,7 +95,7 @@ def test_poison_fills_what_is_given_back() -> None:
     assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
 
 
-def test_poison_places_slices_at_more_than_one_address() -> None:
+def test_poison_places_device_buffers_at_more_than_one_address() -> None:
     arena = DeviceArena(64 * 4096, CPU, poison=True)
     seen = set()
     for _ in range(20):
@@ -105,6 +105,6 @@ def test_poison_places_slices_at_more_than_one_address() -> None:
     assert len(seen) > 1
 
 
-def test_a_budget_that_is_too_small_says_the_least() -> None:
+def test_a_budget_that_is_too_small_is_an_error_with_the_least() -> None:
     with pytest.raises(BudgetError, match=r"host_memory is 1\.0 KiB .*least that works is 2\.0 KiB .*do this"):
         check_budget("host_memory", 1024, 2048, "do this")

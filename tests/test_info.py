@@ -92,7 +92,7 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
     assert "threads" in words and "no io_uring" in words
 
 
-def test_the_machine_is_told_as_it_is() -> None:
+def test_the_machine_is_reported() -> None:
     """Kernels and why, processor's features, memory and its limit, nodes, GPUs: what a bug report must hold."""
     found = info.facts()
     limit = os.environ.get("OFFLOAD_ISA")
@@ -153,7 +153,7 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
     assert any("2 of 4 lanes" in words for words in info.advice(usual))
 
 
-def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use it")
     card = tmp_path / "bus/pci/devices/0000:02:00.0"

@@ -44,7 +44,7 @@ def test_uv_installs_where_there_is_one(install: ModuleType, tmp_path: Path) -> 
     assert install.choose_installer() == (str(uv), False)
 
 
-def test_where_pip_was_told_to_look_uv_must_be_told_too(
+def test_uv_is_used_only_where_it_searches_the_indexes_of_pip(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uv = make_uv(tmp_path)

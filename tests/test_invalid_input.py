@@ -83,7 +83,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
         begin(tmp_path)
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said with both numbers where step was asked for; with one slot and a notice where it was not."""
     import shutil
 
@@ -170,7 +170,7 @@ def test_a_nan_may_skip_the_step(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_loop_that_counts_otherwise_is_told_both_numbers(tmp_path: Path) -> None:
+def test_a_loop_with_another_count_gets_both_numbers_in_the_error(tmp_path: Path) -> None:
     job = models.GPT2._replace(accumulation=2)
     engine = start(job, DISK, tmp_path)
     for micro in range(3):

@@ -206,7 +206,7 @@ segment_lists = st.lists(st.integers(0, 70_000), min_size=2, max_size=8, unique=
     st.sampled_from(ISAS),
     st.integers(1, 3),
 )
-def test_no_cut_shows(
+def test_cuts_into_calls_change_no_bit(
     edges: list[int], cuts: list[int], name: str, weight_dtype: torch.dtype, isa: str, threads: int
 ) -> None:
     """Segments with other hyperparameters, in one call, and in calls that are cut anywhere, on any instruction set."""
@@ -247,7 +247,9 @@ def test_no_cut_shows(
     st.sampled_from([1, 2, 10, 10**7]),
     st.sampled_from([*STEPS]),
 )
-def test_extreme_values(values: list[tuple[float, float, float, float]], number: int, name: str) -> None:
+def test_extreme_values_follow_the_formula(
+    values: list[tuple[float, float, float, float]], number: int, name: str
+) -> None:
     """Denormals, 1e38, zero variance, infinities: what numpy gives, on every instruction set."""
     step = STEPS[name]
     if isinstance(step, AdamWStep | AdagradStep):

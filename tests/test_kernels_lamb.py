@@ -68,7 +68,7 @@ def test_a_step_is_the_formula(numel: int, dtype: torch.dtype, grad_dtype: torch
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_no_cut_shows(isa: str, threads: int) -> None:
+def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     numel = 100_003
     _native.configure("scalar", 1)
     whole = arrays(numel, torch.bfloat16, torch.bfloat16)
@@ -114,7 +114,7 @@ def test_a_norm_of_zero_has_ratio_one() -> None:
     assert kernels.lamb_ratio(step, [wide]) == 10.0
 
 
-def test_bad_input() -> None:
+def test_bad_input_is_refused() -> None:
     part = arrays(8)
     with pytest.raises(ValueError, match="within 8 elements"):
         kernels.lamb(part, [LambSegment(0, 9, STEP)])

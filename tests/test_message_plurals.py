@@ -21,7 +21,7 @@ def one(**more: Any) -> nn.Module:
     return nn.Linear(4, 1, bias=False, **more)
 
 
-def test_one_parameter_is() -> None:
+def test_one_parameter_is_singular() -> None:
     with pytest.raises(ConfigError, match=r"^1 parameter is trainable, but there is no optimizer"):
         offload.initialize(model=one(), config=CONFIG)
     with pytest.raises(ConfigError, match=r"^2 parameters are trainable, but"):
@@ -52,7 +52,7 @@ def test_the_line_of_a_start(clip: float, words: str, caplog: pytest.LogCaptureF
         engine.destroy()
 
 
-def test_one_backward_ran() -> None:
+def test_one_backward_is_singular() -> None:
     engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_accumulation_steps": 2})[0]
     try:
         engine.backward(engine(torch.ones(1, 4)).mean())

@@ -227,7 +227,7 @@ def test_decay_of_what_no_token_visits(tmp_path: Path) -> None:
         assert stays == torch.equal(last[name][of_it], first[name][of_it])
 
 
-def test_resumed(tmp_path: Path) -> None:
+def test_a_run_with_unvisited_experts_resumes(tmp_path: Path) -> None:
     """How often each expert was updated comes back too: the correction of its moments depends on it."""
     job = JOB._replace(dtype="bf16")
     whole = run(job, DISK, tmp_path / "whole")

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits(mutant: Mutant) -> None:
+def test_the_text_of_each_mutant_occurs_once(mutant: Mutant) -> None:
     spec = importlib.util.find_spec(mutant.module)
     assert spec is not None and spec.origin is not None
     assert Path(spec.origin).read_text().count(mutant.old) == 1

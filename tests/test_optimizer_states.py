@@ -116,7 +116,9 @@ def test_the_state_of_an_optimizer_of_torch_is_taken_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.numeric
-def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_without_a_state_starts_anew_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in torch, where a state that is loaded takes the place of all that was there."""
     model, engine = _model(), _start(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -33,7 +33,7 @@ def undo(optimizer: Any, groups: list[Any]) -> None:
 @pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
 @pytest.mark.parametrize("change", [add, remove])
 @pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])
-def test_groups_stay(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
+def test_groups_stay_through_training(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
     """Said when it is done or, of the torch optimizer that was given, at the next step, which can then be taken."""
     torch.manual_seed(JOB.seed)
     model = Layers()

@@ -159,7 +159,7 @@ SIZES = [1, PAGE, SMALL - PAGE, SMALL - 1, SMALL, SMALL + 1, SMALL + PAGE, 3 * S
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_all_of_it_is_pinned_in_pieces_and_given_back(
+def test_all_memory_is_pinned_in_chunks_and_released(
     nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, cuda = install()
@@ -177,7 +177,7 @@ def test_all_of_it_is_pinned_in_pieces_and_given_back(
     assert not caplog.records
 
 
-def test_no_bytes(install: Install) -> None:
+def test_an_empty_range_is_not_pinned(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(0)
     assert device.register(memory) == 0
@@ -202,7 +202,7 @@ def test_what_is_refused_stays_ordinary_memory(
     assert sum(name == "unregister" for name, _ in cuda.calls) == min(granted, -(-nbytes // SMALL))
 
 
-def test_the_warning_says_how_much_why_what_it_costs_and_what_to_do(
+def test_the_warning_contains_the_amount_the_reason_the_cost_and_the_fix(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, _ = install(lambda call: call == 2)
@@ -216,7 +216,7 @@ def test_the_warning_says_how_much_why_what_it_costs_and_what_to_do(
         assert word in said
 
 
-def test_two_memories(install: Install) -> None:
+def test_two_allocations_are_pinned_independently(install: Install) -> None:
     device, cuda = install(lambda call: call == 4)
     one, other = host_memory(3 * SMALL), host_memory(3 * SMALL)
     assert device.register(one) == 3 * SMALL and device.register(other) == SMALL
@@ -229,7 +229,7 @@ def test_two_memories(install: Install) -> None:
     assert not cuda.pinned
 
 
-def test_a_piece_that_is_not_given_back_does_not_keep_the_others(install: Install) -> None:
+def test_a_chunk_that_stays_pinned_does_not_keep_the_others(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(4 * SMALL)
     device.register(memory)
@@ -280,7 +280,7 @@ addresses = st.integers(0, 60)
 
 
 @given(addresses, addresses, st.sets(addresses))
-def test_stretches_make_up_the_whole_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
+def test_ranges_cover_the_memory_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
     stretches = cut(start, start + nbytes, sorted(borders))
     assert stretches[0][0] == start and stretches[-1][1] == start + nbytes
     assert all(one[1] == other[0] for one, other in pairwise(stretches))
@@ -290,7 +290,7 @@ def test_stretches_make_up_the_whole_and_cross_no_border(start: int, nbytes: int
 
 
 @pytest.mark.parametrize("granted", range(5))
-def test_a_copy_over_borders_is_whole(granted: int, install: Install) -> None:
+def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None:
     device, _ = install(lambda call: call >= granted)
     memory, away = host_memory(4 * SMALL), torch.zeros(4 * SMALL, dtype=torch.uint8)
     device.register(memory)
@@ -340,7 +340,7 @@ def test_training_does_not_see_what_is_pinned(
 # -- where it lies ------------------------------------------------------------------------------------
 
 
-def test_the_arena_says_how_much_is_pinned(install: Install) -> None:
+def test_the_arena_reports_the_pinned_bytes(install: Install) -> None:
     device, _ = install(lambda call: call == 1)
     arena = HostArena(Classes(SMALL, SMALL, PAGE, 0), device)
     assert (arena.nbytes, arena.pinned_bytes) == (2 * SMALL + PAGE, SMALL)
@@ -348,7 +348,7 @@ def test_the_arena_says_how_much_is_pinned(install: Install) -> None:
     assert HostArena(Classes(PAGE, 0, 0, 0), Device(torch.device("cpu"))).pinned_bytes == 0
 
 
-def test_pieces_are_of_whole_huge_pages() -> None:
+def test_chunks_consist_of_complete_huge_pages() -> None:
     assert PIECE % (2 << 20) == 0
 
 
@@ -390,7 +390,7 @@ REAL = 2 << 20
 
 
 @pytest.mark.gpu
-def test_pieces_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "PIECE", REAL)
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     memory = host_memory(3 * REAL + PAGE + 1)

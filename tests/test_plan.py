@@ -55,7 +55,7 @@ def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.
 # -- the command --------------------------------------------------------------------------------------
 
 
-def test_a_described_machine_needs_nothing_but_words() -> None:
+def test_a_described_machine_needs_no_measurement() -> None:
     told = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
     *rows, total = told["tiers"]
     for tier in ("device", "host", "disk"):
@@ -74,7 +74,7 @@ def test_a_described_machine_needs_nothing_but_words() -> None:
     assert told["changes"] == sorted(told["changes"], key=lambda change: -change["gain"])
 
 
-def test_words() -> None:
+def test_hardware_descriptions_are_parsed() -> None:
     done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
     assert done.exit_code == 0, done.output
     for words in ("weights on", "tiles of the optimizer", "least that works", "NVMe limits", "what to change first"):
@@ -117,12 +117,12 @@ def test_help_has_an_example() -> None:
         ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_descriptions_are_named(arguments: tuple[str, ...], words: str) -> None:
     done = run(*arguments)
     assert done.exit_code == 2 and words in done.output, done.output
 
 
-def test_the_written_config_holds_what_the_plan_says(tmp_path: Path) -> None:
+def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
     folder, target = tmp_path / "model", tmp_path / "ds_config.json"
     shape = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
@@ -158,7 +158,7 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
-def test_a_step_on_drives_is_what_the_formula_says(billions: int, layers: int) -> None:
+def test_a_step_on_drives_follows_the_formula(billions: int, layers: int) -> None:
     shape = from_count(billions * 10**9, layers, 2048)
     machine = described("RTX 4090", 256 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = plan(shape, machine, Load(1, 1, True))
@@ -174,7 +174,7 @@ def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
     assert planned.timing.moved.read == planned.timing.moved.written == 0
 
 
-def test_faster_parts_never_make_a_step_slower(shape: Shape) -> None:
+def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds
     for name in ("matmul", "weights", "fresh", "elementwise", "upload", "download", "optimizer", "gradient"):
@@ -269,7 +269,7 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
-def test_no_drive_no_homes_there(shape: Shape) -> None:
+def test_without_a_drive_no_state_is_placed_there(shape: Shape) -> None:
     machine = replace(described("RTX 4090", 64 * GIB), drives=())
     with pytest.raises(BudgetError):
         choice.choose(shape, machine, Load(1), None)
@@ -286,7 +286,7 @@ def test_a_model_that_is_no_language_model_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and "T5Config" in done.stderr
 
 
-def test_counts_in_words() -> None:
+def test_counts_are_parsed() -> None:
     for words, count in (("13B", 13e9), ("13b", 13e9), ("1.5e9", 1.5e9), ("2T", 2e12), ("64Mi", 64 * 2**20), ("7", 7)):
         assert parse_count(words) == count
     for words in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
@@ -315,7 +315,7 @@ def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypa
     assert not target.exists()
 
 
-def test_machines_in_words() -> None:
+def test_machines_are_parsed() -> None:
     assert find_gpu("24.5GB")[0].memory == 24.5 * GIB
     assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
     assert find_gpu("a100-80gb")[0].memory == 80 * GIB and find_gpu("A100")[0].memory == 80 * GIB

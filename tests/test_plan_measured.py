@@ -81,7 +81,7 @@ def test_the_rates_come_to_what_was_timed(
     assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
 
-def test_a_model_without_room_is_measured_in_part(
+def test_a_model_without_room_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]], tmp_path: Path
 ) -> None:
     layers = taking(1.0)
@@ -97,7 +97,7 @@ def test_a_model_without_room_is_measured_in_part(
         measured.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
 
 
-def test_a_model_that_would_take_long_is_measured_in_part(
+def test_a_model_that_takes_long_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(1.0)
@@ -196,7 +196,7 @@ def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments, "--seq-len", str(TOKENS)])
 
 
-def test_the_command_says_what_was_measured(probed: None, tmp_path: Path) -> None:
+def test_the_command_reports_what_was_measured(probed: None, tmp_path: Path) -> None:
     name = save_config(tmp_path / "model", layers=2)
     done = plan("--model", name, "--measure", "--json")
     assert done.exit_code == 0, done.output

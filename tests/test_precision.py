@@ -62,7 +62,7 @@ def test_bf16_is_chosen_where_it_is_at_least_as_fast(found: Rates, dtype: str) -
     assert precision.decide(found) == dtype
 
 
-def test_the_choice_of_fp32_is_told_in_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_fp32_is_reported_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, SLOW)
     line = "fp32: this processor multiplies it 7.1 times as fast as bf16 (50 and 7.0 Gflop/s in a thread)"
     assert precision.choose(torch.device("cpu")) == ("fp32", line)
@@ -208,7 +208,7 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
         {"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}},
     ],
 )
-def test_what_a_config_says_stays(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_a_config_stays(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "rates", None)
     assert offload.auto_dtype(said) == said
 
@@ -321,7 +321,7 @@ def mode_of(run: str) -> str:
     return str(manifest.spec.fingerprint["mode"])
 
 
-def test_train_chooses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, FAST)
     said = train("--steps", "1")
     assert said.startswith("bf16 on cpu: ")
@@ -330,7 +330,7 @@ def test_train_chooses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in said
 
 
-def test_train_keeps_what_is_typed_and_what_a_file_says(
+def test_train_keeps_the_dtype_of_options_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine(monkeypatch, SLOW)

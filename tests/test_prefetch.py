@@ -61,7 +61,7 @@ def test_other_orders_and_skipped_units_give_the_same_bits(tmp_path: Path) -> No
     assert_same(in_memory, run(job, DISK, tmp_path, device_memory=room_for(job, 2)), "orders that change")
 
 
-def test_a_use_that_was_not_foreseen_is_counted_and_told_in_one_line(
+def test_a_mispredicted_use_is_counted_and_reported_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(Switch, switch_loss, dtype="bf16")

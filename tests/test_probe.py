@@ -46,12 +46,12 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
 
 
-def test_words_say_where_it_is_kept(tmp_path: Path) -> None:
+def test_the_output_names_the_file_of_the_probe(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     assert done.exit_code == 0 and str(probe.kept_at().name) in done.stdout and "optimizer" in done.stdout
 
 
-def test_what_is_measured_is_told_line_by_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
     told = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
@@ -60,7 +60,7 @@ def test_what_is_measured_is_told_line_by_line_where_there_is_no_terminal(tmp_pa
         assert f"measuring {words}" in told
 
 
-def test_all_of_it_is_told_from_0_to_1(tmp_path: Path) -> None:
+def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
     told: list[float] = []
     probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: told.append(done))
     assert told[0] == 0 and told == sorted(set(told)) and 0.8 < told[-1] < 1
@@ -87,7 +87,7 @@ def test_another_processor_is_another_machine(tmp_path: Path) -> None:
     assert probe.kept() is None
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     for arguments in (["--size", "many"], ["--device", "tpu"]):
         done = run(str(tmp_path), *arguments)
         assert done.exit_code == 2 and ("error: expected" in done.output or "error: there is no" in done.output)
@@ -95,7 +95,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "none" in done.output
 
 
-def test_what_cannot_be_kept_or_held_is_said_before_anything_is_measured(
+def test_a_folder_that_cannot_be_used_is_an_error_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("it measured"))
@@ -109,7 +109,7 @@ def test_what_cannot_be_kept_or_held_is_said_before_anything_is_measured(
     assert done.exit_code == 2 and "Not a directory" in done.stderr
 
 
-def test_a_cache_that_is_no_whole_path_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert probe.kept_at().parent == tmp_path / ".cache" / "offload"
@@ -177,7 +177,7 @@ def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.Mon
 # -- what runs beside ---------------------------------------------------------------------------------
 
 
-def test_two_figures_that_differ_are_told_with_the_cure() -> None:
+def test_two_figures_that_differ_are_reported_with_the_fix() -> None:
     words = lambda rate: f"{rate:g} GB/s"  # noqa: E731
     assert disturb.apart("memory", 20.0, 17.0, words) == []
     for first, last in ((20.0, 10.0), (10.0, 20.0)):
@@ -186,7 +186,7 @@ def test_two_figures_that_differ_are_told_with_the_cure() -> None:
         assert "run `offload probe` again when nothing else runs" in told
 
 
-def test_cores_that_others_take_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, busy, mine = [0.0], [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "process_time", lambda: mine[0])

@@ -47,7 +47,7 @@ def run_blocks(page: str, folder: Path) -> str:
 
 
 @pytest.mark.timeout(900)  # ten processes that import torch, which takes a while where the machine is busy
-def test_the_quick_start(tmp_path: Path) -> None:
+def test_the_quick_start_runs(tmp_path: Path) -> None:
     said = run_blocks("quick-start.md", tmp_path)
     log = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line] == list(range(1, 31))
@@ -57,5 +57,5 @@ def test_the_quick_start(tmp_path: Path) -> None:
     load_config(str(tmp_path / "plan.json"))
 
 
-def test_install(tmp_path: Path) -> None:
+def test_the_install_page_runs(tmp_path: Path) -> None:
     assert "io_uring" in run_blocks("install.md", tmp_path)

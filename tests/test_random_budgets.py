@@ -82,7 +82,9 @@ def check(tree: Tree, where: tuple[str, str], more: int, root: Path) -> None:
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
 @settings(max_examples=examples(40), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.sampled_from([0, 4096, 20_000, 100_000, 10_000_000]))
-def test_any_budget(tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_random_budget_keeps_every_bit(
+    tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())
 
 
@@ -90,5 +92,7 @@ def test_any_budget(tree: Tree, where: tuple[str, str], more: int, tmp_path_fact
 @pytest.mark.timeout(7200)
 @settings(max_examples=1000, deadline=None, database=None, print_blob=True, suppress_health_check=_HEALTH)
 @given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.integers(0, 400_000))
-def test_many_budgets(tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_random_budgets_keep_every_bit(
+    tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())

@@ -31,7 +31,7 @@ DISK = ("nvme", "nvme")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
-def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_rank_with_the_complete_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=4, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
@@ -146,7 +146,7 @@ def train_with_short_waits(job: Job, folder: Path) -> Result:
         ranks._SLICE = real
 
 
-def test_a_wait_that_ends_at_its_slice_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wait_that_ends_at_its_interval_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=10)
     one, other = ranks.run(train_with_short_waits, job, tmp_path)
     assert_same(one, other)
@@ -184,7 +184,7 @@ def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) ->
     assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows
 
 
-def test_a_nan_on_one_rank_is_said_on_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_nan_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
     for losses, _, words in ranks.run(train_from_a_loader, tmp_path, 1):
         assert len(losses) == 4 and words.startswith("the gradient norm of step 5 is nan")
 
@@ -298,7 +298,7 @@ def wrong(folder: Path, what: str) -> str:
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],
 )
-def test_what_cannot_go_together_is_said_on_every_rank(
+def test_ranks_that_disagree_get_an_error_on_every_rank(
     what: str, said: tuple[str, str], ranks: RankPool, tmp_path: Path
 ) -> None:
     for message, pattern in zip(ranks.run(wrong, tmp_path, what), said, strict=True):

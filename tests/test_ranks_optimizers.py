@@ -101,7 +101,7 @@ def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, weights
 
 
-def test_lamb_is_resumed(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+def test_lamb_resumes_with_the_same_bits(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
     whole, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
     for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):
         assert norms == whole.norms

@@ -109,7 +109,7 @@ def evaluate_alone(folder: Path) -> tuple[list[float], int]:
 
 
 @pytest.mark.works("Several ranks", "evaluation, `state_dict()` on one rank alone", "right")
-def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_rank_may_read_weights_alone(ranks: RankPool, tmp_path: Path) -> None:
     (losses, seen), (same, nothing) = ranks.run(evaluate_alone, tmp_path / "alone")
     assert losses == same and seen > 0 and nothing == 0
     assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses

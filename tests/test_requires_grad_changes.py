@@ -77,7 +77,7 @@ ROWS = [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for nam
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.numeric
-def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
+def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
     loop, job = LOOPS[name]
     job = job._replace(dtype=dtype)
     found = []

@@ -91,7 +91,7 @@ def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:
     second.destroy(remove=True)
 
 
-def test_other_settings_are_said(tmp_path: Path) -> None:
+def test_other_settings_are_reported(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
     engine = start(models.GPT2._replace(lr=5e-4, clip=0.5), DISK, tmp_path, resume="auto")
     assert "gradient clipping 1.0 is now 0.5, learning rates [0.001] is now [0.0005]" in engine.notices[-1]
@@ -105,7 +105,7 @@ def test_other_settings_are_said(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_leftover_is_an_error_with_the_fix(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     engine.destroy(remove=False)
     with pytest.raises(StoreError, match=r"--resume auto.*offload rm"):
@@ -134,7 +134,7 @@ def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
 
 
-def test_a_run_goes_on_with_homes_that_would_keep_no_store(tmp_path: Path) -> None:
+def test_a_run_resumes_with_tiers_that_need_no_store(tmp_path: Path) -> None:
     """With more memory than it had, say: it keeps the store that it has, and goes on bit for bit."""
     job = models.GPT2
     unbroken = run(job, DISK, tmp_path / "unbroken")

@@ -46,7 +46,7 @@ from tests.support.user_script import (
     ],
     ids=Setup.title,
 )
-def test_broken_off_and_gone_on_is_unbroken(setup: Setup, tmp_path: Path) -> None:
+def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
     """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
     assert_equal(train(tmp_path / "whole", setup), train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 8, 9)))
 
@@ -154,7 +154,7 @@ def test_epochs_are_counted(tmp_path: Path) -> None:
         (Setup(config={"gradient_accumulation_steps": 1}), "accumulation 2 is now 1", 4),
     ],
 )
-def test_another_data_set_or_batch_is_said(change: Setup, notice: str, left: int, tmp_path: Path) -> None:
+def test_another_data_set_or_batch_is_reported(change: Setup, notice: str, left: int, tmp_path: Path) -> None:
     first = Script(tmp_path)
     for _ in range(3):
         first.step()
@@ -193,7 +193,7 @@ def test_client_state_is_that_of_the_committed_step(tmp_path: Path) -> None:
         ({(1, 2): 3}, r"client_state\['a'\]\[1\] has the key \(1, 2\), a builtins.tuple"),
     ],
 )
-def test_what_is_not_plain_is_named_and_can_be_mended(value: Any, message: str, tmp_path: Path) -> None:
+def test_a_value_that_is_not_plain_is_named_and_can_be_replaced(value: Any, message: str, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", Setup(), steps=3)
     script = Script(tmp_path / "parts")
     seen = [script.step()]

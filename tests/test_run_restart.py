@@ -118,7 +118,7 @@ def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Pat
         script(tmp_path)
 
 
-def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
+def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
     train_step(engine, JOB, 0)
     engine._core._begin()
@@ -153,13 +153,13 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     return [record.getMessage() for record in heard.buffer]
 
 
-def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
+def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         (line,), others = ranks.run(_exits_on_ranks, tmp_path)
     assert "the next start replaces it" in line and others == []
 
 
-def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:
+def test_on_several_ranks_the_complete_run_is_replaced(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         first = ranks.run(_on_ranks, tmp_path)
         again = ranks.run(_on_ranks, tmp_path)

@@ -70,7 +70,7 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
 
 
 @pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
-def test_the_part_of_one_rank_is_the_whole(tmp_path: Path) -> None:
+def test_the_shard_of_a_single_rank_is_complete(tmp_path: Path) -> None:
     job = MIXTURE._replace(dtype="bf16")
     engine = start(job, DISK, tmp_path, **little_room(job, DISK))
 
@@ -94,7 +94,7 @@ def test_the_part_of_one_rank_is_the_whole(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read goes over many chunks, tiles and windows of gradients on disk."""
     small_pieces(monkeypatch)
     monkeypatch.setattr(looking, "CHUNK", 1024)

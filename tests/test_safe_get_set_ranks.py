@@ -62,7 +62,7 @@ def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[li
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
-def test_two_ranks_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_read_and_set_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(dtype=dtype)
     alone = look_and_set(job, DISK, tmp_path / "alone")
     first = None
@@ -154,7 +154,7 @@ def doubled_whole(job: Job, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_parts_of_all_ranks_are_the_whole(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(dtype=dtype)
     (one, whole, doubled), (other, _, also) = ranks.run(parts_and_whole, job, tmp_path / "parts")
     lengths = set()
@@ -192,7 +192,7 @@ def alone_and_wrong(folder: Path) -> list[str]:
     return [str(error.value)]
 
 
-def test_a_rank_alone_and_a_part_of_another_length(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_single_rank_and_a_shard_of_another_length_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
     assert "values of this rank's part of the " in other and "got shape" in other
     assert "rank 1 could not set a part of a parameter, so no rank did: UsageError: values of" in one

@@ -131,7 +131,7 @@ def test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture(
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_a_kill_has_left_is_removed_and_told(
+def test_leftovers_of_a_kill_are_removed_and_reported(
     engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = tmp_path / "out.partial"

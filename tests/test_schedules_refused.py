@@ -65,7 +65,7 @@ def test_a_schedule_of_another_optimizer_is_an_error(make: Callable[[Any], Any])
         offload.schedules.WarmupLR(3)
 
 
-def test_an_optimizers_rate_without_effect_is_said() -> None:
+def test_an_optimizers_rate_without_effect_is_reported() -> None:
     for block, words in (
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}},
@@ -83,7 +83,7 @@ def test_an_optimizers_rate_without_effect_is_said() -> None:
 
 
 @pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_a_warm_up_longer_than_the_training_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warm_up_longer_than_the_training_is_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     for total, said in ((9, True), (10, False)):
         block = {"type": kind, "params": {"total_num_steps": total, "warmup_num_steps": 10}}
         with caplog.at_level(logging.WARNING, logger="offload"):
@@ -213,7 +213,7 @@ def test_a_momentum_that_has_grown_to_one_is_an_error_and_nothing_moved() -> Non
     assert (schedule.state_dict(), schedule.get_last_lr(), schedule.get_mom()) == before
 
 
-def test_a_warm_up_that_does_not_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warm_up_that_does_not_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "offload"):
         offload.schedules.WarmupDecayLR(optimizer(), 200)
     assert "total_num_steps 200 is less than warmup_num_steps 1000" in caplog.text

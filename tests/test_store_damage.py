@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("place", ["a weight", "a moment", "a frozen weight beside others"])
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "nvme")])
-def test_a_flipped_bit_is_named_where_homes_are_read_back(
+def test_a_flipped_bit_is_named_where_states_are_read_back(
     place: str, placement: tuple[str, str], tmp_path: Path
 ) -> None:
     begin(tmp_path, placement, durability="step")
@@ -180,7 +180,7 @@ def _hold(folder: Path, pipe: Any) -> None:
     pipe.recv()
 
 
-def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[float]) -> None:
+def test_the_error_of_a_second_process_names_the_holder_of_the_run(tmp_path: Path, whole: list[float]) -> None:
     begin(tmp_path)
     mine, theirs = processes().Pipe()
     process = processes().Process(target=_hold, args=(tmp_path, theirs))

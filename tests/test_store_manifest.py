@@ -58,7 +58,7 @@ def test_another_model_is_refused_with_the_difference(
     opened(tmp_path, queue)[0].close()
 
 
-def test_a_store_of_another_number_of_ranks_says_what_to_do(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_of_another_number_of_ranks_is_an_error_with_the_fix(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2}))
     store.commit(1, blob("one"))
     store.close()

@@ -238,7 +238,7 @@ def test_a_lock_of_a_folder_that_was_removed_is_none(tmp_path: Path, monkeypatch
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["commit", "blob.0", "blob.1", "manifest.json"])
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
-def test_a_file_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     train([tmp_path], 2).destroy()
     rank = tmp_path / "default" / "rank0"
     (rank / name).rename(tmp_path / "away")
@@ -293,7 +293,7 @@ def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) 
     assert verified(run) == 0 and not (run / "rank0" / "suspect").exists()
 
 
-def test_without_a_whole_commit_it_says_so(tmp_path: Path) -> None:
+def test_a_store_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
     train([tmp_path], 4).destroy()
     run = tmp_path / "default"
     _damage(run, "weight")

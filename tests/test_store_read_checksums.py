@@ -115,7 +115,7 @@ def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, s
             read(store, 0, State.WEIGHT, start, min(start + tile, TRAINABLE))
 
 
-def test_one_who_reads_in_pieces_and_one_who_reads_all(store: Store) -> None:
+def test_damage_is_found_by_a_chunked_and_by_a_complete_read(store: Store) -> None:
     update(store, 4096, 1)
     damage(store, 0, State.WEIGHT, 11000)
     with by_another_process(store) as other:

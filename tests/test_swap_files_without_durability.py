@@ -47,7 +47,7 @@ def test_nothing_is_left_that_takes_room(end: str, tmp_path: Path) -> None:
     assert not named_bytes(tmp_path)
 
 
-def test_what_a_kill_leaves_is_told_and_can_be_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_are_reported_and_can_be_removed(tmp_path: Path) -> None:
     warm_process.python(PROGRAM.format(folder=str(tmp_path), end=ENDS["SIGKILL"]), cwd=Path(__file__).parents[1])
     run = tmp_path / "default"
     told = CliRunner().invoke(app, ["inspect", str(run), "--json"])

@@ -58,7 +58,7 @@ DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
 HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
 
-def test_with_room_everything_is_where_the_config_says() -> None:
+def test_with_room_every_state_is_in_its_configured_tier() -> None:
     found = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
     assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
     assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
@@ -83,7 +83,7 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
 
 
-def test_what_moved_is_said() -> None:
+def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
     assert "grad of " in notice and "to disk" in notice
@@ -104,7 +104,7 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
 
 
-def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
+def test_without_a_disk_nothing_moves_and_the_error_names_the_least() -> None:
     need = sum(placed(BLOCKS, HOST, drives=False).classes)
     with pytest.raises(BudgetError, match="with an nvme_path") as caught:
         placed(BLOCKS, replace(HOST, host_memory=500 * MIB), drives=False)
@@ -132,7 +132,7 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
         placed(BLOCKS, HOST, free=64 * MIB)
 
 
-def test_a_unit_that_has_no_room_for_two_leases_comes_in_pieces() -> None:
+def test_a_unit_without_room_for_two_device_buffers_is_streamed() -> None:
     numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
     whole = placed(numels, replace(DISK, host_memory=3 * GIB))
     assert whole.classes.weights >= 2 * 800 * MIB

@@ -308,7 +308,7 @@ def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path)
         assert_same_tensors(weights, results[0][1])
 
 
-def test_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_torch_fallback_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "offload"):
         engine = _start("Adafactor", tmp_path)
     assert sum("Adafactor has no kernel here" in line for line in caplog.messages) == 1

@@ -141,7 +141,7 @@ def test_what_cannot_be_run_so_is_refused(make: Any, words: str) -> None:
     assert torch.equal(torch.get_rng_state(), before) and not any(p.grad is not None for p in model.parameters())
 
 
-def test_an_error_in_a_step_is_told_with_its_cause() -> None:
+def test_an_error_in_a_step_is_raised_with_its_cause() -> None:
     class Fails(torch.optim.SGD):
         fails = False
 

@@ -69,7 +69,7 @@ def test_config_and_arguments_that_differ(
         made(tmp_path, blocks, **changed)
 
 
-def test_all_that_differs_is_said_at_once() -> None:
+def test_all_differences_are_reported_at_once() -> None:
     with pytest.raises(
         offload.ConfigError,
         match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",

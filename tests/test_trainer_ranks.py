@@ -50,7 +50,7 @@ def test_two_ranks_give_what_one_gives(two: RankPool, tmp_path: Path) -> None:
     assert_same_tensors(saved, mine.weights)
 
 
-def test_two_ranks_go_on(two: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_resume(two: RankPool, tmp_path: Path) -> None:
     whole, _ = two.run(train, tmp_path / "whole")
     two.run(train, tmp_path / "broken", 4)
     resumed, _ = two.run(train, tmp_path / "broken", 0, True)

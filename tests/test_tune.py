@@ -85,7 +85,7 @@ def test_comments_are_kept_where_they_are(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["train_batch_size"] == 8 and config.read_text().endswith("// mine")
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text("{}")
     with pytest.raises(ConfigError, match="no folder"):
@@ -94,7 +94,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     for arguments in (
         ["tune", str(tmp_path / "none"), "--size", "1MiB"],
         ["tune", str(tmp_path), "--output", str(tmp_path / "out.json"), "--size", "1MiB"],

@@ -115,7 +115,7 @@ def test_one_queue_and_counts_for_each(tmp_path: Path) -> None:
     assert set(shared_queue._open) == before
 
 
-def test_a_budget_that_others_have_used_up_says_so(tmp_path: Path) -> None:
+def test_a_budget_that_others_have_used_up_is_an_error(tmp_path: Path) -> None:
     one = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
     need = one.host_memory
     with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines of this process .destroy.. gives"):

@@ -65,7 +65,7 @@ NAMES: dict[Callable[[], nn.Module], list[str]] = {
 
 
 @pytest.mark.parametrize("build", NAMES, ids=lambda build: build.__name__)
-def test_names(build: Callable[[], nn.Module]) -> None:
+def test_units_have_the_expected_names(build: Callable[[], nn.Module]) -> None:
     assert [unit.name for unit in find_units(build()).units] == NAMES[build]
 
 
