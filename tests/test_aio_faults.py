@@ -136,12 +136,12 @@ with DirectFile({str(tmp_path / "file")!r}) as file, IoQueue("threads", block_by
 def test_a_file_cut_short_under_its_reader(backend: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(random.Random(0).randbytes(4 * MIB))
     with DirectFile(tmp_path / "file") as file, IoQueue(backend, block_bytes=256 << 10) as queue:
-        whole = aligned_empty(4 * MIB)
-        assert queue.read(file, 0, whole).wait() == 4 * MIB
+        target = aligned_empty(4 * MIB)
+        assert queue.read(file, 0, target).wait() == 4 * MIB
         os.truncate(tmp_path / "file", 2 * MIB + 100)
-        error = _error_of(queue.read(file, 0, whole))
+        error = _error_of(queue.read(file, 0, target))
         assert (error.errno, error.offset, error.nbytes) == (errno.ENODATA, 0, 4 * MIB)
-        assert queue.read(file, 0, whole[: 2 * MIB + 100]).wait() == 2 * MIB + 100
+        assert queue.read(file, 0, target[: 2 * MIB + 100]).wait() == 2 * MIB + 100
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_000])

@@ -49,14 +49,14 @@ def test_a_request_is_the_same_wherever_it_is_cut(layout: Layout, offset: int, f
             share[file] = share.get(file, 0) + count
         return share
 
-    whole, parts = bytes_of(offset, first + second), bytes_of(offset, first)
+    complete, parts = bytes_of(offset, first + second), bytes_of(offset, first)
     for file, count in bytes_of(offset + first, second).items():
         parts[file] = parts.get(file, 0) + count
-    assert whole == parts
+    assert complete == parts
 
 
 @pytest.mark.parametrize(
-    ("weights", "whole"),
+    ("weights", "complete"),
     [
         ([1, 1], (1, 1)),
         ([4, 2], (2, 1)),
@@ -66,9 +66,9 @@ def test_a_request_is_the_same_wherever_it_is_cut(layout: Layout, offset: int, f
         ([5.1e9, 2.6e9, 0.05e9], None),
     ],
 )
-def test_weights_become_small_whole_numbers(weights: list[float], whole: tuple[int, ...] | None) -> None:
+def test_weights_become_small_whole_numbers(weights: list[float], complete: tuple[int, ...] | None) -> None:
     found = whole_weights(weights)
-    assert found == whole or (whole is None and all(weight >= 1 for weight in found) and sum(found) <= 40)
+    assert found == complete or (complete is None and all(weight >= 1 for weight in found) and sum(found) <= 40)
     assert whole_weights(found) == found, "given again they are the same"
 
 

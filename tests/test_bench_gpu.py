@@ -205,7 +205,7 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     parts["7B"] = {"state": "done", "figures": {"skipped": "not one layer of llama-7b fits"}}
     parts["rates"] = {"state": "done", "figures": {"plain_matmul": 1e12, "optimizer": 1e9}}
     memory["profiled"] = exposure(2.0, [(0.0, 1.0)], [(0.5, 1.5)])._asdict()
-    said = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
+    output = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
     for word in (
         f"gpt2-tiny, {numel_of(small(tmp_path)):,} parameters, bf16, a step is 16 tokens",
         "nvme/nvme",
@@ -215,8 +215,8 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
         "7B was skipped: not one layer",
         "25.0%",
     ):
-        assert word in said
-    assert max(map(len, said.splitlines())) < 200
+        assert word in output
+    assert max(map(len, output.splitlines())) < 200
 
 
 def test_what_a_step_of_a_gpu_came_to() -> None:
@@ -245,8 +245,8 @@ def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.Mon
     seen: list[dict[str, Any]] = []
     rates_part.rates(small(tmp_path), seen.append)
     assert seen[-1]["matmul"] == 5e12 and seen[-1]["plain_matmul"] > 0 and seen[-1]["drive"]["read"] > 0
-    said = report._rates_words(seen[-1])
-    assert "TFLOP/s" in said and "2.00 G parameters/s" in said and "the drive reads" in said
+    output = report._rates_words(seen[-1])
+    assert "TFLOP/s" in output and "2.00 G parameters/s" in output and "the drive reads" in output
 
 
 def test_a_model_is_measured_with_recomputation_and_accumulation(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_a_ratio_is_that_of_the_rounds() -> None:
 
 def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    for arguments, words in (
+    for arguments, message in (
         ((str(tmp_path / "none"),), "there is no folder"),
         ((folder, "--backend", "gds"), "io_uring, libaio, threads, aiofiles, python-libaio"),
         ((folder, "--op", "trim"), "write, read, mixed"),
@@ -150,7 +150,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
         ((folder, "--plot", str(tmp_path / "plot.txt")), ".png"),
         ((folder, "--plot", str(tmp_path / "none" / "plot.png")), "no folder"),
     ):
-        assert words in _refused("bench", "io", *arguments), arguments
+        assert message in _refused("bench", "io", *arguments), arguments
     assert not list(tmp_path.iterdir())
 
 

@@ -44,7 +44,7 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: P
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"keep_last": "2"}, "keep_last is '2'"),
         ({"keep_last": 1.5}, r"keep_last is 1\.5"),
@@ -61,8 +61,8 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: P
         ({"save_dir": "a\ud800b"}, "save_dir is 'a.ud800b'"),
     ],
 )
-def test_what_cannot_be_meant(options: dict[str, Any], words: str, engine: offload.Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_what_cannot_be_meant(options: dict[str, Any], message: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         engine.save_checkpoint(**{"save_dir": tmp_path / "saved", **options})
     assert not (tmp_path / "saved").exists()
 

@@ -326,8 +326,8 @@ def test_every_leftover_goes_with_the_next_save_whatever_its_tag(
     (folder / ".c.partial").mkdir()
     (folder / ".latest.d").write_text("d")
     (folder / ".latest.swp").write_text("b0VIM 9.0")
-    said = inspect("inspect", folder).output
-    assert said.count("left over; the next save removes it") == 5
+    output = inspect("inspect", folder).output
+    assert output.count("left over; the next save removes it") == 5
     engine.save_checkpoint(folder, tag="new")
     assert names(folder) == {"kept", "new", "latest", ".latest.swp"}
     assert "left over" not in inspect("inspect", folder).output

@@ -108,9 +108,9 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     engine.load_checkpoint(folder / "saved")
     assert engine.global_steps == step + 2
     engine.destroy()
-    whole = start(JOB, CPU, folder / "whole")
-    assert [train_step(whole, JOB, each) for each in range(step + 2)][step:] == losses
-    whole.destroy()
+    unbroken = start(JOB, CPU, folder / "whole")
+    assert [train_step(unbroken, JOB, each) for each in range(step + 2)][step:] == losses
+    unbroken.destroy()
     return step
 
 

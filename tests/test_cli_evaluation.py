@@ -50,8 +50,8 @@ def test_the_loss_is_that_of_the_weights_without_dropout() -> None:
 
 def test_too_little_to_hold_out_is_an_error() -> None:
     Path("short.py").write_text("x = 1\n" * 20)
-    said = call("--steps", "1", "--json", text="short.py")
-    assert "no evaluation: there is too little data" in said.stderr and facts(said)["evaluations"] == []
+    done = call("--steps", "1", "--json", text="short.py")
+    assert "no evaluation: there is too little data" in done.stderr and facts(done)["evaluations"] == []
 
 
 def test_a_report_shows_steps_and_evaluations() -> None:

@@ -75,10 +75,10 @@ def test_a_run_is_described(run: Path) -> None:
 
 def test_a_single_rank_is_described(run: Path) -> None:
     found = inspect(run / "rank0")
-    whole = inspect(run)
-    for commit in (*found["ranks"][0]["commits"], *whole["ranks"][0]["commits"]):
+    complete = inspect(run)
+    for commit in (*found["ranks"][0]["commits"], *complete["ranks"][0]["commits"]):
         del commit["age_seconds"]
-    assert found["kind"] == "rank" and found["ranks"] == whole["ranks"]
+    assert found["kind"] == "rank" and found["ranks"] == complete["ranks"]
 
 
 def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
@@ -195,12 +195,12 @@ def notices(engine: offload.Engine) -> list[str]:
 def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     drive = run.parent
     other = begin(drive, 1, run="second")
-    (told,) = notices(other)
-    assert told.startswith("1 other run that nobody holds takes 4.0 MiB: ") and str(run) in told
-    assert f"`offload inspect {drive}`" in told and "`offload rm`" in told
+    (message,) = notices(other)
+    assert message.startswith("1 other run that nobody holds takes 4.0 MiB: ") and str(run) in message
+    assert f"`offload inspect {drive}`" in message and "`offload rm`" in message
     third = begin(drive, 1, run="third")
-    (told,) = notices(third)
-    assert str(run) in told and "second" not in told, "one that is held is no leftover"
+    (message,) = notices(third)
+    assert str(run) in message and "second" not in message, "one that is held is no leftover"
     other.destroy(remove=True)
     third.destroy(remove=True)
     assert run.is_dir(), "nothing is deleted"

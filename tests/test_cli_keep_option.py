@@ -31,8 +31,8 @@ def test_another_text_or_length_is_reported() -> None:
     assert call("--steps", "1", "--keep").exit_code == 0
     more = ("--keep", "--resume", "auto")
     assert "resumed, and" not in call("--steps", "2", *more).stdout
-    said = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
-    assert "resumed, and the data are others (seq-len was 32, is 16" in said
+    output = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
+    assert "resumed, and the data are others (seq-len was 32, is 16" in output
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
-    said = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
-    assert "the data are others" in said and "checksum was" in said and "seq-len" not in said
+    output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
+    assert "the data are others" in output and "checksum was" in output and "seq-len" not in output

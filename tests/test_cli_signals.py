@@ -78,7 +78,7 @@ def signalled(number: int, delay: float) -> Iterator[None]:
 
 def test_stopped_again_and_again() -> None:
     assert train().exit_code == 0
-    whole = log()
+    unbroken = log()
     Path("log").unlink()
     chance, reached = random.Random(3), 0
     for number in (signal.SIGINT, signal.SIGTERM) * 4:
@@ -89,14 +89,14 @@ def test_stopped_again_and_again() -> None:
         assert result.exit_code == 128 + number, result.output
         assert "--resume auto" in result.stderr and "offload rm" in result.stderr
         # A signal in the middle of a change of the pager stops the engine: then the last step was not committed.
-        said = re.search(r"going on after step (\d+)\n", result.stdout)
-        assert reached - 1 <= (int(said[1]) if said else 0) <= reached, "store and log do not agree"
+        resumed = re.search(r"going on after step (\d+)\n", result.stdout)
+        assert reached - 1 <= (int(resumed[1]) if resumed else 0) <= reached, "store and log do not agree"
         assert log()[-1][0] >= reached
         reached = log()[-1][0]
     else:
         assert train("--resume", "must").exit_code == 0
     assert 0 < reached < STEPS, "no run was stopped"
-    assert log() == whole
+    assert log() == unbroken
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -104,7 +104,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
     Path("every.json").write_text(json.dumps({"offload": {"durability": {"every": 100}}}))
     assert train("--config", "every.json").exit_code == 0
-    whole = log()
+    unbroken = log()
     Path("log").unlink()
     with signalled(number, 0.03):
         result = train("--config", "every.json")
@@ -113,10 +113,10 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert 0 < reached < STEPS
     result = train("--config", "every.json", "--resume", "must")
     assert result.exit_code == 0
-    said = re.search(r"going on after step (\d+)\n", result.stdout)
+    resumed = re.search(r"going on after step (\d+)\n", result.stdout)
     # A signal in the middle of a change of the pager stops the engine: then it goes on from step 0, as was asked for.
-    assert said is None or int(said[1]) == reached
-    assert log() == whole
+    assert resumed is None or int(resumed[1]) == reached
+    assert log() == unbroken
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -49,15 +49,15 @@ def disagree(found: Mapping[str, float], known: Mapping[str, float]) -> list[str
         found: what breaks the rule, with its number.
         known: what `TODAY` lists.
     """
-    said = []
+    messages = []
     for name in sorted({*found, *known}):
         if name not in found:
-            said.append(f"{name} keeps the rule: take it out of TODAY")
+            messages.append(f"{name} keeps the rule: take it out of TODAY")
         elif name not in known:
-            said.append(f"{name!r}: {found[name]},  breaks the rule: divide or rewrite it")
+            messages.append(f"{name!r}: {found[name]},  breaks the rule: divide or rewrite it")
         elif found[name] != known[name]:
-            said.append(f"{name!r}: {found[name]},  is listed with {known[name]}")
-    return said
+            messages.append(f"{name!r}: {found[name]},  is listed with {known[name]}")
+    return messages
 
 
 def crowded(paths: Sequence[str]) -> dict[str, float]:

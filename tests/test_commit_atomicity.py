@@ -73,9 +73,9 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave: str, tmp_path: Path) -> None:
-    whole = begin(tmp_path / "whole")
-    expected = [train_step(whole) for _ in range(STEPS)]
-    whole.destroy()
+    unbroken = begin(tmp_path / "whole")
+    expected = [train_step(unbroken) for _ in range(STEPS)]
+    unbroken.destroy()
     engine = begin(tmp_path / "cut")
     Breaks.whens.append(when)
     seen = [train_step(engine) for _ in range(2)]

@@ -63,13 +63,13 @@ def test_the_io_block_is_read() -> None:
     assert load_config({"aio": {"block_size": 1048576.0, "queue_depth": 8.0}}).aio.queue_depth == 8
     notices = load_config({"aio": {"single_submit": True, "overlap_events": True}}).notices
     assert "aio.single_submit" in notices[0] and "aio.overlap_events" in notices[0]
-    for aio, words in (
+    for aio, message in (
         ({"block_size": 1024}, "aio.block_size"),
         ({"queue_depth": 0}, "aio.queue_depth"),
         ({"depth": 4}, 'did you mean "queue_depth"'),
         ({"thread_count": 1, "intra_op_parallelism": 1}, "older name"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             load_config({"aio": aio})
     with pytest.raises(ConfigError, match="io_backend"):
         load_config({"offload": {"io_backend": "gds"}})
@@ -158,11 +158,11 @@ TUTORIALS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_what_tutorials_have_loads_or_gives_one_clear_error(name: str) -> None:
-    content, words = TUTORIALS[name]
-    if words is None:
+    content, message = TUTORIALS[name]
+    if message is None:
         load_config(content)
         return
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         load_config(content)
 
 
@@ -225,8 +225,8 @@ def test_a_config_may_come_in_base64(tmp_path: Path) -> None:
     assert safe != plain
     assert read_json(safe) == read_json(plain) == content
     twice = base64.b64encode(b'{"train_batch_size": 1, "train_batch_size": 2}').decode()
-    for wrong, said in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
-        with pytest.raises(ConfigError, match=said):
+    for wrong, message in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
+        with pytest.raises(ConfigError, match=message):
             load_config(wrong)
 
 
@@ -313,13 +313,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_key_is_named(case: str) -> None:
-    content, words = BAD[case]
-    with pytest.raises(ConfigError, match=words):
+    content, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
         load_config(content)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
@@ -330,9 +330,9 @@ def test_a_bad_key_is_named(case: str) -> None:
         ('{"train_batch_size": ' + "1" * 5000 + "}", "not a config"),
     ],
 )
-def test_a_bad_file_is_an_error_with_its_path(text: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_an_error_with_its_path(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "bad.json")
 
 

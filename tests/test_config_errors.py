@@ -243,12 +243,12 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_the_message_names_the_place_the_value_and_the_fix(case: str, tmp_path: Path) -> None:
-    content, words = WRONG[case]
+    content, message = WRONG[case]
     source: Any = content
     if isinstance(content, str):
         source = tmp_path / "ds.json"
         source.write_text(content)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_batch(load_config(source), 4)
 
 

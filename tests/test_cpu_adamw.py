@@ -76,11 +76,11 @@ def test_in_a_loop_it_is_torch() -> None:
 def test_a_16_bit_parameter_follows_its_fp32_master(dtype: torch.dtype) -> None:
     """Steps far below the spacing of the 16-bit weight add up."""
     parameter = nn.Parameter(torch.ones(100, dtype=dtype))
-    whole = nn.Parameter(torch.ones(100))
-    optimizer, reference = CPUAdamW([parameter], lr=1e-5), CPUAdamW([whole], lr=1e-5)
+    full = nn.Parameter(torch.ones(100))
+    optimizer, reference = CPUAdamW([parameter], lr=1e-5), CPUAdamW([full], lr=1e-5)
     for _ in range(100):
         parameter.grad = torch.full((100,), 0.5, dtype=dtype)
-        whole.grad = parameter.grad.float()
+        full.grad = parameter.grad.float()
         optimizer.step()
         reference.step()
     state = optimizer.state[parameter]
@@ -89,8 +89,8 @@ def test_a_16_bit_parameter_follows_its_fp32_master(dtype: torch.dtype) -> None:
         join_master(parameter.detach(), state["residual"], master)
     else:
         master = state["master"]
-    assert torch.equal(master, whole.detach()) and master[0] < 1 - 9e-4
-    torch.testing.assert_close(parameter.float(), whole.detach(), rtol=2**-8, atol=0)
+    assert torch.equal(master, full.detach()) and master[0] < 1 - 9e-4
+    torch.testing.assert_close(parameter.float(), full.detach(), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -124,10 +124,10 @@ def test_odd_sizes_offsets_and_addresses(handle: aio_handle, tmp_path: Path, nby
     assert handle.pwrite(view, path, True, False, file_offset) == 1
     old = b"x" * 10_000
     assert path.read_bytes() == old[:file_offset] + view.numpy().tobytes() + old[file_offset + nbytes :]
-    whole = torch.zeros(nbytes + 100, dtype=torch.uint8)
-    assert handle.pread(whole[33 : 33 + nbytes], path, True, False, file_offset) == 1
-    assert torch.equal(whole[33 : 33 + nbytes], view)
-    assert not whole[:33].any() and not whole[33 + nbytes :].any(), "and nothing beside it"
+    storage = torch.zeros(nbytes + 100, dtype=torch.uint8)
+    assert handle.pread(storage[33 : 33 + nbytes], path, True, False, file_offset) == 1
+    assert torch.equal(storage[33 : 33 + nbytes], view)
+    assert not storage[:33].any() and not storage[33 + nbytes :].any(), "and nothing beside it"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3, 5)])

@@ -43,7 +43,7 @@ def test_taken_by_initialize(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"mpu": object()}, "mpu=.*not split over ranks"),
         ({"mesh_param": (2, 2)}, "mesh_param=.*not split over ranks"),
@@ -51,8 +51,8 @@ def test_taken_by_initialize(given: dict[str, Any]) -> None:
         ({"dist_init_required": "yes"}, "expected None, True or False"),
     ],
 )
-def test_refused_by_initialize(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_refused_by_initialize(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         begin(**given)
 
 
@@ -112,7 +112,7 @@ def test_compile_raises_an_error_with_the_fix_and_leaves_the_model(given: dict[s
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("zero", r"offload\.init is zero\.Init, offload\.gathered"),
         ("comm", r"torch\.distributed"),
@@ -120,8 +120,8 @@ def test_compile_raises_an_error_with_the_fix_and_leaves_the_model(given: dict[s
         ("add_config_arguments", "config= of initialize takes the path"),
     ],
 )
-def test_names_that_are_not_here_say_what_is(name: str, words: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{words}"):
+def test_names_that_are_not_here_say_what_is(name: str, message: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{message}"):
         getattr(offload, name)
 
 
@@ -136,9 +136,9 @@ COLD: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("name", COLD)
 def test_counts_of_an_estimate_may_be_floats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     COLD[name](2851e6, 32e6)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     COLD[name](2_851_000_000, 32_000_000)
-    assert said == capsys.readouterr().out and "GiB" in said
+    assert output == capsys.readouterr().out and "GiB" in output
     for wrong in (1.5, float("inf"), float("nan"), "13B", -1e6, True):
         with pytest.raises(ConfigError, match="expected a whole number of parameters"):
             COLD[name](wrong, 32e6)

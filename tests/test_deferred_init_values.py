@@ -102,12 +102,12 @@ def test_from_pretrained_of_what_cannot_be_streamed(
     given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, tensors = given
-    whole = {name: value + 1 for name, value in tensors.items()}
+    complete = {name: value + 1 for name, value in tensors.items()}
     with offload.init():
         model = transformers.GPT2LMHeadModel.from_pretrained(
-            None, config=transformers.GPT2Config.from_pretrained(folder), state_dict=whole
+            None, config=transformers.GPT2Config.from_pretrained(folder), state_dict=complete
         )
-    assert_same_tensors(begins_with(model, tmp_path), whole)
+    assert_same_tensors(begins_with(model, tmp_path), complete)
 
 
 class Written(nn.Module):

@@ -50,8 +50,8 @@ def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any]
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
         act(engine)
     assert len(caught.value.args) == 1, "accelerate looks for its words in the only argument"
-    for words in ("smaller micro-batches", "gradient_checkpointing_enable", '"device_memory" in the "offload" block'):
-        assert words in str(caught.value)
+    for message in ("smaller micro-batches", "gradient_checkpointing_enable", '"device_memory" in the "offload" block'):
+        assert message in str(caught.value)
     least = int(re.findall(r"least that works is [^(]*\((\d+) bytes\)", str(caught.value))[0])
     assert 0 < least < engine.device_memory
     train_step(engine, JOB, 0)
@@ -158,10 +158,10 @@ def test_what_comes_into_grown_memory_waits_for_compute_that_was_under_way() -> 
     arena = DeviceArena(PAGE, device)
     device.tick([])
     start, stop = arena.grow(2 * PAGE)
-    piece = arena.take_at(start, stop - start)
-    assert [event.done() for event in piece.after] == [False]
-    arena.give(piece, DONE, DONE)
-    piece.after[0].wait()
+    block = arena.take_at(start, stop - start)
+    assert [event.done() for event in block.after] == [False]
+    arena.give(block, DONE, DONE)
+    block.after[0].wait()
     assert arena.take_at(start, PAGE).after == ()
 
 

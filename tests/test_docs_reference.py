@@ -83,5 +83,5 @@ def test_the_commands_are_as_they_say_themselves() -> None:
     assert command_line_page.document() == command_line_page.PAGE.read_text(encoding="utf-8"), (
         "run: python -m tests.support.command_line_page"
     )
-    said = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
-    assert [command for command, words in said.items() if "\nCommands:" not in words and "--json" not in words] == []
+    helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
+    assert [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words] == []

@@ -122,8 +122,8 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
         assert not caplog.records
         counts.add(0, 20 * 10**9)
         counts.add(0, 20 * 10**9)
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert said.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert message.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
 
 
 def test_a_run_is_foreseen_to_its_end() -> None:

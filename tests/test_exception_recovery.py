@@ -113,9 +113,9 @@ def assert_nothing_left(engine: offload.Engine) -> None:
     """No use is open, and every lease that is out is one that the pager knows of."""
     pager = engine._core.components.pager
     assert [entry.pins for entry in pager._entries] == [0] * len(pager._entries)
-    leased = sum(entry.lease.nbytes for entry in pager._entries if entry.lease is not None)
-    leased += sum(entry.transfer.lease.nbytes for entry in pager._entries if entry.transfer is not None)
-    assert pager.host.weights.space.used_bytes == leased
+    held = sum(entry.lease.nbytes for entry in pager._entries if entry.lease is not None)
+    held += sum(entry.transfer.lease.nbytes for entry in pager._entries if entry.transfer is not None)
+    assert pager.host.weights.space.used_bytes == held
     assert pager.arena.used_bytes == sum(entry.slice.nbytes for entry in pager._entries if entry.slice is not None)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 

@@ -14,13 +14,15 @@ from tests.support.oracle import Job, config
 JOB = Job(nn.Module, lambda model, step, micro: model(torch.ones(1, 4)).sum())
 
 
-@pytest.mark.parametrize(("dtype", "said"), [("fp32", "trained in fp32;"), ("bf16", "bf16, with masters of 32 bits;")])
-def test_float64_is_named_once(dtype: str, said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "message"), [("fp32", "trained in fp32;"), ("bf16", "bf16, with masters of 32 bits;")]
+)
+def test_float64_is_named_once(dtype: str, message: str, tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double(), nn.Linear(4, 1).double())
     content = config(JOB._replace(dtype=dtype), ("none", "none"), tmp_path)
     engine = offload.initialize(model=model, config=content)[0]
     (line,) = [line for line in engine.notices if "float64" in line]
-    assert line.startswith("1.weight is float64, which is not kept") and said in line
+    assert line.startswith("1.weight is float64, which is not kept") and message in line
     assert next(engine.parameters()).dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     assert not isinstance(line, offload.notices.Remark)
     engine.backward(JOB.loss(engine, 0, 0))

@@ -203,10 +203,10 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
     """Windows in any order, each added to again and again, while writes end only when they are waited for."""
     numel, itemsize = 1024, 4
     arena = HostArena(Classes(0, 0, 3 * numel * itemsize, 0), Device(torch.device("cpu")))
-    leases = [lease for _ in range(3) if (lease := arena.gradients.take(numel * itemsize)) is not None]
-    stretches = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
+    buffers = [taken for _ in range(3) if (taken := arena.gradients.take(numel * itemsize)) is not None]
+    ranges = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
     failures: list[BaseException] = []
-    spill = DiskSpill(stretches, torch.float32, leases, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
+    spill = DiskSpill(ranges, torch.float32, buffers, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
     expected = [0.0] * 6
     for number in order:
         part = spill.part(0, number * numel, (number + 1) * numel)

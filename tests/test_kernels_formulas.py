@@ -113,9 +113,9 @@ def partition(
 
 def master_of(part: Partition) -> torch.Tensor:
     if part.residual is not None:
-        whole = torch.empty(part.weight.numel())
-        kernels.join_master(part.weight, part.residual, whole)
-        return whole
+        uncut = torch.empty(part.weight.numel())
+        kernels.join_master(part.weight, part.residual, uncut)
+        return uncut
     return (part.weight if part.master is None else part.master).clone()
 
 
@@ -216,12 +216,12 @@ def test_cuts_into_calls_change_no_bit(
     pairs = list(zip(edges[::2], edges[1::2], strict=False))
     segments = [Segment(a, b, base._replace(lr=base.lr * (i + 1))) for i, (a, b) in enumerate(pairs)]
     _native.configure("scalar", 1)
-    whole = clone(start)
-    update(whole, segments)
+    uncut = clone(start)
+    update(uncut, segments)
     untouched = torch.ones(numel, dtype=torch.bool)
     for a, b in pairs:
         untouched[a:b] = False
-    assert torch.equal(whole.weight[untouched], start.weight[untouched])
+    assert torch.equal(uncut.weight[untouched], start.weight[untouched])
     _native.configure(isa, threads)
     parts = clone(start)
     for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
@@ -234,7 +234,7 @@ def test_cuts_into_calls_change_no_bit(
             None if parts.master is None else parts.master[low:high],
         )
         update(view, inside)
-    assert same(whole, parts)
+    assert same(uncut, parts)
 
 
 @settings(deadline=None, max_examples=examples(60), derandomize=True)

@@ -42,9 +42,9 @@ def arrays(numel: int, dtype: torch.dtype = torch.float32, grad_dtype: torch.dty
 def master_of(part: Partition) -> torch.Tensor:
     if part.residual is None:
         return (part.weight if part.master is None else part.master).clone()
-    whole = torch.empty(part.weight.numel())
-    kernels.join_master(part.weight, part.residual, whole)
-    return whole
+    uncut = torch.empty(part.weight.numel())
+    kernels.join_master(part.weight, part.residual, uncut)
+    return uncut
 
 
 @pytest.mark.parametrize("numel", [1, 100, 4096, 10_001])
@@ -71,8 +71,8 @@ def test_a_step_is_the_formula(numel: int, dtype: torch.dtype, grad_dtype: torch
 def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     numel = 100_003
     _native.configure("scalar", 1)
-    whole = arrays(numel, torch.bfloat16, torch.bfloat16)
-    kernels.lamb(whole, [LambSegment(0, numel, STEP)])
+    uncut = arrays(numel, torch.bfloat16, torch.bfloat16)
+    kernels.lamb(uncut, [LambSegment(0, numel, STEP)])
     _native.configure(isa, threads)
     parts = arrays(numel, torch.bfloat16, torch.bfloat16)
     edges = [0, BLOCK, 10 * BLOCK, 24 * BLOCK, numel]
@@ -90,8 +90,8 @@ def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     ratio = kernels.lamb_ratio(STEP, sums)
     for view, each in zip(views, segments, strict=True):
         kernels.lamb_move(view, each, [ratio])
-    assert torch.equal(whole.weight, parts.weight) and torch.equal(whole.residual, parts.residual)
-    assert all(torch.equal(one, other) for one, other in zip(whole.moments, parts.moments, strict=True))
+    assert torch.equal(uncut.weight, parts.weight) and torch.equal(uncut.residual, parts.residual)
+    assert all(torch.equal(one, other) for one, other in zip(uncut.moments, parts.moments, strict=True))
 
 
 def test_each_parameter_has_its_ratio() -> None:

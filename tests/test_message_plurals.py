@@ -40,12 +40,12 @@ def test_a_parameter_that_is_no_float_is_one() -> None:
         offload.initialize(model=model, config=CONFIG | ADAM)
 
 
-@pytest.mark.parametrize(("clip", "words"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
-def test_the_line_of_a_start(clip: float, words: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("clip", "message"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
+def test_the_line_of_a_start(clip: float, message: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offload")
     engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_clipping": clip})[0]
     try:
-        assert f"gradients {words}\n" in caplog.text
+        assert f"gradients {message}\n" in caplog.text
         assert "config: 1 sample a step = 1 of a micro-batch * 1 of them * 1 rank" in caplog.text
         assert not re.search(r"\b1 \w+s\b(?! (a|of))", caplog.text.replace("1 is", "")), caplog.text
     finally:

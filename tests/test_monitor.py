@@ -59,10 +59,10 @@ def test_phases_lie_within_a_step_and_waits_within_phases(tmp_path: Path) -> Non
     phases = [values(tmp_path, f"Train/Samples/elapsed_time_ms_{name}") for name in ("forward", "backward", "step")]
     causes = ("reads", "updates", "commits", "memory", "uploads")
     waits = [values(tmp_path, f"Offload/wait_for_{name}_seconds") for name in causes]
-    for whole, *parts in zip(values(tmp_path, "Offload/seconds"), *phases, *waits, strict=True):
+    for total, *parts in zip(values(tmp_path, "Offload/seconds"), *phases, *waits, strict=True):
         assert min(parts[:3]) > 0 and min(parts) >= 0
-        assert sum(parts[:3]) / 1000 <= whole
-        assert sum(parts[3:]) <= whole
+        assert sum(parts[:3]) / 1000 <= total
+        assert sum(parts[3:]) <= total
     assert sum(values(tmp_path, "Offload/update_kernels_seconds")) > 0
 
 
@@ -259,9 +259,9 @@ def _train_on_a_rank(folder: Path) -> tuple[bool, int]:
     engine = start(folder)
     for step in range(2):
         train_step(engine, JOB, step)
-    told = engine._core.components.meter is not None
+    measured = engine._core.components.meter is not None
     engine.destroy(remove=True)
-    return told, engine.global_samples
+    return measured, engine.global_samples
 
 
 def test_rank_0_alone_writes(tmp_path: Path) -> None:

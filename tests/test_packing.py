@@ -266,7 +266,7 @@ def test_the_learned_tokens_are_reported() -> None:
     for template, words in ((MARKING_TEMPLATE, "the assistant's words"), (PLAIN_TEMPLATE, "all words")):
         by = tokenizer(template)
         packed = pack(encode(records, by), 8)
-        said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
-        assert f"chats: {words} are learned" in said and "the completions are learned" in said
-        assert "3 documents in 2 rows of 8 tokens" in said
-        assert "3 documents are longer than a row, and cut" in said and "1 document is left out" in said
+        output = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
+        assert f"chats: {words} are learned" in output and "the completions are learned" in output
+        assert "3 documents in 2 rows of 8 tokens" in output
+        assert "3 documents are longer than a row, and cut" in output and "1 document is left out" in output

@@ -57,12 +57,12 @@ def test_the_host_buffer_of_a_running_update_stays() -> None:
     pager.acquire(0)
     pager.release(0)
     pager.begin_updates([0])
-    lease = pager.weight_updates.buffer_for(0)
-    assert lease is not None and pager.weight_updates.holds_weights(0)
+    host_buffer = pager.weight_updates.buffer_for(0)
+    assert host_buffer is not None and pager.weight_updates.holds_weights(0)
     for unit in (1, 2, 1, 2):
         assert bool((pager.acquire(unit) == unit + 1).all())
         pager.release(unit)
-    assert pager._entries[0].lease is lease
+    assert pager._entries[0].lease is host_buffer
     pager.weight_updates.weights_ready(0, True, False)
     pager.acquire(0)
     assert [unit for unit, _ in store.reads].count(0) == 1

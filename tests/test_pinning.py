@@ -116,9 +116,9 @@ class FakeEvent:
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, FakeCuda]]:
     """Gives a device over a fake CUDA, which pins `piece` bytes at a time."""
 
-    def make(refuse: Callable[[int], bool] = lambda call: False, piece: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
+    def make(refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
         cuda, stream = FakeCuda(refuse), FakeStream()
-        monkeypatch.setattr(device_module, "PIECE", piece)
+        monkeypatch.setattr(device_module, "PIECE", chunk)
         monkeypatch.setattr(torch, "ones", cuda.ones)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
         for name, value in {
@@ -209,11 +209,11 @@ def test_the_warning_contains_the_amount_the_reason_the_cost_and_the_fix(
     device.register(host_memory(5 * SMALL))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("offload", logging.WARNING)
-    said = record.getMessage()
+    message = record.getMessage()
     for word in ("pins 32.0 KiB of 80.0 KiB", "other 48.0 KiB: out of memory (CUDA error 2)", "a third to a half"):
-        assert word in said
+        assert word in message
     for word in ("beside compute", "ulimit -l", '"host_memory"'):
-        assert word in said
+        assert word in message
 
 
 def test_two_allocations_are_pinned_independently(install: Install) -> None:
@@ -281,12 +281,12 @@ addresses = st.integers(0, 60)
 
 @given(addresses, addresses, st.sets(addresses))
 def test_ranges_cover_the_memory_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
-    stretches = cut(start, start + nbytes, sorted(borders))
-    assert stretches[0][0] == start and stretches[-1][1] == start + nbytes
-    assert all(one[1] == other[0] for one, other in pairwise(stretches))
-    assert not any(first < border < last for first, last in stretches for border in borders)
+    ranges = cut(start, start + nbytes, sorted(borders))
+    assert ranges[0][0] == start and ranges[-1][1] == start + nbytes
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    assert not any(first < border < last for first, last in ranges for border in borders)
     inside = {border for border in borders if start < border < start + nbytes}
-    assert len(stretches) == len(inside) + 1, "and no more than that"
+    assert len(ranges) == len(inside) + 1, "and no more than that"
 
 
 @pytest.mark.parametrize("granted", range(5))
@@ -355,11 +355,11 @@ def test_chunks_consist_of_complete_huge_pages() -> None:
 GPU = SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0xDC, pci_device_id=3)
 
 
-@pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
-def test_the_node_of_a_gpu(said: str | None, node: int | None, tmp_path: Path) -> None:
-    if said is not None:
+@pytest.mark.parametrize(("message", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu(message: str | None, node: int | None, tmp_path: Path) -> None:
+    if message is not None:
         (tmp_path / "10000:dc:03.0").mkdir()
-        (tmp_path / "10000:dc:03.0" / "numa_node").write_text(said)
+        (tmp_path / "10000:dc:03.0" / "numa_node").write_text(message)
     assert memory_node(GPU, tmp_path) == node
     assert memory_node(SimpleNamespace(), tmp_path) is None, "an older torch"
 

@@ -56,29 +56,33 @@ def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.
 
 
 def test_a_described_machine_needs_no_measurement() -> None:
-    told = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
-    *rows, total = told["tiers"]
+    report = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
+    *rows, total = report["tiers"]
     for tier in ("device", "host", "disk"):
         assert sum(row[tier] for row in rows) == total[tier]
-    assert (total["host"], total["device"], total["disk"]) == (told["host_memory"], told["device_memory"], told["disk"])
-    assert told["model"]["parameters"] == 13 * 10**9
-    assert told["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
-    assert told["least_host_memory"] < told["host_memory"] < 64 * GIB
-    step = told["step"]
+    assert (total["host"], total["device"], total["disk"]) == (
+        report["host_memory"],
+        report["device_memory"],
+        report["disk"],
+    )
+    assert report["model"]["parameters"] == 13 * 10**9
+    assert report["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
+    assert report["least_host_memory"] < report["host_memory"] < 64 * GIB
+    step = report["step"]
     assert step["limit"] == "NVMe" and step["seconds"] > step["compute_seconds"]
     assert step["written_bytes"] == pytest.approx(12 * 13e9, rel=0.001)
-    assert told["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
+    assert report["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
     steps = 1200e12 / step["written_bytes"]
-    assert told["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
-    assert any("RTX 3090" in words for words in told["machine"]["assumed"])
-    assert told["changes"] == sorted(told["changes"], key=lambda change: -change["gain"])
+    assert report["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
+    assert any("RTX 3090" in message for message in report["machine"]["assumed"])
+    assert report["changes"] == sorted(report["changes"], key=lambda change: -change["gain"])
 
 
 def test_hardware_descriptions_are_parsed() -> None:
     done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
     assert done.exit_code == 0, done.output
-    for words in ("weights on", "tiles of the optimizer", "least that works", "NVMe limits", "what to change first"):
-        assert words in done.stdout
+    for message in ("weights on", "tiles of the optimizer", "least that works", "NVMe limits", "what to change first"):
+        assert message in done.stdout
     assert "assumed:" in done.stdout and "1B tokens take" in done.stdout and "rated 1200 TB" in done.stdout
 
 
@@ -89,7 +93,7 @@ def test_help_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ((), "not probed"),
         (MACHINE, "expected a model"),
@@ -117,9 +121,9 @@ def test_help_has_an_example() -> None:
         ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
     ],
 )
-def test_wrong_descriptions_are_named(arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_descriptions_are_named(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
-    assert done.exit_code == 2 and words in done.output, done.output
+    assert done.exit_code == 2 and message in done.output, done.output
 
 
 def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
@@ -128,7 +132,7 @@ def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
     )
     shape.save_pretrained(folder)
-    told = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
+    report = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
     content = json.loads(target.read_text())
     assert run("--model", str(folder), *MACHINE, "--write", str(target)).exit_code == 2, "it is not written over"
     mine, theirs = (schedule(merge(file, Options())[0], Options(), 100)[0] for file in (content, None))
@@ -138,9 +142,9 @@ def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
         model = transformers.LlamaForCausalLM(shape)
     engine = offload.initialize(model=model, config=content)[0]
     try:
-        assert engine.parameter_count == told["model"]["parameters"]
+        assert engine.parameter_count == report["model"]["parameters"]
         assert "device_memory" not in content["offload"], "of a GPU it is measured in the first step"
-        assert engine.host_memory <= told["host_memory"], "no staging where the device is the CPU"
+        assert engine.host_memory <= report["host_memory"], "no staging where the device is the CPU"
     finally:
         engine.destroy(remove=True)
 
@@ -149,9 +153,9 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     content = memory.settings("cpu", "nvme", durability="none", accumulation=3, batch=2)
     file.write_text(json.dumps(content))
-    told = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
-    assert told["slots"] == 1 and told["config"] == content
-    assert told["step"]["tokens"] == 3 * 2 * 512
+    report = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
+    assert report["slots"] == 1 and report["config"] == content
+    assert report["step"]["tokens"] == 3 * 2 * 512
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -287,11 +291,18 @@ def test_a_model_that_is_no_language_model_is_one_line(tmp_path: Path) -> None:
 
 
 def test_counts_are_parsed() -> None:
-    for words, count in (("13B", 13e9), ("13b", 13e9), ("1.5e9", 1.5e9), ("2T", 2e12), ("64Mi", 64 * 2**20), ("7", 7)):
-        assert parse_count(words) == count
-    for words in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
+    for message, count in (
+        ("13B", 13e9),
+        ("13b", 13e9),
+        ("1.5e9", 1.5e9),
+        ("2T", 2e12),
+        ("64Mi", 64 * 2**20),
+        ("7", 7),
+    ):
+        assert parse_count(message) == count
+    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
         with pytest.raises(ConfigError, match="expected a number"):
-            parse_count(words)
+            parse_count(message)
 
 
 def test_a_rated_life_without_a_unit_is_in_terabytes_as_in_a_config() -> None:

@@ -186,13 +186,13 @@ def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tm
 
 @pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 @pytest.mark.parametrize(
-    "said", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
+    "given", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
 )
 def test_an_open_config_gets_what_the_machine_is_fast_in(
-    said: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, found)
-    content = {"offload": {"device": "cpu"}, **said}
+    content = {"offload": {"device": "cpu"}, **given}
     before = json.dumps(content)
     chosen = offload.auto_dtype(content)
     assert load_config(chosen).dtype == dtype and json.dumps(content) == before
@@ -200,7 +200,7 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "given",
     [
         {"bf16": {"enabled": True}},
         {"bf16": {"enabled": False}},
@@ -208,9 +208,9 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
         {"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}},
     ],
 )
-def test_the_dtype_of_a_config_stays(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "rates", None)
-    assert offload.auto_dtype(said) == said
+    assert offload.auto_dtype(output) == output
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
@@ -292,8 +292,8 @@ def test_autocast_is_warned_of_too(
 ) -> None:
     machine(monkeypatch, SLOW)
     begin(tmp_path, "fp32", torch_autocast={"enabled": True, "dtype": "bf16"})
-    (said,) = warnings_of(caplog)
-    assert 'leave the block "torch_autocast" out' in said
+    (output,) = warnings_of(caplog)
+    assert 'leave the block "torch_autocast" out' in output
 
 
 @pytest.mark.parametrize("found", [FAST, Rates(1e11, 1.4e11)])
@@ -323,11 +323,11 @@ def mode_of(run: str) -> str:
 
 def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, FAST)
-    said = train("--steps", "1")
-    assert said.startswith("bf16 on cpu: ")
+    output = train("--steps", "1")
+    assert output.startswith("bf16 on cpu: ")
     machine(monkeypatch, SLOW)
-    said = train("--steps", "1")
-    assert said.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in said
+    output = train("--steps", "1")
+    assert output.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in output
 
 
 def test_train_keeps_the_dtype_of_options_and_files(
@@ -353,8 +353,8 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     train("--steps", "2", "--keep", "--resume", "auto")
     machine(monkeypatch, here)
     for resume, steps in (("auto", "3"), ("must", "4")):
-        said = train("--steps", steps, "--keep", "--resume", resume)
-        assert f"{dtype} on cpu: " in said and "going on after step" in said and mode_of("default") == dtype
+        output = train("--steps", steps, "--keep", "--resume", resume)
+        assert f"{dtype} on cpu: " in output and "going on after step" in output and mode_of("default") == dtype
     assert [line.split(": ", 2)[2] for line in warnings_of(caplog)] == [
         "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"
     ] * (dtype == "bf16")

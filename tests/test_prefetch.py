@@ -67,14 +67,14 @@ def test_a_mispredicted_use_is_counted_and_reported_in_one_line(
     job = Job(Switch, switch_loss, dtype="bf16")
     engine = start(job, DISK, tmp_path)
     with caplog.at_level(logging.DEBUG, "offload"):
-        told = []
+        reported = []
         for step in (0, 0, 1, 1, 2, 2):
             before = engine.use_counts()
             train_step(engine, job, step)
             lines = [record for record in caplog.records if "otherwise than foreseen" in record.message]
-            told.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
+            reported.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
             caplog.clear()
-    assert told == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]
+    assert reported == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]
     engine.destroy(remove=True)
 
 
@@ -124,10 +124,10 @@ def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = HostCache.start_read
 
-    def start_read(leases: HostCache, entry: Any, lease: Any, priority: Any) -> None:
+    def start_read(cache: HostCache, entry: Any, buffer: Any, priority: Any) -> None:
         if priority.name == "URGENT":
             found.append(entry.index)
-        real(leases, entry, lease, priority)
+        real(cache, entry, buffer, priority)
 
     monkeypatch.setattr(HostCache, "start_read", start_read)
     return found

@@ -54,16 +54,16 @@ def test_the_output_names_the_file_of_the_probe(tmp_path: Path) -> None:
 def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
-    told = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
-    assert told[0] == f"measuring the drive of {tmp_path}" and len(told) == len(set(told)) > 10
-    for words in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
-        assert f"measuring {words}" in told
+    progress = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
+    assert progress[0] == f"measuring the drive of {tmp_path}" and len(progress) == len(set(progress)) > 10
+    for message in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
+        assert f"measuring {message}" in progress
 
 
 def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
-    told: list[float] = []
-    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: told.append(done))
-    assert told[0] == 0 and told == sorted(set(told)) and 0.8 < told[-1] < 1
+    progress: list[float] = []
+    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: progress.append(done))
+    assert progress[0] == 0 and progress == sorted(set(progress)) and 0.8 < progress[-1] < 1
 
 
 def test_a_second_drive_joins_the_first(tmp_path: Path) -> None:
@@ -178,12 +178,12 @@ def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_two_figures_that_differ_are_reported_with_the_fix() -> None:
-    words = lambda rate: f"{rate:g} GB/s"  # noqa: E731
-    assert disturb.apart("memory", 20.0, 17.0, words) == []
+    message = lambda rate: f"{rate:g} GB/s"  # noqa: E731
+    assert disturb.apart("memory", 20.0, 17.0, message) == []
     for first, last in ((20.0, 10.0), (10.0, 20.0)):
-        (told,) = disturb.apart("memory", first, last, words)
-        assert f"memory: {first:g} GB/s at the beginning" in told and f"{last:g} GB/s at its end" in told
-        assert "run `offload probe` again when nothing else runs" in told
+        (progress,) = disturb.apart("memory", first, last, message)
+        assert f"memory: {first:g} GB/s at the beginning" in progress and f"{last:g} GB/s at its end" in progress
+        assert "run `offload probe` again when nothing else runs" in progress
 
 
 def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,11 +192,11 @@ def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(time, "process_time", lambda: mine[0])
     monkeypatch.setattr(disturb, "_busy", lambda: busy[0])
     monkeypatch.setattr(disturb, "_cores", lambda: {0, 1, 2, 3})
-    for of_all, of_mine, told in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
+    for of_all, of_mine, progress in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
         clock[0] = busy[0] = mine[0] = 0.0
         others = disturb.Others()
         clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
-        assert len(others.doubts()) == told
+        assert len(others.doubts()) == progress
     monkeypatch.setattr(disturb, "_busy", lambda: None)
     assert disturb.Others().doubts() == [], "where nobody can tell"
 

@@ -40,11 +40,11 @@ def assert_no_lease_is_lost(engine: offload.Engine) -> None:
     engine._core.await_updates()
     pager = engine._core.components.pager
     with pager.lock:
-        leases = [
+        buffers = [
             entry.lease for entry in pager._entries if entry.lease is not None and entry.size.tier.value == "disk"
         ]
-        leases += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
-        held = sum(align_up(lease.nbytes) for lease in leases)
+        buffers += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
+        held = sum(align_up(lease.nbytes) for lease in buffers)
         residents = engine._core.components.shards.residents.values()
         held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)
         assert pager.host.weights.space.used_bytes == held

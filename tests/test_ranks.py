@@ -160,7 +160,7 @@ def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[
     content = config(Job(nn.Module, rows_loss), DISK, folder)
     content["train_micro_batch_size_per_gpu"] = 4 // rank_and_size()[1]
     engine, _, loader, _ = offload.initialize(model=model, config=content, training_data=data)
-    losses, rows, words = [], [], ""
+    losses, rows, error_message = [], [], ""
     try:
         for epoch in range(2):
             for values, which in loader:
@@ -170,9 +170,9 @@ def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[
                 losses.append(engine.mean(float(loss.detach())))
                 rows.append(which.tolist())
     except NumericsError as error:
-        words = str(error)
+        error_message = str(error)
     engine.destroy(remove=True)
-    return losses, rows, words
+    return losses, rows, error_message
 
 
 @pytest.mark.numeric
@@ -185,8 +185,8 @@ def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) ->
 
 
 def test_a_nan_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    for losses, _, words in ranks.run(train_from_a_loader, tmp_path, 1):
-        assert len(losses) == 4 and words.startswith("the gradient norm of step 5 is nan")
+    for losses, _, error_message in ranks.run(train_from_a_loader, tmp_path, 1):
+        assert len(losses) == 4 and error_message.startswith("the gradient norm of step 5 is nan")
 
 
 # -- edits --------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def wrong(folder: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "messages"),
     [
         ("model", ("rank 1 was given other units than rank 0",) * 2),
         ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
@@ -299,9 +299,9 @@ def wrong(folder: Path, what: str) -> str:
     ],
 )
 def test_ranks_that_disagree_get_an_error_on_every_rank(
-    what: str, said: tuple[str, str], ranks: RankPool, tmp_path: Path
+    what: str, messages: tuple[str, str], ranks: RankPool, tmp_path: Path
 ) -> None:
-    for message, pattern in zip(ranks.run(wrong, tmp_path, what), said, strict=True):
+    for message, pattern in zip(ranks.run(wrong, tmp_path, what), messages, strict=True):
         assert re.search(pattern, message), message
 
 

@@ -63,7 +63,7 @@ class Run:
             for process in self.ranks:
                 process.kill()  # after the timeout
 
-    def said(self, rank: int) -> str:
+    def output_of(self, rank: int) -> str:
         """The error with which a rank ended, and forget it."""
         path = self.log / f"error{rank}"
         text = path.read_text() if path.exists() else ""

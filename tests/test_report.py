@@ -192,9 +192,9 @@ def test_any_value_in_a_log_leaves_a_page_and_figures_that_are_json(name: str, v
         first = step(1) | {"about": ABOUT | {name: value}, "drives": {"/p": 5}}
         rows = [first, step(2, drives={"/p": 9}), step(3) | {name: value}, step(4, drives={"/p": 12})]
         log.write_text("\n".join(map(json.dumps, rows)))
-        told = figures(read_log(log))
-        json.dumps(told, allow_nan=False)
-        page(read_log(log), told, None).encode()
+        figures_of_log = figures(read_log(log))
+        json.dumps(figures_of_log, allow_nan=False)
+        page(read_log(log), figures_of_log, None).encode()
 
 
 @pytest.mark.parametrize(

@@ -120,10 +120,10 @@ def test_what_is_frozen_meanwhile_is_resumed(tmp_path: Path) -> None:
         engine.destroy(remove=steps.stop == JOB.steps)
         return losses, weights
 
-    whole = part("never", range(JOB.steps))
+    unbroken = part("never", range(JOB.steps))
     first, second = part("never", range(4)), part("auto", range(4, JOB.steps))
-    assert first[0] + second[0] == whole[0]
-    assert_same_tensors(second[1], whole[1])
+    assert first[0] + second[0] == unbroken[0]
+    assert_same_tensors(second[1], unbroken[1])
 
 
 def test_nothing_left_to_train(tmp_path: Path) -> None:

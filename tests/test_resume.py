@@ -35,7 +35,7 @@ def test_killed_five_times(dtype: str, placement: tuple[str, str], late: float, 
 def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> None:
     """Homes above DISK are read back from the store that they were written through to."""
     job = models.DROPOUT._replace(steps=4)
-    whole = run(job, placement, tmp_path / "whole", durability="step")
+    reference = run(job, placement, tmp_path / "whole", durability="step")
     first = start(job, placement, tmp_path / "parts", durability="step")
     losses = [train_step(first, job, step) for step in range(2)]
     first.destroy()
@@ -48,8 +48,8 @@ def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> 
     losses += [train_step(second, job, step) for step in range(2, 4)]
     weights = second.module.state_dict()
     second.destroy(remove=True)
-    assert losses == whole.losses
-    assert_same_tensors(weights, whole.weights)
+    assert losses == reference.losses
+    assert_same_tensors(weights, reference.weights)
 
 
 def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_schedules_that_move_the_betas(tmp_path: Path) -> None:
         content = config(job, DISK, folder, resume=resume)
         return offload.initialize(model=job.model(), lr_scheduler=schedule, config=content)[0]
 
-    whole = begin(tmp_path / "whole", "never")
-    expected = [train_step(whole, job, step) for step in range(6)]
-    whole.destroy(remove=True)
+    reference = begin(tmp_path / "whole", "never")
+    expected = [train_step(reference, job, step) for step in range(6)]
+    reference.destroy(remove=True)
     first = begin(tmp_path / "parts", "never")
     losses = [train_step(first, job, step) for step in range(3)]
     first.destroy()
@@ -215,7 +215,7 @@ def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
 def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
     """The step before is whole, and training goes on in the same process with the right bits."""
     job = models.GPT2
-    whole = run(job, DISK, tmp_path / "whole")
+    reference = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "cut")
     losses = []
     for step in range(job.steps):
@@ -225,7 +225,7 @@ def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
         hook.remove()
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
-    assert losses == whole.losses
+    assert losses == reference.losses
 
 
 class Counting(Layers):

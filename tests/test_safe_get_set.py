@@ -321,16 +321,16 @@ def test_what_is_set_in_one_unit_is_written_together(tmp_path: Path) -> None:
 def test_what_was_set_is_committed_at_the_end(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
     job = GPT2._replace(dtype=dtype)
     durable = {"durability": "step"}
-    whole, cut = (start(job, placement, tmp_path / name, **durable) for name in ("whole", "cut"))
-    for engine in (whole, cut):
+    unbroken, cut = (start(job, placement, tmp_path / name, **durable) for name in ("whole", "cut"))
+    for engine in (unbroken, cut):
         for step in range(3):
             train_step(engine, job, step)
         halved(engine)
     cut.destroy()
     cut = start(job, placement, tmp_path / "cut", resume="must", **durable)
-    assert differences(everything(whole.module), everything(cut.module)) == []
-    assert [train_step(whole, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
-    whole.destroy(remove=True)
+    assert differences(everything(unbroken.module), everything(cut.module)) == []
+    assert [train_step(unbroken, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
+    unbroken.destroy(remove=True)
     cut.destroy(remove=True)
 
 
@@ -355,18 +355,18 @@ def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: 
     """Before the next commit the run resumes without the edit, after it with it: never with half of it."""
     job = GPT2._replace(dtype="bf16")
     dies(_edit_and_die, job, placement, tmp_path / "cut", steps)
-    whole = start(job, placement, tmp_path / "whole", durability="step")
+    unbroken = start(job, placement, tmp_path / "whole", durability="step")
     for step in range(2):
-        train_step(whole, job, step)
+        train_step(unbroken, job, step)
     if steps:
-        halved(whole)
+        halved(unbroken)
     for step in range(2, 2 + steps):
-        train_step(whole, job, step)
+        train_step(unbroken, job, step)
     cut = start(job, placement, tmp_path / "cut", resume="must", durability="step")
     assert cut.global_steps == 2 + steps
-    assert differences(everything(whole.module), everything(cut.module)) == []
-    assert [train_step(whole, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
-    whole.destroy(remove=True)
+    assert differences(everything(unbroken.module), everything(cut.module)) == []
+    assert [train_step(unbroken, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
+    unbroken.destroy(remove=True)
     cut.destroy(remove=True)
 
 

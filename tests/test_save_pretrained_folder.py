@@ -185,9 +185,9 @@ def test_one_save_at_a_time_into_a_folder(
 
     def save_too() -> None:
         def attempt() -> None:
-            with pytest.raises(StoreError, match="out is being saved to by process") as told:
+            with pytest.raises(StoreError, match="out is being saved to by process") as caught:
                 engine.save_pretrained(out)
-            refused.append(str(told.value))
+            refused.append(str(caught.value))
 
         thread = threading.Thread(target=attempt)
         thread.start()

@@ -34,7 +34,7 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "message"),
     [
         (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" there and "other" here'),
         (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more is in only one of the two"),
@@ -48,12 +48,12 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
     ],
 )
 def test_another_model_is_refused_with_the_difference(
-    spec: StoreSpec, words: str, tmp_path: Path, queue: IoQueue
+    spec: StoreSpec, message: str, tmp_path: Path, queue: IoQueue
 ) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
     store.close()
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(StoreError, match=message):
         opened(tmp_path, queue, spec)
     opened(tmp_path, queue)[0].close()
 
@@ -95,9 +95,9 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
     assert run_status([tmp_path], "run").exists
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    words = r"is of format 2, this version of offload reads format 3: go on with the version that made it \(0.0.9\)"
+    message = r"is of format 2, this version of offload reads format 3: go on with the version that made it \(0.0.9\)"
     for refused in (store.newest_serial, store.open):
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(StoreError, match=message):
             refused()
     with pytest.raises(StoreError, match="holds a run that did not end"):
         Store([tmp_path], "run", 0, SPEC, queue).create()

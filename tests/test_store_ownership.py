@@ -62,17 +62,17 @@ def test_a_first_drive_that_is_not_mounted(drives: list[Path], tmp_path: Path) -
 
 
 def test_a_drive_that_is_added_in_front(drives: list[Path], tmp_path: Path) -> None:
-    for wish in ([tmp_path / "new", drives[0]], [drives[1]], [tmp_path / "new", drives[1]], [drives[1], drives[0]]):
+    for paths in ([tmp_path / "new", drives[0]], [drives[1]], [tmp_path / "new", drives[1]], [drives[1], drives[0]]):
         with pytest.raises(StoreError):
-            train(wish, 1)
+            train(paths, 1)
         assert verified(drives[0] / "default") == 0
 
 
 def test_a_later_drive_of_a_run_that_trains(drives: list[Path]) -> None:
     engine = train(drives, 3, resume="must")
-    for wish in ([drives[1]], [drives[1], drives[0]]):
+    for paths in ([drives[1]], [drives[1], drives[0]]):
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
-            train(wish, 1)
+            train(paths, 1)
     train_step(engine, JOB, 3)
     engine.destroy()
     assert verified(drives[0] / "default") == 0

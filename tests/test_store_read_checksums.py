@@ -93,8 +93,8 @@ def test_who_waits_late_for_a_read_is_not_alarmed_by_an_update(store: Store) -> 
 def _be_late(store: Store, seed: int) -> None:
     late = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(ALL))
     late._future.wait()  # type: ignore[attr-defined]
-    piece = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(3000))
-    piece.wait()
+    chunk = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(3000))
+    chunk.wait()
     rest = store.read(0, State.EXP_AVG, store.newest[0], 3000, aligned_empty(TRAINABLE - 3000))
     rest._future.wait()  # type: ignore[attr-defined]
     update(store, 4096, seed)
@@ -239,13 +239,13 @@ def test_many_threads_read_while_one_updates(store: Store) -> None:
         chance = random.Random(seed)
         try:
             while not over.is_set():
-                piece = chance.choice([1024, 3000, 4096, 6000, ALL])
+                chunk = chance.choice([1024, 3000, 4096, 6000, ALL])
                 unit = chance.randrange(2)
                 with turn if unit == 0 else threading.Lock():
-                    for start in range(0, ALL, piece):
+                    for start in range(0, ALL, chunk):
                         if chance.random() < 0.02:
                             break  # an interrupt
-                        read(store, unit, State.WEIGHT, start, min(start + piece, ALL))
+                        read(store, unit, State.WEIGHT, start, min(start + chunk, ALL))
         except BaseException as error:
             errors.append(error)
 

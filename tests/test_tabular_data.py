@@ -92,8 +92,8 @@ def test_any_text_survives_csv_and_parquet(texts: list[str], tmp_path_factory: p
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_every_type_of_strings_that_parquet_has(tmp_path: Path, kind: str) -> None:
-    words = pyarrow.array(["one", "two", "one"])
-    array = words.dictionary_encode() if kind == "dictionary" else words.cast(getattr(pyarrow, kind)())
+    message = pyarrow.array(["one", "two", "one"])
+    array = message.dictionary_encode() if kind == "dictionary" else message.cast(getattr(pyarrow, kind)())
     pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
     assert [content[1] for content in contents(tmp_path / "a.parquet")] == ["one", "two", "one"]
 
@@ -173,10 +173,10 @@ WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG_ROWS)
-def test_a_wrong_row_of_parquet(tmp_path: Path, words: str) -> None:
-    file = as_parquet(tmp_path / "a.parquet", WRONG_ROWS[words])
-    with pytest.raises(ConfigError, match=rf"a\.parquet{words}"):
+@pytest.mark.parametrize("message", WRONG_ROWS)
+def test_a_wrong_row_of_parquet(tmp_path: Path, message: str) -> None:
+    file = as_parquet(tmp_path / "a.parquet", WRONG_ROWS[message])
+    with pytest.raises(ConfigError, match=rf"a\.parquet{message}"):
         read(file)
 
 

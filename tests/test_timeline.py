@@ -165,7 +165,7 @@ def test_what_begins_before_its_start_is_not_in_it(tmp_path: Path) -> None:
     assert list(threads(content)) == ["waits"] and counters(content)["device memory"] == [1]
 
 
-class Heard:
+class Listener:
     """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ class Heard:
 
 def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
     for kept in (Timeline(tmp_path / "trace.json", waits=True), OFF):
-        heard = Heard()
-        relay = Relay(kept, heard)
+        listener = Listener()
+        relay = Relay(kept, listener)
         assert relay.recorded is kept
         relay.start()
         relay.begin_phase(Phase.FORWARD)
@@ -197,7 +197,7 @@ def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
         relay.end_phase(Phase.FORWARD)
         relay.count("device memory", 4096)
         relay.close()
-        assert heard.calls == [
+        assert listener.calls == [
             ("begin", Phase.FORWARD),
             ("gradient", 128),
             (Row.UPLOADS, "h.0", 4096),

@@ -117,7 +117,7 @@ class Lists(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* it keeps k for all parameters together"),
         (lambda p: Own(p, lr=0.1), "it keeps calls for all parameters together"),
@@ -133,10 +133,10 @@ class Lists(torch.optim.SGD):
         (lambda p: Begun(p, lr=0.1), "made states without a step"),
     ],
 )
-def test_what_cannot_be_run_so_is_refused(make: Any, words: str) -> None:
+def test_what_cannot_be_run_so_is_refused(make: Any, message: str) -> None:
     model = make_model()
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         offload.initialize(model=model, optimizer=make(list(model.parameters())), config={})
     assert torch.equal(torch.get_rng_state(), before) and not any(p.grad is not None for p in model.parameters())
 

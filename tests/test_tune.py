@@ -61,18 +61,18 @@ def test_the_backend_of_the_config_is_tuned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"aio": {"depth": 1}}', "queue_depth"),
         ('{"train_batch_size": 8, // mine\n "bf16": {"enabled": true}}', "comments"),
         ("[1]", "object"),
     ],
 )
-def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, words: str) -> None:
+def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "ds.json"
     config.write_text(text)
     done = CliRunner().invoke(app, ["tune", str(tmp_path), "--config", str(config), "--size", "1MiB"])
-    assert done.exit_code == 2 and words in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
     assert config.read_text() == text
 
 

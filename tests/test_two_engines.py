@@ -206,7 +206,7 @@ def test_ctrl_c_while_a_cache_is_given_stops_its_engine_alone(tmp_path: Path, mo
     train_step(one, JOB, 0)
     real = HostBuffer.release
 
-    def release(lease: HostBuffer) -> None:
+    def release(buffer: HostBuffer) -> None:
         monkeypatch.setattr(HostBuffer, "release", real)
         raise KeyboardInterrupt
 

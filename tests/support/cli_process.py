@@ -55,22 +55,22 @@ def begin_ranks(folder: Path, *arguments: str) -> list[warm_process.Process]:
 
 def finish(*processes: subprocess.Popen[str] | warm_process.Process) -> str:
     """Return what they said, one after the other; each must end well."""
-    said = ""
+    output = ""
     for process in processes:
-        words, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, words
-        said += words or ""
-    return said
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+        output += text or ""
+    return output
 
 
 def losses(log: Path) -> list[float]:
     """Of each step so far; a line that is being written does not count yet."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    told = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [each["loss"] for each in told if "loss" in each]
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each["loss"] for each in records if "loss" in each]
 
 
 def evaluated(log: Path) -> list[float]:
     """The loss of each evaluation."""
-    told = [json.loads(line) for line in log.read_text().splitlines()]
-    return [each["eval_loss"] for each in told if "eval_loss" in each]
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [each["eval_loss"] for each in records if "eval_loss" in each]

@@ -190,29 +190,29 @@ class LateDevice(Device):
         while self._kernels:
             self._kernels.pop(0)()
 
-    def tick(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def tick(self, ranges: Sequence[tuple[int, int]]) -> None:
         """An operation of torch that reads, or writes, `stretches` of memory: (first address, last address)."""
         with self.lock:
             self._clock += 1
             pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
-            for first, last in stretches:
+            for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
                 self._reads.append((self._clock, first, last))
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
 
-    def made(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def made(self, ranges: Sequence[tuple[int, int]]) -> None:
         """What the operation of the last tick has written."""
         with self.lock:
-            self._writes += [(self._clock, first, last) for first, last in stretches]
+            self._writes += [(self._clock, first, last) for first, last in ranges]
             self._writes = [write for write in self._writes if write[0] > self.progress]
 
-    def check_kernel(self, stretches: Sequence[tuple[int, int]]) -> None:
+    def check_kernel(self, ranges: Sequence[tuple[int, int]]) -> None:
         """A kernel that waits for nothing reads and writes these: note what is still under way there."""
         with self.lock:
             pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
-            for first, last in stretches:
+            for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
                 self.check_written(first, last - first)
@@ -236,13 +236,13 @@ class Ticks(TorchDispatchMode):
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._device.tick([] if func.is_view else stretches((args, kwargs)))
+        self._device.tick([] if func.is_view else ranges((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        self._device.made([] if func.is_view else stretches(result))
+        self._device.made([] if func.is_view else ranges(result))
         return result
 
 
-def stretches(tree: Any) -> list[tuple[int, int]]:
+def ranges(tree: Any) -> list[tuple[int, int]]:
     """Where the tensors in it lie: (first address, last address) of each."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]

@@ -18,7 +18,7 @@ SHARE = 5
 """One of so many examples of hypothesis is tried without `--whole`."""
 _LEAST_EXAMPLES = 10
 
-_whole = False
+_complete = False
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -29,22 +29,22 @@ def add_options(parser: pytest.Parser) -> None:
 
 def configure(config: pytest.Config) -> None:
     """Take the options, before any test module is imported."""
-    global _whole
-    _whole = config.getoption("whole")
+    global _complete
+    _complete = config.getoption("whole")
     # A machine may be busy, so no example has a deadline. The sample is the same each time, the whole is not.
     settings.register_profile("sample", deadline=None, derandomize=True, max_examples=examples(100))
     settings.register_profile("whole", deadline=None)
-    settings.load_profile("whole" if _whole else "sample")
+    settings.load_profile("whole" if _complete else "sample")
 
 
-def examples(whole: int) -> int:
+def examples(all_examples: int) -> int:
     """Return how many examples of hypothesis to try where `whole` are tried with `--whole`."""
-    return whole if _whole else max(whole // SHARE, min(whole, _LEAST_EXAMPLES))
+    return all_examples if _complete else max(all_examples // SHARE, min(all_examples, _LEAST_EXAMPLES))
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the cases of tests marked `sample` that are not in their sample."""
-    if _whole or _are_named(config):
+    if _complete or _are_named(config):
         return
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -62,13 +62,13 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **change
     return kind(**usual | changed)
 
 
-def config(folder: Path, home: str = DISK, **blocks: Any) -> dict[str, Any]:
+def config(folder: Path, tier: str = DISK, **blocks: Any) -> dict[str, Any]:
     """A config of which the arguments say all else. Poison is always on."""
     return {
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": home},
-            "offload_optimizer": {"device": home},
+            "offload_param": {"device": tier},
+            "offload_optimizer": {"device": tier},
         },
         "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
         **blocks,
@@ -111,10 +111,10 @@ def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: An
 
 
 def offloaded(
-    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
+    folder: Path, tier: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
 ) -> Run:
     """Train by `OffloadTrainer`."""
-    with ended(trainer(folder, home, model, blocks, rows, **changed)) as mine:
+    with ended(trainer(folder, tier, model, blocks, rows, **changed)) as mine:
         mine.train()
         return result(mine)
 
@@ -128,7 +128,7 @@ def unbroken(model: Any = models.gpt2) -> Run:
 
 def trainer(
     folder: Path,
-    home: str = DISK,
+    tier: str = DISK,
     model: Any = models.gpt2,
     blocks: Any = None,
     rows: int = MANY,
@@ -139,7 +139,7 @@ def trainer(
         args=arguments(folder, **changed),
         train_dataset=Texts(rows),
         eval_dataset=Texts(5),
-        offload_config=config(folder, home, **blocks or {}),
+        offload_config=config(folder, tier, **blocks or {}),
     )
 
 
