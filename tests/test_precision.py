@@ -210,7 +210,7 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
 )
 def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "rates", None)
-    assert offload.auto_dtype(output) == output
+    assert offload.auto_dtype(given) == given
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
