@@ -1,4 +1,4 @@
-"""Accelerate's loop by an engine: the words of its documentation, and what an ordinary loop gives."""
+"""Accelerate's loop runs on an engine: its documented calls work, and training equals an ordinary loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks do next, decided from what each is about to do: nobody waits for ever, whatever paths they take."""
+"""Ranks decide the next collective from all ranks' intents: no rank waits for ever, on any paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A system that refuses a backend gets the next one, and is told why."""
+"""A system that refuses a backend gets the next backend, and a reason."""
 
 from __future__ import annotations
 

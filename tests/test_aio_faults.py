@@ -1,4 +1,4 @@
-"""Whatever fails is the error of that request, with its place and reason; the others and the queue go on."""
+"""A failed request raises its own error with place and reason; the other requests and the queue continue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request of any size, offset and address moves all of its bytes, or says what failed."""
+"""A request of any size, offset and address moves all of its bytes, or raises an error that names the failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs and views that would show other weights, or need too many at a time: refused; what torch allows is right."""
+"""Graphs and views that would show other weights, or need too many at a time, are refused; torch's own are right."""
 
 from __future__ import annotations
 

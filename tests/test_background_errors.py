@@ -1,4 +1,4 @@
-"""An error on a background thread is told once, with its cause; nothing that was committed is lost."""
+"""An error on a background thread is raised once, with its cause; no commit is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every benchmark runs and says what it measured; on little data, so that the numbers mean nothing."""
+"""Every benchmark runs and reports its figures; on little data, so that the numbers mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload bench adam` measures what it says, and puts settings back."""
+"""`offload bench adam` reports its measurements and restores settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark: what it decides, and its parts on a CPU with little data, so that the numbers mean nothing."""
+"""The GPU benchmark runs all of its parts on a CPU with little data, so that the numbers mean nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload bench io` measures what it says, beside fio and the plain ways, and leaves nothing behind."""
+"""`offload bench io` reports its measurements beside fio and plain calls, and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload bench swap` moves the bytes of training, says what was hidden, and leaves nothing behind."""
+"""`offload bench swap` moves the bytes of training, reports the hidden time, and leaves nothing behind."""
 
 from __future__ import annotations
 

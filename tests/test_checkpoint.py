@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint as the unbroken one, bit for bit; what does not fit changes nothing."""
+"""A run resumes from a checkpoint as the unbroken one, bit for bit; a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 

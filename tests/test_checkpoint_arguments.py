@@ -10,9 +10,9 @@ import pytest
 
 import offload
 from offload.errors import StoreError, UsageError
-from tests.support.checkpoint_runs import engine, folder, inspect, names, whole
+from tests.support.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
 
-__all__ = ["engine", "folder", "whole"]  # fixtures
+__all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
 # -- bad input ----------------------------------------------------------------------------------------
 
@@ -35,8 +35,8 @@ def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -
 
 
 @pytest.mark.parametrize("text", ["", "\n", "../one", "a\x07", ".a.partial"])
-def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
-    shutil.copytree(whole, folder / "one")
+def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, saved_checkpoint: Path, folder: Path) -> None:
+    shutil.copytree(saved_checkpoint, folder / "one")
     (folder / "latest").write_text(text)
     with pytest.raises(StoreError, match=r"latest should hold the tag .* there: one"):
         engine.load_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""A save is killed at any moment: the checkpoint before is whole, `latest` names one that is, the next one works."""
+"""A save may be killed at any moment: the checkpoint before stays, `latest` names an intact one, the next save works."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load_checkpoint` in the middle of a loop: data, schedules and objects of the user go on from the checkpoint too."""
+"""`load_checkpoint` in the middle of a loop restores data, schedules and the user's objects from the checkpoint."""
 
 from __future__ import annotations
 

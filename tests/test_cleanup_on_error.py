@@ -1,4 +1,4 @@
-"""Whatever fails while an engine is made or closed, its thread, hooks, memory and lock are given back."""
+"""An error while an engine is made or closed gives back its thread, hooks, memory and lock."""
 
 from __future__ import annotations
 

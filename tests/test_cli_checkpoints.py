@@ -1,4 +1,4 @@
-"""`inspect`, `verify` and `export` do with a checkpoint what they do with a run, and name what is wrong with it."""
+"""`inspect`, `verify` and `export` accept a checkpoint as they accept a run, and name every damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command: help with an example, `--json`, and an exit code of 2 with words for what is not understood."""
+"""Every command has help with an example, `--json`, and an exit code of 2 with a message for wrong usage."""
 
 from __future__ import annotations
 

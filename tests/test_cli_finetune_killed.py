@@ -1,4 +1,4 @@
-"""A fine-tuning that is killed goes on bit for bit: documents, adapters with dropout, and the model that it saves."""
+"""A fine-tuning that was killed resumes bit for bit: documents, adapters with dropout, and the saved model."""
 
 from __future__ import annotations
 

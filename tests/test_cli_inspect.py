@@ -1,4 +1,4 @@
-"""`offload inspect` tells of whatever lies there, live, damaged or old, and changes nothing."""
+"""`offload inspect` describes any folder, live, damaged or old, and changes nothing."""
 
 from __future__ import annotations
 

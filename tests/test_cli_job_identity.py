@@ -1,4 +1,4 @@
-"""Which job of `offload train` a run is: another one never passes for it, and every line of `--json` has all fields."""
+"""A run of `offload train` keeps its job: another job never passes for it. Every line of `--json` has all fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload train`: --keep keeps what can be used, or is an error; a resume with another text says so."""
+"""`offload train --keep` keeps a usable run or is an error; a resume with another text is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options and a config file become one config: what was typed wins, with a line; what was not never does."""
+"""Options and a config file become one config: a typed option wins, with a line; a default never does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload train` foresees its steps where the machine was probed, and log, report and summary show what came of it."""
+"""`offload train` predicts its steps where the machine was probed; log, report and summary compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchrun … -m offload train`: one command on several ranks, one voice, one log."""
+"""`torchrun … -m offload train` is one command on several ranks with one output and one log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload rm` deletes a run on every drive, asks first, and refuses what it should not touch."""
+"""`offload rm` deletes a run on every drive, asks first, and refuses folders that are no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run ends with the right code, its store and its log agree, and it goes on bit for bit."""
+"""Ctrl-C and SIGTERM end a run with the right code; its store and its log agree, and it resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload train`, called in this process: what it prints, writes, leaves and returns."""
+"""`offload train`, called in this process, prints, writes, leaves and returns what its help promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload verify` finds every damage of a run's last commit and names it; what a resume would take, it calls whole."""
+"""`offload verify` finds and names every damage of a run's last commit, and passes what a resume accepts."""
 
 from __future__ import annotations
 

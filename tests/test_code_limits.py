@@ -1,4 +1,4 @@
-"""The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and how its text is written.
+"""The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and the style of its text.
 
 `TODAY` lists what does not keep them yet, with its number. The list is a ratchet: it fails too where the package has
 become better than it says, so that it shrinks until it is empty. A failure prints the line to write.

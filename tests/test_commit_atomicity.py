@@ -1,4 +1,4 @@
-"""A commit is of one moment: what breaks in the middle of the end of a step is not committed, and the words say so."""
+"""A commit contains one moment: a step that breaks in its middle is not committed, and the message says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`"durability": {"every": N}`: the same bits, a commit every N steps, and a kill loses what came since, no more."""
+"""`"durability": {"every": N}` keeps the bits, commits every N steps, and a kill loses the steps since, no more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are compiled train from the disk as in memory, and as blocks that are not."""
+"""Compiled blocks train from the disk as in memory, and as blocks that are not compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON file is honoured, or its key is named in a notice or an error; nothing is dropped in silence."""
+"""A key of a DeepSpeed JSON file is honoured, or named in a notice or an error; none is dropped in silence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people write by mistake: each is an error that says where, what was expected, what came, and what to do.
+"""A common mistake in a config is an error with the place, the expectation, the value and the fix.
 
 Beside the table of tests/test_config.py; the words are held here from the key's dotted path to the way out.
 """

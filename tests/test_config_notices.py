@@ -1,4 +1,4 @@
-"""What a config asks for and is not done is said on stderr, in a script that has set up no logging."""
+"""Keys of a config that have no effect are reported on stderr, also without logging set up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that was written for DeepNVMe runs, and hears of what it did not hear of before."""
+"""A script that was written for DeepNVMe runs, and receives errors that DeepNVMe does not raise."""
 
 from __future__ import annotations
 

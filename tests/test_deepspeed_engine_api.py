@@ -1,4 +1,4 @@
-"""What a loop asks an engine and sets between steps is answered as by DeepSpeed's, and acts on the next step."""
+"""Getters and setters of an engine answer as DeepSpeed's, and a setting acts on the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's four estimators, by its names, with numbers that a run keeps."""
+"""DeepSpeed's four estimators exist by its names, with the numbers of a run of this library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keywords of DeepSpeed that are not ours: None is taken, what asks for something that is not here is an error."""
+"""Keywords of DeepSpeed that this library lacks accept None; any other value is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a parameter is given inside `offload.init` are the ones that training begins with, whoever gives them."""
+"""Values that a parameter receives inside `offload.init` are those with which training begins."""
 
 from __future__ import annotations
 

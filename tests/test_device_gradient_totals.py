@@ -1,4 +1,4 @@
-"""What a device has room for is added up there over the micro-batches, leaves it once a step, and changes no bit."""
+"""Gradients that fit on the device are added there over the micro-batches, move once a step, and change no bit."""
 
 from __future__ import annotations
 

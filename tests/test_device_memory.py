@@ -1,4 +1,4 @@
-"""What the device's memory is taken for, and what is said where it ends."""
+"""The device's memory is used by a fixed order of needs, and its end is an error that names the settings to change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of `--data` become documents, in an order that stays; what is none is an error with its file and line."""
+"""Files of `--data` become documents in a stable order; a wrong file or line is an error that names it."""
 
 from __future__ import annotations
 

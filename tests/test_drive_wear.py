@@ -1,4 +1,4 @@
-"""Bytes that wear drives out are counted, by drive, over the life of a run, and warned of with numbers."""
+"""Bytes that wear drives out are counted, by drive, over the life of a run, and large wear is warned of."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the config came to is said once, at the start: a line of what the file does not say itself, and the whole."""
+"""The effective config is logged once, at the start: a line of derived values, and the complete config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each example runs as it is, from an empty folder, and goes on where it was."""
+"""Each example runs unchanged from an empty folder, and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exception in any place, caught by the user, then more training: the right bits, and nothing left behind."""
+"""After an exception anywhere that the user caught, training continues with the right bits, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of float64 are trained in the dtype of the config, and a line says so."""
+"""Weights of float64 train in the dtype of the config, and a line reports it."""
 
 from __future__ import annotations
 

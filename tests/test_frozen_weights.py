@@ -1,4 +1,4 @@
-"""Frozen weights beside weights that train, as under adapters, lie once on disk, and a run never writes them again."""
+"""Frozen weights beside trained ones are stored once on disk, and a run never writes them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen weights beside adapters in runs of several processes: one that is killed, and two ranks."""
+"""Frozen weights beside adapters survive a kill, and are sharded over two ranks."""
 
 from __future__ import annotations
 

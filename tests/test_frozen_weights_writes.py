@@ -1,4 +1,4 @@
-"""Under adapters nothing is written where frozen weights lie, byte by byte, and there is no room for their states."""
+"""Under adapters no byte of frozen weights is written, and no disk is reserved for their states."""
 
 from __future__ import annotations
 

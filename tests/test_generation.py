@@ -1,4 +1,4 @@
-"""`generate` writes what the plain model writes, and training beside it goes on."""
+"""`generate` writes the tokens of the plain model, and training beside it continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only a GPU can show: nobody waits for it, nothing leaks, copies are what they should be, bits are the same.
+"""A GPU keeps the promises of a device: no needless waits, no leaks, correct copies, the same bits.
 
 All of it skips without one; `python -m bench.gpu` runs it where there is one.
 """

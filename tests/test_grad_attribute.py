@@ -1,4 +1,4 @@
-"""`.grad` is None in a loop of one's own; who reads it is told once where gradients are, and nobody else is."""
+"""`.grad` is None in a user's loop; a read is warned of once, with the place of the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a step is cut into micro-batches, and who says where it ends, changes nothing but the order of sums."""
+"""The division of a step into micro-batches, and the caller of its boundary, change only the order of sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks: who says where a step ends changes no bit there either, and ranks that say other things are told."""
+"""On two ranks the caller of a boundary changes no bit, and ranks that disagree get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients without room in host memory wait on DISK, and units too large for a lease come in pieces: same bits."""
+"""Gradients without room in host memory spill to disk, and large units are streamed: the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Space never gives a byte twice, coalesces what comes back, and leases stay within their class."""
+"""An arena never hands out a byte twice, merges returned blocks, and keeps buffers within their class."""
 
 from __future__ import annotations
 

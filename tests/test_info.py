@@ -1,4 +1,4 @@
-"""`offload info` says what the machine gives, which way is taken and why, and what to do about it."""
+"""`offload info` reports the machine, the chosen backend with its reason, and the fix for what is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Setting up: uv installs where there is one, and never from elsewhere than pip was told to look."""
+"""The installer uses uv where there is one, and searches no index that pip is not configured with."""
 
 from __future__ import annotations
 

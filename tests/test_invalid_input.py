@@ -1,4 +1,4 @@
-"""Bad input is an error of ours before anything is touched; what comes later loses nothing."""
+"""Invalid input is a ConfigError or UsageError before anything is touched; later errors lose nothing."""
 
 from __future__ import annotations
 

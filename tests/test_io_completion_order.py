@@ -1,4 +1,4 @@
-"""Late reads and writes change nothing: every wait that must be there is there, for any order of completions."""
+"""Late reads and writes change no bit: every necessary wait is there, for any order of completions."""
 
 from __future__ import annotations
 

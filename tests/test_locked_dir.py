@@ -1,4 +1,4 @@
-"""The lock on a folder: one holder, who has told its name; it ends with its process, or for all by `remove`."""
+"""The lock on a folder has one named holder; it ends with its process, or for all by `remove`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--lora`: what may be typed, and the adapters that a model gets by it."""
+"""`--lora` accepts the documented options and gives a model those adapters."""
 
 from __future__ import annotations
 

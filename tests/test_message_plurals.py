@@ -1,4 +1,4 @@
-"""What there is one of is told as one, and what there is none of is not told as a number."""
+"""Messages use the singular for one, and no number for none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that no token visits: modules cost no read and no update; one fused parameter is updated as torch would."""
+"""Experts that no token visits cost no read and no update; one fused parameter is updated as torch would."""
 
 from __future__ import annotations
 

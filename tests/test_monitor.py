@@ -1,4 +1,4 @@
-"""Numbers of each step: they are what happened, they cost no bit, no step is there twice, no writer ends a run."""
+"""The numbers of each step are right, cost no bit, and each step occurs once in the files."""
 
 from __future__ import annotations
 

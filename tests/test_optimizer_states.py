@@ -1,4 +1,4 @@
-"""What users do with an optimizer of torch, an engine's does too: states, groups, numbers, steps, hooks."""
+"""An engine's optimizer supports what users do with torch's: states, groups, numbers, steps, hooks."""
 
 from __future__ import annotations
 

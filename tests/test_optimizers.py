@@ -1,4 +1,4 @@
-"""Each optimizer of a config does what torch's does, in each dtype, with the same bits wherever its states live."""
+"""Each optimizer of a config computes what torch's does, in each dtype, with the same bits in any tier."""
 
 from __future__ import annotations
 

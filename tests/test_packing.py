@@ -1,4 +1,4 @@
-"""Documents become rows: each token once, learned as it would be alone, in an order that seed and step alone decide."""
+"""Documents become rows: each token once, learned as it would be alone, in an order of seed and step alone."""
 
 from __future__ import annotations
 

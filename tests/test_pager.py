@@ -1,4 +1,4 @@
-"""The pager alone, over a store in memory: whose lease may be taken, and what a unit that streams looks like."""
+"""The pager, over a store in memory, evicts only buffers that may go, and streams a unit that is too large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between steps a model under an engine is an ordinary model: what users read is right, what they change is kept.
+"""Between steps a model under an engine is an ordinary model: reads are right, and changes are kept.
 
 Each action runs between the second and the third of four steps: on an ordinary model, with all states in memory, with
 all of them on disk and room for two units on the device. The same values come out, and training goes on the same.

@@ -1,4 +1,4 @@
-"""Groups of parameters after `initialize`: added for what trains on, as in torch, or an error that says what to do."""
+"""Parameter groups after `initialize` are added as in torch, or are an error with the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Host memory is one number: the peak RSS of a run is a formula of the sizes, not of luck."""
+"""Host memory is one number: the peak RSS of a run follows a formula of the sizes."""
 
 from __future__ import annotations
 

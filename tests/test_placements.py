@@ -1,4 +1,4 @@
-"""Where the states lie changes nothing: every placement gives the same bits, with room for two units on the device."""
+"""The placement of states changes no bit: every placement agrees, with room for two units on the device."""
 
 from __future__ import annotations
 

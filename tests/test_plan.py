@@ -1,4 +1,4 @@
-"""`offload plan`: from a model and a machine in words to bytes, seconds, advice and a config that a run can take."""
+"""`offload plan` turns descriptions of a model and a machine into bytes, seconds, advice and a usable config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says of seconds: by the rates of its dtype, never below the least, limited by what takes most."""
+"""The seconds of a plan follow the rates of its dtype, never fall below the least, and name their limit."""
 
 from __future__ import annotations
 

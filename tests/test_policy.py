@@ -1,4 +1,4 @@
-"""What to bring and what must go are pure functions of order, sizes and what is where: nearest first, furthest away."""
+"""Prefetch and eviction are pure functions of order, sizes and residency: nearest first, furthest away."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""bf16 or fp32: whichever the machine multiplies faster, the same at each start, and what a run was begun in."""
+"""bf16 or fp32 is chosen by the machine's rates, the same at each start, and a run keeps its dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trace foresees is brought ahead; a run that goes another way is right, and is counted."""
+"""The access order predicts what is fetched ahead; a run that takes another way is right, and is counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder that is not right is an error before anything of the model is changed, or a file is written."""
+"""A wrong model folder is an error before the model is changed or a file is written."""
 
 from __future__ import annotations
 

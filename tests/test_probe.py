@@ -1,4 +1,4 @@
-"""`offload probe`: every rate of the machine once, within its seconds, kept for this machine and for no other."""
+"""`offload probe` measures every rate of the machine once, within its seconds, and stores it for this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random models within random budgets, wherever their states are at home: the bits of memory, and no lease is lost."""
+"""Random models within random budgets, in any tiers, have the bits of memory and lose no buffer."""
 
 from __future__ import annotations
 

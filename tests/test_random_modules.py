@@ -1,4 +1,4 @@
-"""Random module trees of pieces that users bring train from the disk with the bits that they train with in memory."""
+"""Random trees of users' modules train from the disk with the bits of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two processes train one model: each holds half of every unit, and together they do what one would do."""
+"""Two processes train one model: each holds half of every unit, and together they equal one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One of two ranks is killed: the other ends and says whose end it was; both resume the same step, bit for bit.
+"""Where one of two ranks is killed, the other ends and names it; both resume the same step, bit for bit.
 
 A rank that does not notice waits for days, and the timeout of these tests ends it.
 """

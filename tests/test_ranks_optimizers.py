@@ -1,4 +1,4 @@
-"""Two ranks in fp16, and with every optimizer, have the same bits in every placement; what they cannot do, they say."""
+"""Two ranks in fp16, and with every optimizer, have the same bits in every placement, and refuse the rest."""
 
 from __future__ import annotations
 

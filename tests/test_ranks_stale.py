@@ -1,4 +1,4 @@
-"""A rank whose swap files are older than the others' by more than a kill explains: no rank says what does not help."""
+"""A rank whose swap files are older than a kill explains gets no useless advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload report`: the figures are those of the log, whatever became of the file; the page needs nothing beside it."""
+"""`offload report` shows the figures of the log, however the file ended; the page is self-contained."""
 
 from __future__ import annotations
 

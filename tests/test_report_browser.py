@@ -1,4 +1,4 @@
-"""The page of `offload report` in a real browser: no script fails, nothing overlaps, the pointer says the numbers.
+"""The page of `offload report` works in a real browser: no script fails, nothing overlaps, the pointer shows numbers.
 
 Skips where the system has no Chromium. The page is opened from a file, without a network.
 """

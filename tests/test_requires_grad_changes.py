@@ -1,4 +1,4 @@
-"""`requires_grad` after `initialize`: what torch does, or an error that says what to do."""
+"""A change of `requires_grad` after `initialize` acts as in torch, or is an error with the fix."""
 
 from __future__ import annotations
 

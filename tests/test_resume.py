@@ -1,4 +1,4 @@
-"""Kill it at any moment and go on: the losses, norms and weights are those of the run that was not killed."""
+"""A run that was killed at any moment resumes with the losses, norms and weights of the unbroken run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guide's recipe for a DataLoader of one's own: what the loop draws beside it comes out as in an unbroken run."""
+"""The guide's recipe for a DataLoader of one's own resumes as an unbroken run, with all that the loop draws."""
 
 from __future__ import annotations
 

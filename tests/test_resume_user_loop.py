@@ -1,4 +1,4 @@
-"""A loop as users write it, broken off anywhere and started again: losses, norms and weights of one that was not."""
+"""A user's loop that stops anywhere and starts again has the losses, norms and weights of the unbroken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A script that ran once can run again: a run that was closed is replaced, and one that was killed is protected."""
+"""A script that ran once can run again: a closed run is replaced, a killed one is protected."""
 
 from __future__ import annotations
 

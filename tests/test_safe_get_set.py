@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_*: what there is of a parameter is read and set exactly, wherever it lies."""
+"""DeepSpeed's safe_get_* and safe_set_* read and set every state of a parameter exactly, in any tier."""
 
 from __future__ import annotations
 

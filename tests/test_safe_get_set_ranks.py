@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_* on several ranks: each gives what it holds, and all have the same."""
+"""DeepSpeed's safe_get_* and safe_set_* agree on several ranks: each gives its shard, or all the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safe_get_* and safe_set_* with what cannot be, or while the model runs: an error that harms nothing."""
+"""safe_get_* and safe_set_* with wrong arguments, or while the model runs, are an error that harms nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""safetensors files written in pieces are what the library reads; damaged ones are refused."""
+"""safetensors files that are written in chunks can be read by the library; damaged ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`engine.save_pretrained` into a folder that is there: what was there stays until all of the new is there."""
+"""`engine.save_pretrained` into an existing folder keeps the old files until all new ones are there."""
 
 from __future__ import annotations
 

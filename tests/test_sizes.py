@@ -1,4 +1,4 @@
-"""Bytes in words."""
+"""Sizes and counts are parsed and formatted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The key "log": any loop writes a line for each step, and goes on where it was committed."""
+"""The key "log" makes any loop write a line for each step, and a resumed loop continues after the committed step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine that stopped says of the store is true."""
+"""The message of an engine that stopped describes the store correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: what a commit record names is never lost, and nothing else is ever believed."""
+"""The store never loses a commit that a record names, and never trusts anything else."""
 
 from __future__ import annotations
 

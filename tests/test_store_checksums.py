@@ -1,4 +1,4 @@
-"""Checksums: what a commit vouches for is compared by whoever reads it, once."""
+"""The checksums of a commit are compared by the first reader of each range, once."""
 
 from __future__ import annotations
 

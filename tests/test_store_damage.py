@@ -1,4 +1,4 @@
-"""Drives that rot, fill up or fail under a run: it says so, and the last commit stays what it was."""
+"""Drives that corrupt, fill up or fail under a run are reported, and the last commit stays as it was."""
 
 from __future__ import annotations
 

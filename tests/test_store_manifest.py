@@ -1,4 +1,4 @@
-"""The manifest says what a store is of: another model, layout or format is refused, and the run stays as it is."""
+"""The manifest identifies a store: another model, layout or format is refused, and the run stays as it is."""
 
 from __future__ import annotations
 

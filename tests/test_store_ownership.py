@@ -1,4 +1,4 @@
-"""A start, a removal or a check touches what is its run's, and nothing else, wherever drives and folders have gone."""
+"""A start, a removal or a check touches its own run alone, wherever drives and folders were moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checksums of what is read: no alarm without damage, whoever reads when, and none missed, however it is read."""
+"""Checksums of reads raise no false alarm and miss no damage, for any readers and chunks."""
 
 from __future__ import annotations
 

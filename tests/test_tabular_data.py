@@ -1,4 +1,4 @@
-"""CSV and Parquet files give the documents that the same lines of JSON give; what is none is an error with its row."""
+"""CSV and Parquet files give the documents of the same lines of JSON; a wrong row is an error that names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches are a function of seed, step and micro-batch, and text is read in an order that does not change."""
+"""Batches are a function of seed, step and micro-batch, and files are read in a stable order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Homes follow the config while the host budget holds them; past it they move down in order, with room left up."""
+"""States are in the tiers of the config while the host budget contains them; past it they move down in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The time line of a run: what it holds is right, it changes nothing, and it is written however a run ends."""
+"""The time line of a run is right, changes nothing, and costs nothing where it is off."""
 
 from __future__ import annotations
 

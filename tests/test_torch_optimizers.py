@@ -1,4 +1,4 @@
-"""An optimizer of torch that no kernel does is run by itself, with the same bits as in a plain loop."""
+"""An optimizer of torch without a kernel runs unchanged, with the same bits as in a plain loop."""
 
 from __future__ import annotations
 

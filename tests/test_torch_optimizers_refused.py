@@ -1,4 +1,4 @@
-"""What an optimizer of torch cannot be, to be run a parameter at a time, and an error in its step."""
+"""An optimizer of torch that cannot run one parameter at a time is refused, and an error in its step is raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`OffloadTrainer` trains what the stock Trainer trains: losses, norms, rates and weights, wherever states lie."""
+"""`OffloadTrainer` trains as the stock Trainer: losses, norms, rates and weights, in any placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `OffloadTrainer` cannot do is said before anything is touched, with both values and what to do."""
+"""What `OffloadTrainer` cannot do is an error before anything is touched, with both values and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainers that people have: evaluation and generation on the way, LoRA, trl's SFTTrainer."""
+"""Common Trainers work: evaluation and generation during training, LoRA, trl's SFTTrainer."""
 
 from __future__ import annotations
 

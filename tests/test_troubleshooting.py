@@ -1,4 +1,4 @@
-"""The page of errors knows every message that this library raises, and none that it does not."""
+"""The page of errors contains every message that this library raises, and no other."""
 
 from __future__ import annotations
 

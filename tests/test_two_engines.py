@@ -1,4 +1,4 @@
-"""Engines of one process share one host budget and one I/O queue, and each trains as if it were alone."""
+"""Engines of one process share one host budget and one I/O queue, and each trains as if alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of real models have the names that a user would expect, and every parameter is in one."""
+"""The units of real models have the expected names, and every parameter is in one."""
 
 from __future__ import annotations
 

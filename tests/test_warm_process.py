@@ -1,4 +1,4 @@
-"""A warm process is a process: its streams, environment, folder, exit status and signals are its own."""
+"""A warm process is a real process: its streams, environment, folder, exit status and signals are its own."""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]
 
 
 @pytest.fixture(scope="module")
-def whole(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved_checkpoint(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of a complete checkpoint, for tests to copy."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("saved_checkpoint")
     engine.save_checkpoint(folder, tag="one")
     return folder / "one"
 
