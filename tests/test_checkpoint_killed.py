@@ -1,4 +1,4 @@
-"""A save may be killed at any moment: the checkpoint before stays, `latest` names an intact one, the next save works."""
+"""A save may be killed at any moment: the checkpoint before stays, `latest` names an intact one, the next works."""
 
 from __future__ import annotations
 
