@@ -12,9 +12,9 @@ import torch
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
-from tests.support.cli_in_process import _alone, all_lines, call, facts, log
+from tests.support.cli_in_process import all_lines, call, facts, log, run_folder
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 def evaluated() -> list[tuple[int, float]]:

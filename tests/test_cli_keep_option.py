@@ -8,9 +8,9 @@ import pytest
 
 from offload.swapper.store import swap_files as swap_files_module
 from offload.swapper.store.drives import Shortage
-from tests.support.cli_in_process import _alone, call, swap_files
+from tests.support.cli_in_process import call, run_folder, swap_files
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 def test_keep_without_durability_is_an_error() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,15 @@ from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.hardware import probe
 from offload.planner.model_shape import from_name, from_training
-from offload.presets import PRESETS, build
+from offload.presets import build
+from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.model_folders import make_folder
+
+__all__ = ["isolated_cache", "run_folder"]  # fixtures
 
 SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 _OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
 RATES = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(probe.DTYPES, _OF))
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of one's own with a little text, a default model of 0.2M, a cache without a probe."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tiny = PRESETS["gpt2-tiny"]
-    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
-    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def keep(folder: str = ".") -> None:

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.swapper.store import run_status
-from tests.support.cli_in_process import _alone, call, facts, log, swap_files
+from tests.support.cli_in_process import call, facts, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
 
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 # -- a run that ends -----------------------------------------------------------------------------------

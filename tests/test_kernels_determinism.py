@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,13 @@ import torch
 from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, _native, settings
+from tests.support.kernel_inputs import ISAS, default_settings
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
 NUMEL = 150_001  # five chunks of the team, the last one odd
-ISAS = _native.supported_isas()
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], settings.available_cores())
 
 
 def inputs(numel: int) -> list[torch.Tensor]:

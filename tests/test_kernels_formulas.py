@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,15 @@ from offload.kernels import (
     _native,
     update,
 )
-from offload.kernels import settings as kernel_settings
 from offload.kernels.steps import RULES
 from tests.support import rounding_bounds
+from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
-ISAS = _native.supported_isas()
 F = np.float32
 STEPS: dict[str, Step] = {
     "adamw": AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.1, 7, 0.37),
@@ -49,12 +49,6 @@ STEPS: dict[str, Step] = {
 }
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], kernel_settings.available_cores())
 
 
 def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -87,10 +81,6 @@ def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
         return p + F(-step.lr) * g, m, v
     m = g if step.first else F(step.momentum) * m + F(1 - step.dampening) * g
     return p + F(-step.lr) * (g + F(step.momentum) * m if step.nesterov else m), m, v
-
-
-def normal(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 def partition(

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from offload import kernels
-from offload.kernels import LambSegment, LambStep, Partition, _native, settings
+from offload.kernels import LambSegment, LambStep, Partition, _native
 from offload.kernels.lamb import BLOCK
 from tests.support import rounding_bounds
+from tests.support.kernel_inputs import ISAS, default_settings
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
-ISAS = _native.supported_isas()
 STEP = LambStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3, 0.5)
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], settings.available_cores())
 
 
 def arrays(numel: int, dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype = torch.float32) -> Partition:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,16 @@ from offload.hardware.probe.measure import machine_of
 from offload.hardware.probe.rates import DTYPES, DtypeRates
 from offload.planner import request as ask
 from offload.precision import Rates
-from offload.presets import PRESETS
 from offload.swapper.store import inspection as look
 from tests.support import models
+from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.oracle import config, start, train_step
 from tests.support.rank_pool import rank_and_size, shared_pool
 
+__all__ = ["isolated_cache", "run_folder"]  # fixtures
+
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder and a cache of one's own, and a default model of 0.2M."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tiny = PRESETS["gpt2-tiny"]
-    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
-    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:

@@ -18,7 +18,7 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Runs each test in a folder with a short text and a default model of 0.2M; restores the library's log level."""
     monkeypatch.chdir(tmp_path)
     tiny = PRESETS["gpt2-tiny"]
@@ -28,6 +28,12 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     level = logging.getLogger("offload").level
     yield
     logging.getLogger("offload").setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def isolated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each test a cache without a probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def call(*arguments: str, text: str = "text.py", **options: Any) -> Any:

@@ -164,6 +164,11 @@ def language_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def translation_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = tokens(step, micro)
+    return model(input_ids=ids, labels=ids.flip(1)).loss
+
+
 def byte_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = tokens(step, micro, (2, 64), 256)
     return model(input_ids=ids, labels=ids).loss
