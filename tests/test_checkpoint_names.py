@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, what a name may be, and which are replaced or removed."""
+"""The name of a checkpoint decides which one is loaded, replaced or removed; wrong names are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A commit is of one moment: what breaks in the middle of the end of a step is not committed, and the words say so."""
+"""A commit contains one moment: a step that breaks in its middle is not committed, and the message says so."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave: str, tmp_path: Path) -> None:
-    whole = begin(tmp_path / "whole")
-    expected = [train_step(whole) for _ in range(STEPS)]
-    whole.destroy()
+    unbroken = begin(tmp_path / "whole")
+    expected = [train_step(unbroken) for _ in range(STEPS)]
+    unbroken.destroy()
     engine = begin(tmp_path / "cut")
     Breaks.whens.append(when)
     seen = [train_step(engine) for _ in range(2)]
@@ -143,7 +143,7 @@ def test_a_step_that_was_not_counted_stops_nothing(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = begin(tmp_path / "whole")
     for _ in range(3):
         train_step(engine)
@@ -166,7 +166,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     again.destroy()
 
 
-def test_a_schedule_that_cannot_be_held_is_told_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
+def test_a_schedule_that_cannot_be_saved_is_reported_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
     engine = begin(tmp_path / "run", Halves)
     assert sum("Halves has no state_dict()" in line for line in engine.notices) == 1
     train_step(engine)

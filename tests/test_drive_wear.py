@@ -1,4 +1,4 @@
-"""Bytes that wear drives out are counted, by drive, over the life of a run, and warned of with numbers."""
+"""Bytes that wear drives out are counted, by drive, over the life of a run, and large wear is warned of."""
 
 from __future__ import annotations
 
@@ -123,8 +123,8 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
         assert not caplog.records
         counts.add(0, 20 * 10**9)
         counts.add(0, 20 * 10**9)
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert said.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert message.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
 
 
 def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""`engine.save_pretrained` into a folder that is there: what was there stays until all of the new is there."""
+"""`engine.save_pretrained` into an existing folder keeps the old files until all new ones are there."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture(
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_a_kill_has_left_is_removed_and_told(
+def test_leftovers_of_a_kill_are_removed_and_reported(
     engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = tmp_path / "out.partial"
@@ -186,9 +186,9 @@ def test_one_save_at_a_time_into_a_folder(
 
     def save_too() -> None:
         def attempt() -> None:
-            with pytest.raises(StoreError, match=r"process .* is saving into .*out") as told:
+            with pytest.raises(StoreError, match=r"process .* is saving into .*out") as caught:
                 engine.save_pretrained(out)
-            refused.append(str(told.value))
+            refused.append(str(caught.value))
 
         thread = threading.Thread(target=attempt)
         thread.start()

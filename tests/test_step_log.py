@@ -1,4 +1,4 @@
-"""The key "log": any loop writes a line for each step, and goes on where it was committed."""
+"""The key "log" makes any loop write a line for each step, and a resumed loop continues after the committed step."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_numbers_of_the_last_step_can_be_asked_for(tmp_path: Path) -> None:
     content = config(JOB, DISK, tmp_path / "a") | {"wall_clock_breakdown": True, "steps_per_print": 0}
     engine = offload.initialize(model=JOB.model(), config=content).engine
     assert engine.measured == {}
-    said = train_step(engine, JOB, 0)
-    assert engine.measured["loss"] == said and engine.measured["forward_seconds"] > 0
+    loss = train_step(engine, JOB, 0)
+    assert engine.measured["loss"] == loss and engine.measured["forward_seconds"] > 0
     engine.destroy(remove=True)

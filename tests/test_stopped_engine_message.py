@@ -1,4 +1,4 @@
-"""What an engine that stopped says of the store is true."""
+"""The message of an engine that stopped describes the store correctly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.oracle import start, train_step
 DISK = ("nvme", "nvme")
 
 
-def words(folder: Path, error: BaseException, rewritten: bool = False, **options: object) -> str:
+def message_of(folder: Path, error: BaseException, rewritten: bool = False, **options: object) -> str:
     engine = start(models.GPT2, DISK, folder, **options)
     train_step(engine, models.GPT2, 0)
     engine._core.components.pager.mark_rewritten(rewritten)
@@ -27,10 +27,10 @@ def words(folder: Path, error: BaseException, rewritten: bool = False, **options
 
 def test_the_last_commit_is_called_intact_only_where_it_is(tmp_path: Path) -> None:
     fault, damage = IoError("states", 0, 1, errno.EIO, "read"), IoError("states", 0, 1, errno.EBADMSG, "use a weight")
-    assert words(tmp_path / "fault", fault).endswith("the last committed step is intact")
-    said = words(tmp_path / "damage", damage)
-    assert "intact" not in said and '"resume": "auto"' in said and "checkpoint" in said
-    said = words(tmp_path / "none", fault, durability="none")
-    assert "intact" not in said and "nothing was committed" in said
-    said = words(tmp_path / "load", fault, rewritten=True)
-    assert "intact" not in said and "replacing frozen weights" in said
+    assert message_of(tmp_path / "fault", fault).endswith("the last committed step is intact")
+    message = message_of(tmp_path / "damage", damage)
+    assert "intact" not in message and '"resume": "auto"' in message and "checkpoint" in message
+    message = message_of(tmp_path / "none", fault, durability="none")
+    assert "intact" not in message and "nothing was committed" in message
+    message = message_of(tmp_path / "load", fault, rewritten=True)
+    assert "intact" not in message and "replacing frozen weights" in message
