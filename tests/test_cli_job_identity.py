@@ -162,7 +162,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--weight-decay nan", "--weight-decay must be a number of at least 0"),
         ("--grad-clip -1", "--grad-clip must be a number of at least 0"),
         ("--eval-every -1", "--eval-every must be a number of at least 0"),
-        ("--eval-every 0 --eval-data text.py", "evaluates never"),
+        ("--eval-every 0 --eval-data text.py", "never evaluates"),
         ("--eval-data none", "there is no text at none"),
         ("--save-every 2", "--save-every writes the model below --output"),
         ("--log-every 0", "--log-every must be at least 1"),

@@ -58,7 +58,7 @@ def test_without_a_probe_one_line_names_the_command() -> None:
         "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
     ]
     assert "predicted" not in json.loads(Path("log").read_text().splitlines()[0])["about"]
-    assert reported("log") == [] and not probe.kept_at().exists(), "a run never probes by itself"
+    assert reported("log") == [] and not probe.cache_path().exists(), "a run never probes by itself"
 
 
 def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:

@@ -43,11 +43,11 @@ def test_no_data_is_an_error(tmp_path: Path, path: str) -> None:
 
 WRONG = {
     "{": "is not JSON",
-    "[1]": "holds a list",
-    '"words"': "holds a string",
+    "[1]": "contains a list",
+    '"words"': "contains a string",
     "{}": "contains no key; each line must be one of",
     '{"txt": "a"}': "contains txt; each line must be one of",
-    '{"text": "a", "messages": []}': "has text, messages",
+    '{"text": "a", "messages": []}': "contains text, messages",
     '{"text": null}': "text must be a string, got null",
     '{"prompt": "a"}': 'contains no "completion"',
     '{"prompt": [], "completion": "a"}': "prompt must be a string, got an empty list",

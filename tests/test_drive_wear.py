@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.cli.main import app
-from offload.report.drive_wear import foresee, warning
+from offload.report.drive_wear import forecast, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import drives as drives_module
@@ -94,7 +94,10 @@ def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
     engine.destroy()
     (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
     assert rank["rated_bytes"] == 1e9
-    assert "of the 1 GB it is rated for" in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    assert (
+        "of the 1 GB that it is rated for"
+        in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    )
 
 
 def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
@@ -146,7 +149,7 @@ def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCapt
 
 
 def test_a_run_is_foreseen_to_its_end() -> None:
-    use = foresee("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
+    use = forecast("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
     assert (use.at_end_bytes, use.share) == (1e11, 0.2)
     words = warning(use, 0.1, seconds_left=7200)
     assert (

@@ -93,7 +93,7 @@ def test_a_model_without_room_is_measured_by_some_layers(
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
         assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"the least of .* give a smaller --batch-size or --seq-len"):
+    with pytest.raises(ConfigError, match=r"the smallest part of .* give a smaller --batch-size or --seq-len"):
         measured.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
 
 
@@ -223,5 +223,5 @@ def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         from_name(str(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
-    with pytest.raises(ConfigError, match=r"nothing-known', which transformers .* does not have"):
+    with pytest.raises(ConfigError, match=r"nothing-known', which transformers .* does not know"):
         from_name(str(tmp_path), TOKENS)

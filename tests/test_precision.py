@@ -84,7 +84,7 @@ def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was measured, each time with another result, by a processor without limits."""
-    for limit in precision._LIMITS:
+    for limit in precision._ISA_VARIABLES:
         monkeypatch.delenv(limit, raising=False)
     done: list[str] = []
 
@@ -100,7 +100,7 @@ def test_it_is_measured_once(measured: list[str]) -> None:
     assert precision.rates("bf16") == precision.rates("bf16") == Rates(1e9, 1e9)
     assert precision.rates("fp16") == precision.rates("fp16") == Rates(2e9, 1e9)
     assert precision.rates("bf16") == Rates(1e9, 1e9) and measured == ["bf16", "fp16"]
-    assert precision.kept_at().is_file() and precision.kept_at().parent == probe.kept_at().parent
+    assert precision.cache_path().is_file() and precision.cache_path().parent == probe.cache_path().parent
 
 
 @pytest.mark.parametrize(
@@ -108,26 +108,26 @@ def test_it_is_measured_once(measured: list[str]) -> None:
 )
 def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: list[str]) -> None:
     expected = precision.rates("bf16")
-    content = json.loads(precision.kept_at().read_text())
+    content = json.loads(precision.cache_path().read_text())
     content["products"] = dict.fromkeys(content["products"], found)
-    precision.kept_at().write_text(json.dumps(content))
+    precision.cache_path().write_text(json.dumps(content))
     assert precision.rates("bf16") == Rates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
     assert precision.rates("bf16") == Rates(2e9, 1e9), "it is kept again"
 
 
 def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
-    precision.kept_at().parent.mkdir(parents=True, exist_ok=True)
-    precision.kept_at().unlink(missing_ok=True)
-    precision.kept_at().write_text("[" * 200_000)
+    precision.cache_path().parent.mkdir(parents=True, exist_ok=True)
+    precision.cache_path().unlink(missing_ok=True)
+    precision.cache_path().write_text("[" * 200_000)
     assert precision.rates("bf16") == Rates(1e9, 1e9)
-    precision.kept_at().unlink()
-    precision.kept_at().mkdir()
+    precision.cache_path().unlink()
+    precision.cache_path().mkdir()
     assert precision.rates("bf16") == Rates(2e9, 1e9)
-    assert [path.name for path in precision.kept_at().parent.iterdir()] == [precision.kept_at().name]
-    precision.kept_at().rmdir()
+    assert [path.name for path in precision.cache_path().parent.iterdir()] == [precision.cache_path().name]
+    precision.cache_path().rmdir()
 
 
-@pytest.mark.parametrize("limit", precision._LIMITS)
+@pytest.mark.parametrize("limit", precision._ISA_VARIABLES)
 def test_limits_of_instructions_are_another_machine(
     limit: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,9 +158,9 @@ def test_another_processor_or_torch_is_measured_anew(
 )
 def test_what_is_damaged_is_measured_anew(content: str, measured: list[str]) -> None:
     precision.rates("bf16")
-    kept = json.loads(precision.kept_at().read_text())
+    kept = json.loads(precision.cache_path().read_text())
     broken = {"version": 1, "products": {key: [0, "x"] for key in kept["products"]}}
-    precision.kept_at().write_text(json.dumps(broken) if content == "KEY" else content)
+    precision.cache_path().write_text(json.dumps(broken) if content == "KEY" else content)
     assert precision.rates("bf16") == precision.rates("bf16") == Rates(2e9, 1e9)
 
 

@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "lock a file that has lost its name",
         "offload.fileio.locked_dir",
-        "if not self._has_its_name():",
+        "if not self._is_linked():",
         "if False:",
         "tests/test_locked_dir.py",
     ),

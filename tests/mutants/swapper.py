@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "hold a lock on a file that is gone",
         "offload.fileio.locked_dir",
-        "if not self._has_its_name():",
+        "if not self._is_linked():",
         "if False:",
         "tests/test_store_ownership.py",
     ),
