@@ -25,6 +25,22 @@ def message_of(folder: Path, error: BaseException, rewritten: bool = False, **op
     return str(caught.value)
 
 
+@pytest.mark.parametrize("durability", ["step", "none"])
+def test_a_run_that_is_not_removed_after_an_error_is_reported(
+    durability: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(models.GPT2, DISK, tmp_path, durability=durability)
+    train_step(engine, models.GPT2, 0)
+    engine._core.components.update_worker.finish(commit=False)
+    engine._core.components.pager.fail(IoError("states", 0, 1, errno.EIO, "read"))
+    for _ in range(2):  # reported once
+        engine.destroy(remove=True)
+    messages = [each.getMessage() for each in caplog.records if "is kept" in each.getMessage()]
+    folder = tmp_path / "default"
+    kept = f"an error has stopped the engine, so the run in {folder} is kept: `offload rm {folder}` deletes it"
+    assert messages == ([kept] if durability == "step" else []) and folder.exists() == bool(messages)
+
+
 def test_the_last_commit_is_called_intact_only_where_it_is(tmp_path: Path) -> None:
     fault, damage = IoError("states", 0, 1, errno.EIO, "read"), IoError("states", 0, 1, errno.EBADMSG, "use a weight")
     assert message_of(tmp_path / "fault", fault).endswith("the last committed step is intact")

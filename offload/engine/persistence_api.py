@@ -230,9 +230,9 @@ class PersistenceApi(DeepSpeedApi):
 
         With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
         called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
-        engine, nothing is finished and the run is kept. An error of finishing is raised after everything is closed.
-        Only an error about values of `client_state` or registered objects that cannot be committed is raised before, so
-        that the caller can correct the values.
+        engine, nothing is finished and the run is kept, with a warning if `remove` is True. An error of finishing is
+        raised after everything is closed. Only an error about values of `client_state` or registered objects that
+        cannot be committed is raised before, so that the caller can correct the values.
 
         Args:
             remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that

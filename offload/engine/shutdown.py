@@ -80,11 +80,19 @@ class Shutdown:
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
         """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
-        if self._alive and os.getpid() == self._pid and not self._components.pager.failed and not remove:
+        mine = self._alive and os.getpid() == self._pid
+        stopped = mine and self._components.pager.failed
+        if mine and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
         self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
+        if stopped and remove and self._components.rank == 0 and self.resumable:
+            logger.warning(
+                "an error has stopped the engine, so the run in %s is kept: `offload rm %s` deletes it",
+                self.resumable,
+                self.resumable,
+            )
 
     def abandon(self, remove: bool) -> None:
         """Closes without finishing anything. Called by `initialize` if its last steps fail."""
