@@ -10,26 +10,21 @@ import shutil
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import offload
 from offload.engine.checkpoint import directory as checkpoint_folder
-from offload.engine.checkpoint import restore as checkpoint_fill
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError
-from offload.fileio import buffered_copy as flow
 from tests.support import models
 from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
-from tests.support.oracle import assert_same_tensors, start, train_step, weights_of
+from tests.support.oracle import start, train_step
 
 __all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
@@ -388,61 +383,6 @@ def test_what_was_saved_first_goes_first_whatever_its_step(folder: Path) -> None
 
 
 # -- memory -------------------------------------------------------------------------------------------
-
-
-class HalfFrozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        for layer in self.layers[1:3]:
-            layer.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def half_frozen_loss(model: nn.Module, step: int, _: int) -> torch.Tensor:
-    return model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("others", [False, True], ids=["the same frozen weights", "others"])
-def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
-    others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = models.GPT2._replace(model=HalfFrozen, loss=half_frozen_loss)
-    engine = start(job, DISK, tmp_path / "one")
-    train_step(engine, job, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = weights_of(engine)
-    engine.destroy(remove=True)
-    engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
-    now, most = [0], [0]
-    real = flow.aligned_empty
-
-    def counted(nbytes: int) -> memoryview:
-        memory = real(nbytes)
-        now[0] += nbytes
-        most[0] = max(most[0], now[0])
-        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
-        return memory
-
-    monkeypatch.setattr(flow, "aligned_empty", counted)
-    monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
-    wrote: list[str] = []
-    real_put = type(engine._core.components.store).write
-
-    def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
-        wrote.append(engine._core.components.shards.sizes[unit].title)
-        return real_put(store, unit, state, *rest)
-
-    monkeypatch.setattr(type(engine._core.components.store), "write", write)
-    engine.load_checkpoint(tmp_path / "saved")
-    assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
-    assert any("layers.1" in title for title in wrote) == others
-    assert_same_tensors(expected, engine.module.state_dict())
-    engine.destroy(remove=True)
 
 
 def test_no_word_is_logged_of_a_save_that_is_right(

@@ -368,7 +368,7 @@ MUTANTS = (
         "let gathering decide what is reduced together",
         "offload.engine.distributed.agreement",
         "    if uses:\n",
-        "    if uses and not any(wish.kind is Kind.REDUCE for wish in wishes):\n",
+        "    if uses and not any(wish.kind is Collective.REDUCE for wish in wishes):\n",
         "tests/test_ranks.py",
     ),
     Mutant(
