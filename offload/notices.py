@@ -11,7 +11,7 @@ class Remark(str):
     """A notice that only informs. Any other string warns of a request that is not fulfilled, or of a risk."""
 
 
-def tell(notice: str) -> None:
+def announce(notice: str) -> None:
     """Logs a notice.
 
     A warning appears on stderr without any configuration of logging; a remark does not.

@@ -41,6 +41,15 @@ def programs(draw: st.DrawFn) -> list[list[RankIntent]]:
     ]
 
 
+def test_a_gather_comes_before_a_reduction_which_waits_for_all_uses() -> None:
+    """Which gradients are reduced together must not depend on the gathers of other ranks."""
+    reduce, missing = RankIntent(Collective.REDUCE, 1), RankIntent(Collective.USE, 2)
+    ready = missing._replace(ready=True)
+    assert next_collective([reduce, missing, ready]) == NextCollective(missing)
+    assert next_collective([reduce, ready, ready]) == NextCollective(None)
+    assert next_collective([reduce, RankIntent(Collective.STEP)]) == NextCollective(reduce)
+
+
 @given(programs())
 def test_every_program_comes_to_its_end(programs: list[list[RankIntent]]) -> None:
     at = [0] * len(programs)

@@ -89,7 +89,7 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
     assert store is not None
     for unit, row in enumerate(store.spec.places()):
         own = 4 * trainable[unit]
-        one, other = (place.stretches(0, own) for place in row[State.WEIGHT])
+        one, other = (place.extents_of(0, own) for place in row[State.WEIGHT])
         assert not own or one != other
     train_step(engine, job, 0)
     engine.destroy(remove=True)

@@ -50,9 +50,9 @@ def extents_of(rank: Path, itemsize: int) -> tuple[list[Extent], list[Extent]]:
     for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.places(), strict=True):
         middle = unit["trainable"] * itemsize
         for slot, place in enumerate(row[State.WEIGHT]):
-            trained += [Extent(unit["name"], slot, at, at + n) for at, n in place.stretches(0, middle)]
-        frozen += [Extent(unit["name"], 0, at, at + n) for at, n in place.stretches(middle, place.nbytes - middle)]
-        assert len({tuple(each.stretches(middle, place.nbytes)) for each in row[State.WEIGHT]}) == 1, "they lie once"
+            trained += [Extent(unit["name"], slot, at, at + n) for at, n in place.extents_of(0, middle)]
+        frozen += [Extent(unit["name"], 0, at, at + n) for at, n in place.extents_of(middle, place.nbytes - middle)]
+        assert len({tuple(each.extents_of(middle, place.nbytes)) for each in row[State.WEIGHT]}) == 1, "they lie once"
         for state in (State.EXP_AVG, State.EXP_AVG_SQ):
             assert (state in row) is bool(unit["trainable"]), f"{unit['name']} has {state}"
             assert all(place.nbytes == 4 * unit["trainable"] for place in row.get(state, ()))

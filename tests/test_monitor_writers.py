@@ -66,7 +66,7 @@ def test_a_writer_that_fails_is_one_warning_and_the_others_go_on(caplog: pytest.
     reporter = Reporter(None, {"broken": lambda: broken, "whole": lambda: intact})
     reporter.open()
     for step in range(1, 6):
-        reporter.tell(record(step))
+        reporter.report(record(step))
     reporter.close()
     reporter.close()
     assert (broken.seen, intact.seen) == ([1, 2], [1, 2, 3, 4, 5])
@@ -105,7 +105,7 @@ def test_a_slow_writer_has_a_bounded_number_of_records_waiting_and_loses_none(mo
     slow = Slow()
     reporter = Reporter(None, {"slow": lambda: slow})
     reporter.open()
-    steps = threading.Thread(target=lambda: [reporter.tell(record(step)) for step in range(6)])
+    steps = threading.Thread(target=lambda: [reporter.report(record(step)) for step in range(6)])
     steps.start()
     steps.join(0.2)
     assert steps.is_alive(), "one record is being written, two wait, and so does the next step"

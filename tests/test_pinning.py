@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from offload.aio import aligned_empty
 from offload.swapper.memory import device as device_module
-from offload.swapper.memory.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
+from offload.swapper.memory.device import PIN_CHUNK, CudaDevice, Device, DeviceRoom, cut, memory_node
 from offload.swapper.memory.host_arena import Classes, HostArena
 from tests.support import models
 from tests.support.late_device import use_device
@@ -118,7 +118,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, 
 
     def make(refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
         cuda, stream = FakeCuda(refuse), FakeStream()
-        monkeypatch.setattr(device_module, "PIECE", chunk)
+        monkeypatch.setattr(device_module, "PIN_CHUNK", chunk)
         monkeypatch.setattr(torch, "ones", cuda.ones)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
         for name, value in {
@@ -349,7 +349,7 @@ def test_the_arena_reports_the_pinned_bytes(install: Install) -> None:
 
 
 def test_chunks_consist_of_complete_huge_pages() -> None:
-    assert PIECE % (2 << 20) == 0
+    assert PIN_CHUNK % (2 << 20) == 0
 
 
 GPU = SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0xDC, pci_device_id=3)
@@ -391,7 +391,7 @@ REAL = 2 << 20
 
 @pytest.mark.gpu
 def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "PIECE", REAL)
+    monkeypatch.setattr(device_module, "PIN_CHUNK", REAL)
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     memory = host_memory(3 * REAL + PAGE + 1)
     assert device.register(memory) == len(memory)
@@ -410,7 +410,7 @@ def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """CUDA does not pin twice what somebody else has pinned."""
-    monkeypatch.setattr(device_module, "PIECE", REAL)
+    monkeypatch.setattr(device_module, "PIN_CHUNK", REAL)
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     memory = host_memory(4 * REAL)
     cudart = torch.cuda.cudart()

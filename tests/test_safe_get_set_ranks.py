@@ -109,7 +109,7 @@ def values_of_each(folder: Path) -> list[float]:
     engine = start_rank(ROWS, DISK, folder)
     rank, _ = rank_and_size()
     weight = engine.module.blocks[2][2].weight
-    assert len(engine._core.param_access._pieces(engine._core.param_access.handle(weight))) == 2
+    assert len(engine._core.param_access._shards_of(engine._core.param_access.handle(weight))) == 2
     offload.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 1.0 + rank), "exp_avg")
     offload.safe_set_full_grad(weight, torch.full(weight.shape, 3.0 + rank))
     found = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]

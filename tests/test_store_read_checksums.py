@@ -19,7 +19,7 @@ from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format.checksums import Passages, Slot, Stretch
+from offload.swapper.store.format.checksums import ChecksumRange, Passages, Slot
 from offload.swapper.store.requests import Compared
 from tests.support.fault_injection import flip_bit
 
@@ -200,7 +200,7 @@ def passes(draw: st.DrawFn) -> tuple[Slot, bytes, list[list[tuple[int, int]]], l
         inner = draw(st.sets(st.integers(1, len(data) - 1))) if len(data) > 1 else set()
         return [0, *sorted(inner), len(data)]
 
-    slot = tuple(Stretch(a, b - a, crc32c(data[a:b])) for a, b in itertools.pairwise(cuts()))
+    slot = tuple(ChecksumRange(a, b - a, crc32c(data[a:b])) for a, b in itertools.pairwise(cuts()))
     readers = [list(itertools.pairwise(cuts())) for _ in range(draw(st.integers(1, 3)))]
     turns = draw(st.permutations([number for number, pieces in enumerate(readers) for _ in pieces]))
     return slot, data, readers, turns

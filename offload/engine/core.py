@@ -39,7 +39,7 @@ from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.interrupts import defer_signals, uninterrupted
 from offload.layout.flat_layout import UnitLayout
-from offload.notices import tell
+from offload.notices import announce
 from offload.sizes import format_size
 from offload.timeline import Row
 from offload.torch_internals import inside_backward
@@ -259,7 +259,7 @@ class EngineCore(EngineCallbacks):
         # Only between a backward and the step is there a gradient to miss; once is enough.
         if self.accumulation.count and not self._missed_gradient_reported:
             self._missed_gradient_reported = True
-            tell(
+            announce(
                 f"`.grad` of {name} is None for every parameter, because gradients are in the engine. "
                 "offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
                 "their norm after it (docs/guides/inspect-and-edit-parameters.md)"

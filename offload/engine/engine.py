@@ -276,7 +276,7 @@ class Engine(PersistenceApi):
             UsageError: if `is_boundary` is anything else.
         """
         self._core.check()
-        self._core.accumulation.tell(is_boundary)
+        self._core.accumulation.declare(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for micro-batches that do not end a step.

@@ -39,8 +39,8 @@ class MemoryReport(dict[str, Any]):
 
 def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
     """Returns resident bytes of the host arena, and of the device arena if the device is the CPU."""
-    pieces = [memory for _, memory in components.pager.arena.pieces if memory.device.type == "cpu" and memory.numel()]
-    on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in pieces)
+    blocks = [memory for _, memory in components.pager.arena.blocks if memory.device.type == "cpu" and memory.numel()]
+    on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in blocks)
     return resident_bytes(components.arena.address, components.arena.nbytes), on_cpu
 
 

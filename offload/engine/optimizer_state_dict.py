@@ -26,16 +26,18 @@ _STEP = "step"
 class OptimizerStates:
     """Reads and sets all optimizer states of a parameter. A collective: every rank calls it for the same parameters."""
 
-    def __init__(self, looking: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState) -> None:
+    def __init__(
+        self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState
+    ) -> None:
         """Stores the components.
 
         Args:
-            looking: access to the states of one parameter.
+            param_access: access to the states of one parameter.
             layouts: the segments of each unit.
             mode: the states that the optimizer keeps.
             moment: training state, which counts the updates of each parameter.
         """
-        self._looking, self._layouts, self._mode, self._moment = looking, layouts, mode, moment
+        self._param_access, self._layouts, self._mode, self._moment = param_access, layouts, mode, moment
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Returns copies on the CPU by name; empty before the first update and for a frozen parameter."""
@@ -45,12 +47,12 @@ class OptimizerStates:
             return {}
         kept = self._layouts[handle.unit].segments[handle.position].kept
         if kept:
-            found = {each.name: self._looking.read_state(handle, each.name) for each in kept}
+            found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
             return {name: value.cpu() for name, value in found.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
         values: dict[str, Any] = {_STEP: torch.tensor(float(count), device="cpu")}
         for state in self._moments:
-            value = self._looking.read(handle, state)
+            value = self._param_access.read(handle, state)
             assert value is not None
             values[state.value] = value.cpu()
         return values
@@ -98,7 +100,7 @@ class OptimizerStates:
         shape = self._layouts[handle.unit].segments[handle.position].shape
         for moment in self._moments:
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
-            self._looking.write(handle, moment, value)
+            self._param_access.write(handle, moment, value)
         # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
         self._moment.parameter_steps[handle.unit][handle.position] = int(state.get(_STEP, 1)) if state else 0
 
@@ -112,6 +114,6 @@ class OptimizerStates:
         return tuple(state for state in self._mode.moments if state is not State.PACKED)
 
     def _handle(self, parameter: nn.Parameter) -> ParamHandle:
-        handle = self._looking.handle(parameter)
+        handle = self._param_access.handle(parameter)
         assert handle is not None, "the groups contain the parameters of the engine"
         return handle

@@ -25,7 +25,7 @@ from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothi
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.components import EngineComponents
 from offload.errors import BudgetError, UsageError
-from offload.layout.flat_layout import Piece, Segment, pieces
+from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
 from offload.layout.placement import CHUNK
@@ -151,8 +151,8 @@ class ParamAccess:
             nonlocal whole
             self._check_room(handle, self._numel(handle))
             whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
-            piece = self._piece(handle)
-            self._read_piece(handle, state, piece, whole[piece.position : piece.position + piece.numel])
+            shard = self._own_shard(handle)
+            self._read_own_shard(handle, state, shard, whole[shard.position : shard.position + shard.numel])
 
         with self._together("access a parameter", handle, state) as everyone:
             if not any(everyone.settle(lambda: self._has(handle, state))):
@@ -205,10 +205,10 @@ class ParamAccess:
             with self._together("access a parameter", handle, state) as everyone:
                 if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
-        piece = self._piece(handle)
-        self._check_room(handle, piece.numel)
-        values = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
-        self._read_piece(handle, state, piece, values)
+        shard = self._own_shard(handle)
+        self._check_room(handle, shard.numel)
+        values = torch.empty(shard.numel, dtype=torch.float32, device="cpu")
+        self._read_own_shard(handle, state, shard, values)
         return values.to(handle.device)
 
     def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
@@ -228,11 +228,11 @@ class ParamAccess:
 
         def mine() -> None:
             nonlocal whole
-            piece = self._piece(handle)
-            self._check_values(handle, values, (piece.numel,))
+            shard = self._own_shard(handle)
+            self._check_values(handle, values, (shard.numel,))
             self._check_room(handle, 2 * self._numel(handle))
             whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
-            whole[piece.position : piece.position + piece.numel] = values.detach().to("cpu", torch.float32)
+            whole[shard.position : shard.position + shard.numel] = values.detach().to("cpu", torch.float32)
 
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
         # from there: one path for edits.
@@ -295,17 +295,17 @@ class ParamAccess:
     def _complete(self, handle: ParamHandle, whole: torch.Tensor) -> None:
         """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
         if self._components.ranks is not None:
-            for piece in self._pieces(handle):
-                self._components.ranks.broadcast(whole[piece.position : piece.position + piece.numel], piece.rank)
+            for shard in self._shards_of(handle):
+                self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
 
-    def _read_piece(self, handle: ParamHandle, state: State, piece: Piece, values: torch.Tensor) -> None:
+    def _read_own_shard(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
         """Fills `values`, (piece.numel,), with the elements that this rank holds."""
         if state is State.GRAD:
-            if piece.numel:
-                self._components.gradients.look(handle.unit, handle.position, piece.position, values)
+            if shard.numel:
+                self._components.gradients.look(handle.unit, handle.position, shard.position, values)
             return
-        for first in range(0, piece.numel, CHUNK):
-            self._read_newest(handle, state, piece.start + first, values[first : first + CHUNK])
+        for first in range(0, shard.numel, CHUNK):
+            self._read_newest(handle, state, shard.start + first, values[first : first + CHUNK])
 
     def _read_newest(self, handle: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
         """Fills `values` with the newest elements of a state in this rank's partition.
@@ -335,9 +335,9 @@ class ParamAccess:
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:
-            piece = self._piece(handle)
-            part = values[piece.position : piece.position + piece.numel]
-            self._components.gradients.replace(handle.unit, handle.position, piece.position, part)
+            shard = self._own_shard(handle)
+            values_here = values[shard.position : shard.position + shard.numel]
+            self._components.gradients.replace(handle.unit, handle.position, shard.position, values_here)
 
         # A collective, since rank 0's values go to all ranks and each keeps its own segment.
         with self._together("set a gradient", handle, State.GRAD) as everyone:
@@ -346,17 +346,17 @@ class ParamAccess:
             if len(values):
                 everyone.settle(mine)
 
-    def _pieces(self, handle: ParamHandle) -> list[Piece]:
+    def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
         layout = self._components.layouts[handle.unit]
-        return list(pieces(layout, self._components.world_size, layout.segments[handle.position]))
+        return list(segment_shards(layout, self._components.world_size, layout.segments[handle.position]))
 
     def _segment(self, handle: ParamHandle) -> Segment:
         return self._components.layouts[handle.unit].segments[handle.position]
 
-    def _piece(self, handle: ParamHandle) -> Piece:
+    def _own_shard(self, handle: ParamHandle) -> SegmentShard:
         """Returns this rank's segment of a parameter, which may be empty."""
         rank = self._components.rank
-        return next((piece for piece in self._pieces(handle) if piece.rank == rank), Piece(rank, 0, 0, 0))
+        return next((shard for shard in self._shards_of(handle) if shard.rank == rank), SegmentShard(rank, 0, 0, 0))
 
     def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
         return self._segment(handle).shape
@@ -365,8 +365,10 @@ class ParamAccess:
         return self._segment(handle).numel
 
     def _check_values(self, handle: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
-        part = "" if shape == self._shape(handle) else f"this rank's shard of the {self._numel(handle)} elements of "
-        expected = f"values of {part}parameter {handle.name} must be a tensor of shape {list(shape)} in fp32"
+        values_here = (
+            "" if shape == self._shape(handle) else f"this rank's shard of the {self._numel(handle)} elements of "
+        )
+        expected = f"values of {values_here}parameter {handle.name} must be a tensor of shape {list(shape)} in fp32"
         if not isinstance(values, torch.Tensor):
             raise UsageError(f"{expected}, got {type(values).__name__}")
         if tuple(values.shape) != shape:

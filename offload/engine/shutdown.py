@@ -24,7 +24,7 @@ from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
-from offload.notices import tell
+from offload.notices import announce
 from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
@@ -51,7 +51,7 @@ class Shutdown:
         self._pid = os.getpid()
         self._alive = True
         self._closed = False
-        self._told = False
+        self._reported = False
         """True once the user was told what is left on the disk, by this rank or the first one."""
         atexit.register(self.at_exit)
 
@@ -114,8 +114,8 @@ class Shutdown:
         # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
-        if not self._told:
-            self._say_what_is_left(keep=True)
+        if not self._reported:
+            self._report_run(keep=True)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -145,7 +145,7 @@ class Shutdown:
                     self._note_end(facts or {})
                 finished = True
                 if not remove:
-                    self._leave(keep)
+                    self._report_end(keep)
         finally:
             self._alive = False
             self._close(remove and finished, notes=facts is None)
@@ -165,7 +165,7 @@ class Shutdown:
             store.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 
-    def _leave(self, keep: bool) -> None:
+    def _report_end(self, keep: bool) -> None:
         """Reports, on the first rank, what is left on the disk.
 
         Args:
@@ -173,7 +173,7 @@ class Shutdown:
         """
         store = self._components.store
         if self._components.rank != 0:
-            self._told = True
+            self._reported = True
         if store is None or store.durable is None or self._components.rank != 0 or not self.resumable:
             return
         if not keep:
@@ -181,29 +181,29 @@ class Shutdown:
                 store.note_closed({"steps": store.durable.step})
             except OSError:  # such as a full disk: without the note, the run is kept
                 keep = True
-        self._say_what_is_left(keep)
+        self._report_run(keep)
 
     def _note_end(self, facts: Mapping[str, Any]) -> None:
         """Writes a note that the run has ended. The first rank writes for all."""
         if self._components.store is not None and self._components.rank == 0:
             self._components.store.note_end({"steps": self._state.global_steps, **facts})
 
-    def _say_what_is_left(self, keep: bool) -> None:
+    def _report_run(self, keep: bool) -> None:
         """Reports the run folder and what the next start does with it; nothing if the run cannot be resumed.
 
         Args:
             keep: True if a start that does not resume the run is refused.
         """
-        self._told = True
+        self._reported = True
         store, folder, steps = self._components.store, self.resumable, self._state.global_steps
         if store is None or folder is None:
             return
         if store.durable is None:
-            tell(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
+            announce(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
             return
         made = f", the last committed one of {steps}" if store.durable.step != steps else ""
         goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
-        tell(
+        announce(
             f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" resumes the run, '
             f"{goes}; `offload rm {folder}` deletes the run"
         )
@@ -218,13 +218,13 @@ class Shutdown:
             notes: True to delete the notes of the run's end with it.
         """
         try:
-            self._close_parts(remove, notes)
+            self._close_components(remove, notes)
         finally:
             self._components.timeline.close()
             if self._components.meter is not None:
                 self._components.meter.close()
 
-    def _close_parts(self, remove: bool, notes: bool) -> None:
+    def _close_components(self, remove: bool, notes: bool) -> None:
         """Closes the components, then the process group, then the store. See `_close` for the arguments."""
         components = self._components
         # The registration would keep the memory of the engine alive until the process exits.

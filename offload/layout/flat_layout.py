@@ -79,17 +79,17 @@ class UnitLayout(NamedTuple):
 
     def trainable(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the trainable region, which come first in its partition and have states."""
-        return _cut(range(self.trainable_stop), rank, world_size)
+        return _shard_of(range(self.trainable_stop), rank, world_size)
 
     def frozen(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the frozen region: the rest of its partition."""
-        return _cut(range(self.trainable_stop, self.numel), rank, world_size)
+        return _shard_of(range(self.trainable_stop, self.numel), rank, world_size)
 
 
-def _cut(stretch: range, rank: int, world_size: int) -> range:
+def _shard_of(region: range, rank: int, world_size: int) -> range:
     """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
-    length = len(stretch) // world_size
-    return range(stretch.start + rank * length, stretch.start + (rank + 1) * length)
+    length = len(region) // world_size
+    return range(region.start + rank * length, region.start + (rank + 1) * length)
 
 
 def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int) -> UnitLayout:
@@ -111,7 +111,7 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
                 numel = parameter.numel()
                 segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
                 end = align_up(end + numel, _ALIGNMENT)
-        # Each region ends at a multiple of the alignment of all ranks, so that `_cut` divides it evenly.
+        # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
         end = align_up(end, step)
         if trainable:
             trainable_stop = end
@@ -152,7 +152,7 @@ def layouts_of(
     )
 
 
-class Piece(NamedTuple):
+class SegmentShard(NamedTuple):
     """Consecutive elements of a parameter that one rank holds."""
 
     rank: int
@@ -163,9 +163,9 @@ class Piece(NamedTuple):
     numel: int
 
 
-def pieces(
+def segment_shards(
     layout: UnitLayout, world_size: int, segment: Segment, start: int = 0, stop: int | None = None
-) -> Iterator[Piece]:
+) -> Iterator[SegmentShard]:
     """Yields the runs of elements, each on one rank, that make up elements [start, stop) of a parameter, in order.
 
     Args:
@@ -175,14 +175,14 @@ def pieces(
         start: first element, counted in the parameter.
         stop: end of the elements; None stands for the parameter's end.
     """
-    stretch = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
-    share = len(stretch) // world_size
+    region = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
+    shard_numel = len(region) // world_size
     before = 0 if segment.trainable else layout.trainable_stop // world_size  # the trainable shard comes first
     first = segment.start + start
     last = segment.stop if stop is None else segment.start + stop
     while first < last:
         # Both regions are divided evenly, so the rank follows from the position alone.
-        rank, within = divmod(first - stretch.start, share)
-        numel = min(last - first, share - within)
-        yield Piece(rank, first - segment.start, before + within, numel)
+        rank, within = divmod(first - region.start, shard_numel)
+        numel = min(last - first, shard_numel - within)
+        yield SegmentShard(rank, first - segment.start, before + within, numel)
         first += numel

@@ -142,7 +142,7 @@ class DeviceCache:
         space = self._arena.space
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
-            self._floor = max(space.stretches(), key=lambda segment: segment[1] - segment[0], default=(0, 0))
+            self._floor = max(space.free_regions(), key=lambda segment: segment[1] - segment[0], default=(0, 0))
         largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
         floor = Floor(*self._floor, largest)
         return find_room(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)

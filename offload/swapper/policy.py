@@ -72,7 +72,7 @@ def victims(
         if distances[block.unit] <= beyond:
             return None
         going.append(block)
-        if space.could_take(nbytes, (piece[1:] for piece in going)):
+        if space.could_take(nbytes, (block[1:] for block in going)):
             break
     else:
         return None
@@ -80,13 +80,13 @@ def victims(
     # chosen is never spared: without it the first loop found no room.
     for block in reversed(going[:-1]):
         fewer = [other for other in going if other is not block]
-        if space.could_take(nbytes, (piece[1:] for piece in fewer)):
+        if space.could_take(nbytes, (block[1:] for block in fewer)):
             going = fewer
     return tuple(block.unit for block in going)
 
 
 def find_room(
-    space: Allocator, nbytes: int, evictable: Sequence[Block], trace: AccessOrder, floor: Floor, beyond: int = -1
+    space: Allocator, nbytes: int, evictable: Sequence[Block], access_order: AccessOrder, floor: Floor, beyond: int = -1
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
@@ -105,15 +105,15 @@ def find_room(
         space: the allocator of the device arena.
         nbytes: bytes of the unit.
         evictable: blocks of the units that may be evicted.
-        trace: the access order.
+        access_order: the access order.
         floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     nbytes = align_up(max(nbytes, 1))
-    stretches = space.stretches(block[1:] for block in evictable)
-    lengths = sorted((stop - start for start, stop in stretches), reverse=True)
+    regions = space.free_regions(block[1:] for block in evictable)
+    lengths = sorted((stop - start for start, stop in regions), reverse=True)
     found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
-    for start, stop in stretches:
+    for start, stop in regions:
         if stop - start < nbytes:
             continue
         elsewhere = next((length for length in _without(lengths, stop - start)), 0)
@@ -125,7 +125,7 @@ def find_room(
             if offset < start or offset + nbytes > stop:
                 continue
             going = [b for b in inside if b.offset < offset + nbytes and offset < b.offset + align_up(b.nbytes)]
-            nearest = min((trace.distance(block.unit) for block in going), default=NEVER + 1)
+            nearest = min((access_order.distance(block.unit) for block in going), default=NEVER + 1)
             if nearest > beyond:
                 # The largest region that stays free: elsewhere, before or behind the unit. `alone` is the same
                 # question for the time when nothing else is in use.
@@ -153,18 +153,18 @@ def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
 
 
 def next_to_fetch(
-    trace: AccessOrder, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
+    access_order: AccessOrder, nbytes: Callable[[int], int], wanting: Callable[[int], bool], limits: Limits
 ) -> int | None:
     """Returns the nearest upcoming unit within `limits.ahead` that `wanting` accepts; None if there is none.
 
     Args:
-        trace: the access order.
+        access_order: the access order.
         nbytes: returns the bytes of a unit, as `limits.ahead` counts them.
         wanting: returns True for a unit that is not yet at its goal.
         limits: limits of the config.
     """
     total = 0
-    for unit in trace.upcoming():
+    for unit in access_order.upcoming():
         if limits.ahead is not None:
             total += nbytes(unit)
             # One unit is always allowed, even if it alone exceeds the limit; a limit of 0 allows none.
@@ -175,21 +175,21 @@ def next_to_fetch(
     return None
 
 
-def keeps(trace: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
+def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:
     """Returns True if a unit that is released now stays on the device until its room is needed.
 
     Args:
-        trace: the access order.
+        access_order: the access order.
         unit: the unit that is released.
         nbytes: returns the bytes of a unit, as `limits.reuse` counts them.
         limits: limits of the config.
     """
     if limits.reuse is None:
         return True
-    if trace.distance(unit) >= NEVER:
+    if access_order.distance(unit) >= NEVER:
         return False
     between = 0
-    for other in trace.until(unit):
+    for other in access_order.until(unit):
         between += nbytes(other)
         if between > limits.reuse:
             return False

@@ -50,7 +50,7 @@ MUTANTS = (
     Mutant(
         "keep what was trained before a resume twice",
         "offload.report.log",
-        "            for late in [each for each in found if each >= step]:",
+        "            for late in [each for each in steps_by_number if each >= step]:",
         "            for late in ():",
         "tests/test_report.py",
     ),

@@ -43,30 +43,30 @@ MUTANTS = (
     Mutant(
         "leave moments behind in the slot before",
         "offload.engine.checkpoint.restore",
-        "elif moves and self._held.stored(unit, state):",
+        "elif moves and self._shards.stored(unit, state):",
         "elif False:",
         "tests/test_checkpoint.py",
     ),
     Mutant(
         "load what an optimizer of torch keeps to where it was, not to where it is",
         "offload.engine.checkpoint.restore",
-        "found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs",
+        "found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs",
         "found = self._runs",
         "tests/test_torch_optimizers.py",
     ),
     Mutant(
         "replace frozen weights by a load without saying that the last commit is not whole",
         "offload.engine.checkpoint.restore",
-        "held.pager.mark_rewritten(True)",
+        "shards.pager.mark_rewritten(True)",
         "pass",
         "tests/test_frozen_weights.py",
     ),
     Mutant(
         "name the checkpoint as the latest before it is there",
         "offload.engine.checkpoint.directory",
-        '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
+        '    with naming_errors(checkpoint, "rename"):\n        sync_folder(partial)',
         "    (folder / LATEST).write_text(checkpoint.name)\n"
-        '    with told(checkpoint, "rename"):\n        sync_folder(partial)',
+        '    with naming_errors(checkpoint, "rename"):\n        sync_folder(partial)',
         "tests/test_checkpoint_killed.py",
     ),
     Mutant(
@@ -206,14 +206,14 @@ MUTANTS = (
     Mutant(
         "decide on a step while totals are on the device",
         "offload.engine.gradients.accumulator",
-        "        self._bring_totals()\n",
+        "        self._send_totals()\n",
         "",
         "tests/test_device_gradient_totals.py",
     ),
     Mutant(
         "add on the device to what has left it",
         "offload.engine.gradients.device_totals",
-        "self._here[unit].pop(stretch, None)",
+        "self._here[unit].pop(segment_range, None)",
         "pass",
         "tests/test_device_gradient_totals.py",
     ),
@@ -368,8 +368,8 @@ MUTANTS = (
         "let gathering decide what is reduced together",
         "offload.engine.distributed.agreement",
         "    if uses:\n",
-        "    if uses and not any(wish.kind is Collective.REDUCE for wish in wishes):\n",
-        "tests/test_ranks.py",
+        "    if uses and not any(intent.kind is Collective.REDUCE for intent in intents):\n",
+        "tests/test_agreement.py",
     ),
     Mutant(
         "drop the decay",

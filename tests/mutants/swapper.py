@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "read on behind what trains, into the other slot",
         "offload.swapper.store.requests",
-        "if len(stretches) == 1 else (Joined(file, stretches), 0)",
+        "if len(extents) == 1 else (Joined(file, extents), 0)",
         "",
         "tests/test_store_read_checksums.py",
     ),

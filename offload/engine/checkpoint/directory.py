@@ -67,7 +67,7 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
         IoError: If the lock file cannot be made.
     """
     path = folder / LOCK if lock is None else lock
-    with told(path, "lock"):
+    with naming_errors(path, "lock"):
         try:
             held = DirLock(path, f" ({tag})", mode=0o666, tries=_TRIES)
         except LockHeldError as error:
@@ -202,7 +202,7 @@ def check_free(checkpoint: Path, latest: bool) -> None:
 
 
 @contextlib.contextmanager
-def told(path: Path, operation: str) -> Iterator[None]:
+def naming_errors(path: Path, operation: str) -> Iterator[None]:
     """Converts an `OSError` of the block into an `IoError` about `path` and `operation`."""
     try:
         yield
@@ -214,13 +214,13 @@ def told(path: Path, operation: str) -> Iterator[None]:
 
 def write_new(path: Path, data: bytes) -> None:
     """Writes and syncs a file that must not exist. Raises `IoError`."""
-    with told(path, "write"):
+    with naming_errors(path, "write"):
         fileio.write_new(path, data)
 
 
 def make_folder(folder: Path) -> None:
     """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
-    with told(folder, "make"):
+    with naming_errors(folder, "make"):
         # The parents that `mkdir` will make: each new name is durable only after a sync of the folder above.
         new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,7 +240,7 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
         IoError: If the folder cannot be made.
     """
     partial = aside(checkpoint, "partial")
-    with told(checkpoint.parent, "make"):
+    with naming_errors(checkpoint.parent, "make"):
         check_free(checkpoint, latest)
         goes, returns = leftovers(checkpoint.parent)
         for path in (*goes, *returns):
@@ -270,12 +270,12 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
     folder, partial, old = checkpoint.parent, aside(checkpoint, "partial"), aside(checkpoint, "old")
     new, going = _new_latest(checkpoint), None
     if latest:
-        with told(new, "write"):
+        with naming_errors(new, "write"):
             new.unlink(missing_ok=True)
         # Written before the renames, so that a full disk is noticed before anything changes.
         write_new(new, checkpoint.name.encode())
     # The names in `partial` must be durable before it gets its final name, and the final name before `latest` names it.
-    with told(checkpoint, "rename"):
+    with naming_errors(checkpoint, "rename"):
         sync_folder(partial)
         if not checkpoint.exists():
             os.rename(partial, checkpoint)
@@ -340,7 +340,7 @@ def remove(checkpoint: Path) -> None:
         IoError: If a file cannot be deleted.
     """
     going = aside(checkpoint, "removed")
-    with told(checkpoint, "remove"), contextlib.suppress(FileNotFoundError):
+    with naming_errors(checkpoint, "remove"), contextlib.suppress(FileNotFoundError):
         if checkpoint.is_symlink():
             raise StoreError(f"{checkpoint} is a symbolic link")
         if others := strangers(checkpoint):

@@ -297,37 +297,37 @@ def compare_bytes(
     files = open_states(found)
     sums: dict[tuple[int, str], int] = {}
 
-    def begin(piece: _Stretch, buffer: memoryview) -> Sequence[Future]:
-        offset = found.places[piece.name].offset + piece.start
-        piece.reads.append(queue.read(files[piece.rank], offset, buffer[: piece.nbytes], checksum=True))
-        return piece.reads
+    def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        offset = found.places[chunk.name].offset + chunk.start
+        chunk.reads.append(queue.read(files[chunk.rank], offset, buffer[: chunk.nbytes], checksum=True))
+        return chunk.reads
 
-    def ended(piece: _Stretch, _: Sequence[Future]) -> None:
-        progress(piece.nbytes)
-        key = piece.rank, piece.name
+    def ended(chunk: _Chunk, _: Sequence[Future]) -> None:
+        progress(chunk.nbytes)
+        key = chunk.rank, chunk.name
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
-        sums[key] = crc32c_joined(sums.get(key, 0), piece.reads[0].crc32c(), piece.nbytes)
+        sums[key] = crc32c_joined(sums.get(key, 0), chunk.reads[0].crc32c(), chunk.nbytes)
         # More chunks of this tensor follow.
-        if piece.start + piece.nbytes < found.places[piece.name].tensor.nbytes:
+        if chunk.start + chunk.nbytes < found.places[chunk.name].tensor.nbytes:
             return
-        path = found.folder / states_file(piece.rank)
-        if sums.pop(key) != found.manifest.files[path.name].sums[piece.name]:
-            damaged(path, piece.name)
+        path = found.folder / states_file(chunk.rank)
+        if sums.pop(key) != found.manifest.files[path.name].sums[chunk.name]:
+            damaged(path, chunk.name)
 
-    def stretches() -> Iterator[_Stretch]:
+    def chunks() -> Iterator[_Chunk]:
         for each, name in work:
             nbytes = found.places[name].tensor.nbytes
             for start in range(0, nbytes, BUFFER_NBYTES):
-                yield _Stretch(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
+                yield _Chunk(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
 
     try:
-        flow(flow_buffers(), stretches(), begin, lambda *_: (), ended)
+        flow(flow_buffers(), chunks(), begin, lambda *_: (), ended)
     finally:
         for file in files:
             file.close()
 
 
-class _Stretch(NamedTuple):
+class _Chunk(NamedTuple):
     """Chunk of a tensor in one rank's file, with its pending reads."""
 
     rank: int

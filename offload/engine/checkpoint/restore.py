@@ -18,7 +18,7 @@ from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions, open_st
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
 from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.layout.flat_layout import Piece, Segment, pieces
+from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, split
 from offload.states import State
 
@@ -43,26 +43,26 @@ class _Work(NamedTuple):
 class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
-    def __init__(self, found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, queue: Queue) -> None:
-        self._found, self._held, self._states, self._queue = found, held, wish.states, queue
-        self._runs = [runs(layout, found.saved) for layout in held.layouts]
-        self._packed_runs = [packed_runs(layout, found.saved) for layout in held.layouts]
+    def __init__(self, found: FoundCheckpoint, shards: LocalShards, wish: LoadOptions, queue: Queue) -> None:
+        self._found, self._shards, self._states, self._queue = found, shards, wish.states, queue
+        self._runs = [runs(layout, found.saved) for layout in shards.layouts]
+        self._packed_runs = [packed_runs(layout, found.saved) for layout in shards.layouts]
         self._buffers = flow_buffers()
         self._files = open_states(found)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
-        written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
+        written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._shards.layouts]
         try:
             # Before any write: a damaged store must not change.
             self._compare_kept()
             frozen = self._frozen_to_write()
-            work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit, unit in frozen))
+            work = (chunk for unit in range(len(self._shards.layouts)) for chunk in self._work(unit, unit in frozen))
             flow(
                 self._buffers,
                 work,
                 self._begin,
-                lambda piece, buffer: self._end(piece, buffer, written),
+                lambda chunk, buffer: self._end(chunk, buffer, written),
                 lambda *_: None,
             )
         finally:
@@ -70,8 +70,8 @@ class CheckpointRestorer:
                 file.close()
         for unit, writes in enumerate(written):
             # All writes were awaited by `flow`, so the slot is complete and may become the newest.
-            if writes and self._held.store is not None:
-                self._held.store.wrote(unit, self._slot(unit), writes)
+            if writes and self._shards.store is not None:
+                self._shards.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
         """Raises `IoError` if the swap files are damaged in a unit of which some parameters keep their values.
@@ -79,34 +79,34 @@ class CheckpointRestorer:
         A read from the middle of a checksummed range cannot be compared, and its bytes would be written again with a
         new, valid checksum. So all of such a unit is read in order before anything changes.
         """
-        held = self._held
+        shards = self._shards
         if not self._two_slots:
             return
         work = [
             _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
             for unit, found in enumerate(self._runs)
             if any(run.saved is None for run in found) and any(run.saved is not None for run in found)
-            for state, nbytes in held.states(unit).items()
-            if held.stored(unit, state)
-            for itemsize in [held.mode.states[state].itemsize]
+            for state, nbytes in shards.states(unit).items()
+            if shards.stored(unit, state)
+            for itemsize in [shards.mode.states[state].itemsize]
             for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // _STEP * _STEP)]
             for start in range(0, last, numel)
         ]
 
-        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
-            nbytes = (piece.stop - piece.start) * held.mode.states[piece.targets[0]].itemsize
-            return self._read_now(piece, piece.targets[0], buffer[:nbytes], 0, None)
+        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+            nbytes = (chunk.stop - chunk.start) * shards.mode.states[chunk.targets[0]].itemsize
+            return self._read_now(chunk, chunk.targets[0], buffer[:nbytes], 0, None)
 
         flow(self._buffers, work, begin, lambda *_: (), lambda *_: None)
 
     def _slot(self, unit: int) -> int:
         """Returns the slot of the unit that is written next."""
-        return 0 if self._held.store is None else self._held.store.target(unit)
+        return 0 if self._shards.store is None else self._shards.store.target(unit)
 
     @property
     def _converts(self) -> bool:
         """True if weights are converted: the modes differ, or the engine's mode has full masters (see below)."""
-        mine = self._held.mode.weights
+        mine = self._shards.mode.weights
         # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
         # checkpoint too.
         return self._found.mode.weights != mine or State.MASTER in mine
@@ -118,46 +118,46 @@ class CheckpointRestorer:
     @property
     def _two_slots(self) -> bool:
         """True if the store is durable."""
-        return self._held.store is not None and self._held.store.spec.slots == 2
+        return self._shards.store is not None and self._shards.store.spec.slots == 2
 
     def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
         """Yields all chunks of a unit; `frozen` is true if its frozen weights are written."""
-        yield from self._trainable_work(unit, self._held.shares[unit][0])
+        yield from self._trainable_work(unit, self._shards.shares[unit][0])
         if frozen:
             yield from self._frozen_work(unit)
 
     def _frozen_work(self, unit: int, room: int = BUFFER_NBYTES) -> list[_Work]:
         """Returns the chunks of a unit's frozen weights, or [] if the checkpoint contains none of them."""
-        trainable, frozen = self._held.shares[unit]
+        trainable, frozen = self._shards.shares[unit]
         work = list(self._cut(unit, (State.WEIGHT,), len(trainable), frozen, room))
-        return work if any(run.saved for piece in work for run in self._overlaps(piece)) else []
+        return work if any(run.saved for chunk in work for run in self._overlaps(chunk)) else []
 
     def _end(
-        self, piece: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
+        self, chunk: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
     ) -> Sequence[Future]:
         """Copies a chunk to its tiers in memory and begins to write it to the store.
 
         Args:
-            piece: The chunk.
+            chunk: The chunk.
             buffer: Memory that `_begin` has filled.
             written: Receives the writes of each unit and state, with their start bytes.
         """
-        held, store, slot = self._held, self._held.store, self._slot(piece.unit)
-        self._convert(piece, buffer)
-        trainable = len(held.shares[piece.unit][0])
+        shards, store, slot = self._shards, self._shards.store, self._slot(chunk.unit)
+        self._convert(chunk, buffer)
+        trainable = len(shards.shares[chunk.unit][0])
         futures: list[Future] = []
-        for state, memory in self._regions(piece, buffer)[1].items():
-            start = piece.start * held.mode.states[state].itemsize
-            if not piece.kept:
-                held.put(piece.unit, state, start, memory)
-            if store is None or not store.keeps(piece.unit, state):
+        for state, memory in self._regions(chunk, buffer)[1].items():
+            start = chunk.start * shards.mode.states[state].itemsize
+            if not chunk.kept:
+                shards.put(chunk.unit, state, start, memory)
+            if store is None or not store.keeps(chunk.unit, state):
                 continue
-            if self._two_slots and state is State.WEIGHT and trainable <= piece.start:
+            if self._two_slots and state is State.WEIGHT and trainable <= chunk.start:
                 # Frozen weights have no second slot: this write changes bytes that the last commit names, until the
                 # load is committed.
-                held.pager.mark_rewritten(True)
-            futures.append(store.write(piece.unit, state, slot, start, memory))
-            written[piece.unit].setdefault(state, []).append((start, futures[-1]))
+                shards.pager.mark_rewritten(True)
+            futures.append(store.write(chunk.unit, state, slot, start, memory))
+            written[chunk.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
 
     def _trainable_work(self, unit: int, share: range) -> Iterator[_Work]:
@@ -165,11 +165,11 @@ class CheckpointRestorer:
 
         States that are not loaded are included if they must move to another slot.
         """
-        store = self._held.store
+        store = self._shards.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
-        mine = self._held.mode.weights
-        for state in self._held.states(unit) if share else ():
-            part = range(self._held.layouts[unit].packed_numel) if state is State.PACKED else share
+        mine = self._shards.mode.weights
+        for state in self._shards.states(unit) if share else ():
+            part = range(self._shards.layouts[unit].packed_numel) if state is State.PACKED else share
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
@@ -179,7 +179,7 @@ class CheckpointRestorer:
             elif self._states:
                 yield from self._cut(unit, (state,), 0, part)
             # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
-            elif moves and self._held.stored(unit, state):
+            elif moves and self._shards.stored(unit, state):
                 yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
 
     def _cut(
@@ -205,20 +205,20 @@ class CheckpointRestorer:
 
     def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
         """Returns the bytes of an element of each state that a buffer holds."""
-        mine, theirs = self._held.mode.states, self._found.mode.states
+        mine, theirs = self._shards.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
         return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
 
-    def _regions(self, piece: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+    def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """Returns the memory of each state in the checkpoint's mode, and in the engine's mode.
 
         Both are the same dict if nothing is converted.
         """
-        end, numel = 0, piece.stop - piece.start
+        end, numel = 0, chunk.stop - chunk.start
         sides: list[dict[State, memoryview]] = []
-        for states, mode in ((piece.targets, self._held.mode), (piece.sources, self._found.mode)):
+        for states, mode in ((chunk.targets, self._shards.mode), (chunk.sources, self._found.mode)):
             # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
-            if sides and not self._makes_masters(piece.targets):
+            if sides and not self._makes_masters(chunk.targets):
                 sides.append(sides[0])
                 break
             side: dict[State, memoryview] = {}
@@ -229,32 +229,32 @@ class CheckpointRestorer:
             sides.append(side)
         return sides[1], sides[0]
 
-    def _overlaps(self, piece: _Work) -> list[Run]:
+    def _overlaps(self, chunk: _Work) -> list[Run]:
         """Returns the runs (ranges with one source: checkpoint or own values) of a chunk, in elements of its unit."""
-        found = self._packed_runs if piece.targets == (State.PACKED,) else self._runs
-        return overlaps(found[piece.unit], piece.first, piece.first + piece.stop - piece.start)
+        found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
+        return overlaps(found[chunk.unit], chunk.first, chunk.first + chunk.stop - chunk.start)
 
-    def _begin(self, piece: _Work, buffer: memoryview) -> Sequence[Future]:
+    def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Future]:
         """Begins to read a chunk: from the checkpoint, or the engine's own values for elements not in the checkpoint.
 
         Padding, and states of weights that were frozen, become zero.
         """
-        sources, targets = self._regions(piece, buffer)
-        if piece.kept:
-            return [future for state in targets for future in self._read_now(piece, state, targets[state], 0, None)]
-        found = self._overlaps(piece)
+        sources, targets = self._regions(chunk, buffer)
+        if chunk.kept:
+            return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
+        found = self._overlaps(chunk)
         # Reads do not fill the whole buffer, which still holds an earlier chunk.
-        if sum(run.stop - run.start for run in found) < piece.stop - piece.start or any(
+        if sum(run.stop - run.start for run in found) < chunk.stop - chunk.start or any(
             run.saved and not run.saved.trainable for run in found
         ):
             for memory in (*sources.values(), *targets.values()):
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
         futures: list[Future] = []
         for run in found:
-            start, numel = run.start - piece.first, run.stop - run.start
+            start, numel = run.start - chunk.first, run.stop - run.start
             if run.saved is None:
                 for state, memory in targets.items():
-                    futures += self._read_now(piece, state, memory, start, numel)
+                    futures += self._read_now(chunk, state, memory, start, numel)
                 continue
             for state, memory in sources.items():
                 # Frozen weights have no other states in the checkpoint; the zeros written above stay.
@@ -262,20 +262,20 @@ class CheckpointRestorer:
                     futures += self._read_saved(run, state, memory, start)
         return futures
 
-    def _read_now(self, piece: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
+    def _read_now(self, chunk: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
         """Begins to read present values of a chunk.
 
         Args:
-            piece: The chunk.
+            chunk: The chunk.
             state: The state.
             memory: Memory of the state for the whole chunk.
             start: First element, counted from the chunk's.
             numel: Number of elements; None for all from `start` on.
         """
-        itemsize = self._held.mode.states[state].itemsize
+        itemsize = self._shards.mode.states[state].itemsize
         stop = len(memory) if numel is None else (start + numel) * itemsize
-        at = (piece.start + start) * itemsize
-        return self._held.read(piece.unit, state, at, memory[start * itemsize : stop])
+        at = (chunk.start + start) * itemsize
+        return self._shards.read(chunk.unit, state, at, memory[start * itemsize : stop])
 
     def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
         """Begins to read the elements of a run from the checkpoint, from all ranks' files that contain some of them.
@@ -293,27 +293,27 @@ class CheckpointRestorer:
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         place = found.places[tensor_name(source.unit, state)]
         if state is State.PACKED:  # not partitioned: such an optimizer runs on one rank
-            parts = iter([Piece(0, 0, source.start, segment.numel)])
+            shards = iter([SegmentShard(0, 0, source.start, segment.numel)])
         else:
-            parts = pieces(found.layouts[source.unit], found.manifest.world_size, segment)
-        for piece in parts:
-            first = (start + piece.position) * itemsize
+            shards = segment_shards(found.layouts[source.unit], found.manifest.world_size, segment)
+        for chunk in shards:
+            first = (start + chunk.position) * itemsize
             yield self._queue.read(
-                self._files[piece.rank],
-                place.offset + piece.start * itemsize,
-                memory[first : first + piece.numel * itemsize],
+                self._files[chunk.rank],
+                place.offset + chunk.start * itemsize,
+                memory[first : first + chunk.numel * itemsize],
             )
 
-    def _convert(self, piece: _Work, buffer: memoryview) -> None:
+    def _convert(self, chunk: _Work, buffer: memoryview) -> None:
         """Converts a chunk from the checkpoint's mode to the engine's, if they differ."""
-        sources, targets = self._regions(piece, buffer)
-        if sources is targets or piece.kept:
+        sources, targets = self._regions(chunk, buffer)
+        if sources is targets or chunk.kept:
             return
         saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
-        mine = {s: torch.frombuffer(m, dtype=self._held.mode.states[s]) for s, m in targets.items()}
-        for run in self._overlaps(piece):
+        mine = {s: torch.frombuffer(m, dtype=self._shards.mode.states[s]) for s, m in targets.items()}
+        for run in self._overlaps(chunk):
             if run.saved is not None:
-                part = slice(run.start - piece.first, run.stop - piece.first)
+                part = slice(run.start - chunk.first, run.stop - chunk.first)
                 there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
                 convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
 
@@ -324,24 +324,24 @@ class CheckpointRestorer:
         ones.
         """
         half = BUFFER_NBYTES // 2
-        units = [unit for unit in range(len(self._held.layouts)) if self._frozen_work(unit)]
+        units = [unit for unit in range(len(self._shards.layouts)) if self._frozen_work(unit)]
         if not self._two_slots:
             return set(units)
         differ: set[int] = set()
 
-        def begin(piece: _Work, buffer: memoryview) -> Sequence[Future]:
-            now = self._regions(piece, buffer[half:])[1][State.WEIGHT]
-            return [*self._begin(piece, buffer[:half]), *self._read_now(piece, State.WEIGHT, now, 0, None)]
+        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+            now = self._regions(chunk, buffer[half:])[1][State.WEIGHT]
+            return [*self._begin(chunk, buffer[:half]), *self._read_now(chunk, State.WEIGHT, now, 0, None)]
 
-        def end(piece: _Work, buffer: memoryview) -> Sequence[Future]:
-            self._convert(piece, buffer[:half])
-            saved, now = (self._regions(piece, part)[1][State.WEIGHT] for part in (buffer[:half], buffer[half:]))
+        def end(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+            self._convert(chunk, buffer[:half])
+            saved, now = (self._regions(chunk, part)[1][State.WEIGHT] for part in (buffer[:half], buffer[half:]))
             if not torch.equal(torch.frombuffer(saved, dtype=torch.uint8), torch.frombuffer(now, dtype=torch.uint8)):
-                differ.add(piece.unit)
+                differ.add(chunk.unit)
             return ()
 
         # Lazy: once a unit is known to differ, its remaining chunks are not read.
-        work = (piece for unit in units for piece in self._frozen_work(unit, half) if unit not in differ)
+        work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
 

@@ -112,7 +112,7 @@ class Moment(NamedTuple):
     about: Mapping[str, Any]
 
 
-class _Piece(NamedTuple):
+class _Chunk(NamedTuple):
     """Bytes [start, stop) of one partition."""
 
     name: str
@@ -267,20 +267,20 @@ def _write_states(
     # On Btrfs, space that was reserved and is then replaced by shared extents would stay allocated.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
-        def begin(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
-            return held.read(piece.unit, piece.state, piece.start, buffer[: piece.stop - piece.start])
+        def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+            return held.read(chunk.unit, chunk.state, chunk.start, buffer[: chunk.stop - chunk.start])
 
-        def end(piece: _Piece, buffer: memoryview) -> Sequence[Future]:
-            offset = writer.places[piece.name].offset + piece.start
-            return [queue.write(file, offset, buffer[: piece.stop - piece.start], checksum=True)]
+        def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+            offset = writer.places[chunk.name].offset + chunk.start
+            return [queue.write(file, offset, buffer[: chunk.stop - chunk.start], checksum=True)]
 
-        def ended(piece: _Piece, futures: Sequence[Future]) -> None:
+        def ended(chunk: _Chunk, futures: Sequence[Future]) -> None:
             # The queue computes the CRC-32C as it writes, so no byte is read a second time.
-            sums[piece.name] = crc32c_joined(sums.get(piece.name, 0), futures[0].crc32c(), piece.stop - piece.start)
-            if piece.stop == tensors[piece.name].nbytes:
-                _compare(held, piece, sums[piece.name], path)
+            sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), futures[0].crc32c(), chunk.stop - chunk.start)
+            if chunk.stop == tensors[chunk.name].nbytes:
+                _compare(held, chunk, sums[chunk.name], path)
 
-        def pieces() -> Iterator[_Piece]:
+        def chunks() -> Iterator[_Chunk]:
             for unit in range(len(held.layouts)):
                 for state in held.states(unit):
                     name = tensor_name(unit, state)
@@ -294,9 +294,9 @@ def _write_states(
                         continue
                     writer.reserve(name)
                     for start in range(0, nbytes, BUFFER_NBYTES):
-                        yield _Piece(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes))
+                        yield _Chunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes))
 
-        flow(flow_buffers(), pieces(), begin, end, ended)
+        flow(flow_buffers(), chunks(), begin, end, ended)
     return writer.nbytes, sums
 
 
@@ -324,20 +324,20 @@ def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writ
     return expected
 
 
-def _compare(held: LocalShards, piece: _Piece, crc: int, path: Path) -> None:
+def _compare(held: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
     """Raises `StoreError` if a partition has not the checksum with which it was written to the store.
 
     Args:
         held: This rank's partitions.
-        piece: Last chunk of the partition.
+        chunk: Last chunk of the partition.
         crc: CRC-32C of the whole partition.
         path: File that was written, for the message.
     """
-    if held.store is None or not held.store.keeps(piece.unit, piece.state):
+    if held.store is None or not held.store.keeps(chunk.unit, chunk.state):
         return
-    expected = held.store.sum_of(piece.unit, piece.state, piece.stop)
+    expected = held.store.sum_of(chunk.unit, chunk.state, chunk.stop)
     if expected is not None and expected != crc:
         raise StoreError(
-            f"{piece.state.value} of {held.sizes[piece.unit].title} does not match its checksum: the swap files are "
+            f"{chunk.state.value} of {held.sizes[chunk.unit].title} does not match its checksum: the swap files are "
             f"damaged, and {path.parent} was not saved; go back to an earlier checkpoint"
         )

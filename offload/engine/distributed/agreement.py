@@ -81,19 +81,19 @@ class NextCollective(NamedTuple):
     next: RankIntent | None
 
 
-def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
+def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
     """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
 
     A rank whose announcement was not chosen asks again, unless all uses are ready and its own is one of them. Which
     gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
     """
-    if all(wish.same(wishes[0]) for wish in wishes):
-        return NextCollective(wishes[0])
-    uses = [wish for wish in wishes if wish.kind is Collective.USE]
+    if all(intent.same(intents[0]) for intent in intents):
+        return NextCollective(intents[0])
+    uses = [intent for intent in intents if intent.kind is Collective.USE]
     # Gathers come first, so that a rank that still gathers can reach its reduction and join the others'.
     if uses:
-        return NextCollective(next((wish for wish in uses if not wish.ready), None))
-    reduces = [wish for wish in wishes if wish.kind is Collective.REDUCE]
+        return NextCollective(next((intent for intent in uses if not intent.ready), None))
+    reduces = [intent for intent in intents if intent.kind is Collective.REDUCE]
     return NextCollective(reduces[0]) if reduces else None
 
 
@@ -123,11 +123,11 @@ class Agreement:
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
         self.rank, self.size = ranks.rank, ranks.size
         self._lock = threading.RLock()  # two of autograd's threads may call at the same time
-        self._agreed = -1
+        self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
-        self._again: Agreed
+        self._retry_answer: Agreed
         """Result of `agree` if this rank asks once more for that unit."""
-        self._asking = False
+        self._in_question = False
         """True while a question to all ranks is under way, and after an interrupt of one."""
 
     # -- collectives --------------------------------------------------------------------------------
@@ -139,16 +139,16 @@ class Agreement:
 
     def _agree(self, unit: int, having: Callable[[], Having]) -> Agreed:
         """Announces the use of `unit`, and derives the decision from the last round."""
-        if self._agreed == unit:  # the gather was agreed on before, when this rank lacked memory
-            return self._again
-        wishes = self._reach(Collective.USE, unit, having)
-        mine = wishes[self._ranks.rank]
-        together = all(wish.same(mine) for wish in wishes)
-        gather = any(wish.same(mine) and not wish.ready for wish in wishes)
+        if self._agreed_unit == unit:  # the gather was agreed on before, when this rank lacked memory
+            return self._retry_answer
+        intents = self._await_all(Collective.USE, unit, having)
+        mine = intents[self._ranks.rank]
+        together = all(intent.same(mine) for intent in intents)
+        gather = any(intent.same(mine) and not intent.ready for intent in intents)
         # A prefetch is only agreed on if all ranks use the same unit and have it: all can then spend the time on the
         # next.
-        following = _common([wish.ahead for wish in wishes]) if together and not gather else -1
-        answer = Agreed(gather, together, all(wish.has_all for wish in wishes), following)
+        following = _common([intent.ahead for intent in intents]) if together and not gather else -1
+        answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
         return answer
 
@@ -165,19 +165,19 @@ class Agreement:
 
     def _agree_on(self, unit: int, again: Agreed) -> None:
         """Records that all ranks gather `unit` now, if any; `again` answers this rank if it must retry."""
-        self._agreed, self._again = unit, again
+        self._agreed_unit, self._retry_answer = unit, again
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
         """Fills in the other ranks' partitions of a unit, as agreed; see `Ranks.gather`."""
         with self._timeline.span(Row.RANKS, "gather"):
             gathered = self._ranks.gather(whole, share, uploaded)
-            self._agreed = -1
+            self._agreed_unit = -1
             return gathered
 
     def reduce(self, unit: int) -> None:
         """Reduces the gradients of `unit` with those of all ranks that have some."""
         with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self._lock:
-            self._serve(Collective.REDUCE, unit, self._reach(Collective.REDUCE, unit))
+            self._serve(Collective.REDUCE, unit, self._await_all(Collective.REDUCE, unit))
 
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
@@ -200,7 +200,7 @@ class Agreement:
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
         """Exchanges the statistics; see `step`."""
-        self._reach(Collective.STEP, -1)
+        self._await_all(Collective.STEP, -1)
         # Only now: before every rank had arrived, gradients of others could still be served.
         mine = known()
         flags = b"".join(_bitmap(segments) for segments in mine.present)
@@ -224,8 +224,8 @@ class Agreement:
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
         """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
-        wishes = self._reach(Collective.EDIT, unit, bool(edits))
-        source = next((rank for rank, wish in enumerate(wishes) if wish.ready), None)
+        intents = self._await_all(Collective.EDIT, unit, bool(edits))
+        source = next((rank for rank, intent in enumerate(intents) if intent.ready), None)
         if source is None:
             return []
         with self._question():
@@ -245,14 +245,14 @@ class Agreement:
     def mean(self, value: float) -> float:
         """Returns the mean of every rank's `value`."""
         value = float(value)
-        self._reach(Collective.MEAN, -1)
+        self._await_all(Collective.MEAN, -1)
         with self._question():
             values: list[float] = self._ranks.share(value, "take the mean of a number")
         return sum(values) / len(values)
 
     def forget(self) -> None:
         """Returns when every rank is about to drop its gradients, to which other ranks have contributed."""
-        self._reach(Collective.FORGET, -1)
+        self._await_all(Collective.FORGET, -1)
 
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
@@ -261,14 +261,14 @@ class Agreement:
         The body must raise an `Exception` on all ranks or on none; after any other, such as Ctrl-C, this rank counts
         as interrupted.
         """
-        self._reach(kind, -1)
-        self._asking = True
+        self._await_all(kind, -1)
+        self._in_question = True
         try:
             yield self._ranks.share
         except Exception:
-            self._asking = False
+            self._in_question = False
             raise
-        self._asking = False
+        self._in_question = False
 
     def end(self, remove: bool) -> None:
         """Returns when every rank is about to close its engine: until then others may need this rank's weights.
@@ -276,23 +276,23 @@ class Agreement:
         Raises:
             RankError: on all ranks, if only some are about to delete their stores (`remove`).
         """
-        wishes = self._reach(Collective.END, -1, remove)
-        if len({wish.ready for wish in wishes}) > 1:
-            told = "; ".join(
-                f"rank {rank} {'deletes' if wish.ready else 'keeps'} its store" for rank, wish in enumerate(wishes)
+        intents = self._await_all(Collective.END, -1, remove)
+        if len({intent.ready for intent in intents}) > 1:
+            described = "; ".join(
+                f"rank {rank} {'deletes' if intent.ready else 'keeps'} its store" for rank, intent in enumerate(intents)
             )
-            raise RankError(f"{told}: all ranks must do the same; all stores are kept")
+            raise RankError(f"{described}: all ranks must do the same; all stores are kept")
 
     # -- the round ----------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Raises the error of a rank that has left an earlier collective unfinished."""
-        if self._agreed >= 0:
-            raise self._ranks.fail(f"it could not take part in moving {self._names[self._agreed]}")
-        if self._asking:
+        if self._agreed_unit >= 0:
+            raise self._ranks.fail(f"it could not take part in moving {self._names[self._agreed_unit]}")
+        if self._in_question:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
-    def _reach(
+    def _await_all(
         self,
         kind: Collective,
         unit: int,
@@ -310,46 +310,46 @@ class Agreement:
                 # One small all-gather for each round. A rank that has served others announces its own need again.
                 numbers = [int(field) for field in mine]
                 with self._question():
-                    rows = self._ranks.collect(numbers, _words(mine, self._names))
-                wishes = [
+                    rows = self._ranks.collect(numbers, _describe(mine, self._names))
+                intents = [
                     RankIntent(Collective(row[0]), row[1], bool(row[2]), row[3], row[4], bool(row[5])) for row in rows
                 ]
-                choice = next_collective(wishes)
+                choice = next_collective(intents)
                 if choice is None:
-                    told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
+                    calls = "; ".join(f"rank {rank} {_describe(i, self._names)}" for rank, i in enumerate(intents))
                     raise RankError(
-                        f"the ranks have reached different calls: {told}. Every rank must make the same steps, and "
+                        f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
                         "edits on all"
                     )
                 if choice.next is None:
                     if kind is Collective.USE:  # of weights in memory, or this use would be next
-                        return wishes
+                        return intents
                 elif choice.next.same(mine):
-                    return wishes
+                    return intents
                 else:
-                    self._serve(choice.next.kind, choice.next.unit, wishes)
+                    self._serve(choice.next.kind, choice.next.unit, intents)
 
     @property
     def interrupted(self) -> bool:
         """True if this rank has left the others in the middle of a collective."""
-        return self._asking or self._agreed >= 0
+        return self._in_question or self._agreed_unit >= 0
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
         """Marks a question to all ranks as under way."""
-        self._asking = True
+        self._in_question = True
         yield
-        self._asking = False  # stays set after an exception: only the other ranks have moved on
+        self._in_question = False  # stays set after an exception: only the other ranks have moved on
 
-    def _serve(self, kind: Collective, unit: int, wishes: Sequence[RankIntent]) -> None:
-        """Takes part in the chosen collective. An exception leaves `_agreed` set, since the others then wait."""
-        self._agreed = unit
+    def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
+        """Takes part in the chosen collective. An exception leaves `_agreed_unit` set, since the others then wait."""
+        self._agreed_unit = unit
         if kind is Collective.REDUCE:
-            self._callbacks.serve_reduce(unit, [rank for rank, wish in enumerate(wishes) if wish.holds == unit])
+            self._callbacks.serve_reduce(unit, [rank for rank, intent in enumerate(intents) if intent.holds == unit])
         else:
             self._callbacks.serve_gather(unit)
-        self._agreed = -1
+        self._agreed_unit = -1
 
 
 _DOES = {
@@ -366,9 +366,9 @@ _DOES = {
 }
 
 
-def _words(wish: RankIntent, names: Sequence[str]) -> str:
+def _describe(intent: RankIntent, names: Sequence[str]) -> str:
     """Returns an announcement as text for messages."""
-    return _DOES[wish.kind].format(names[wish.unit] if wish.unit >= 0 else "")
+    return _DOES[intent.kind].format(names[intent.unit] if intent.unit >= 0 else "")
 
 
 def _common(units: Sequence[int]) -> int:

@@ -41,13 +41,13 @@ class AllOrNothing:
             value = action()
         except Exception as error:
             failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        rows = self._share([told, value])
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        rows = self._share([message, value])
         if failure is not None:
             raise failure
-        for rank, (told, _) in enumerate(rows):
-            if told is not None:
-                raise StoreError(f"rank {rank} could not {self._what}, so no rank did: {told}")
+        for rank, (message, _) in enumerate(rows):
+            if message is not None:
+                raise StoreError(f"rank {rank} could not {self._what}, so no rank did: {message}")
         return [value for _, value in rows]
 
     def by_first(self, action: Callable[[], Any]) -> Any:

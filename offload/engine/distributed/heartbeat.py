@@ -44,10 +44,10 @@ class Heartbeat:
             if self._closing.wait(PULSE):
                 return
 
-    def place(self, rank: int) -> list[str] | None:
+    def location(self, rank: int) -> list[str] | None:
         """Returns the machine and the process of `rank`, or None while the rank has not published them."""
-        told = self._get(f"place/{rank}")
-        return None if told is None else told.split("\n")
+        message = self._get(f"place/{rank}")
+        return None if message is None else message.split("\n")
 
     def silent(self, rank: int) -> float:
         """Returns the seconds since the count of `rank` was first seen with its present value."""

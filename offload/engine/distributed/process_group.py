@@ -77,7 +77,7 @@ class Ranks:
         """
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         began = noticed = time.monotonic()
-        while waiting := [rank for rank in waiting if self._pulse.place(rank) is None]:
+        while waiting := [rank for rank in waiting if self._pulse.location(rank) is None]:
             for rank in waiting:
                 ended = self._pulse.ended(rank)
                 if ended is not None:
@@ -87,7 +87,7 @@ class Ranks:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
             time.sleep(0.01 if now - began < 1 else 0.2)
-        places = [self._pulse.place(rank) for rank in range(self.size)]
+        places = [self._pulse.location(rank) for rank in range(self.size)]
         return [(place[0], int(place[1])) for place in places if place is not None]
 
     # -- control messages ---------------------------------------------------------------------------

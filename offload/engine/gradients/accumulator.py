@@ -94,9 +94,9 @@ class GradientAccumulator:
         self._memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
             kept = part and not self._spills(unit) and unit not in self._on_device
-            lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
-            assert lease is not None or not kept, "the arena class of the host tier was sized for its gradients"
-            self._memory.append(None if lease is None else lease.tensor(dtype))
+            host_buffer = arena.homes.take(len(part) * dtype.itemsize) if kept else None
+            assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
+            self._memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
@@ -118,7 +118,7 @@ class GradientAccumulator:
 
     def end_backward(self) -> None:
         """Ends an outermost backward, or one that was aborted earlier."""
-        self._compute.end_stretch()
+        self._compute.end_span()
         self._flush()
         self._timeline.end_phase(Phase.BACKWARD)
 
@@ -169,9 +169,9 @@ class GradientAccumulator:
         """Adds `values` to the total on the device, and starts its copy to the host after the last micro-batch."""
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
-            self._leave(downloads, unit, segment, first)
+            self._send_total(downloads, unit, segment, first)
 
-    def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
+    def _send_total(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
         """Starts the copy of a total to the host."""
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
@@ -188,7 +188,7 @@ class GradientAccumulator:
         target, receive = None, None
         if summed and not self._spills(unit):
             start = self._start(unit, segment, first)
-            target = self._part(unit, start, start + len(values))
+            target = self._values_on_host(unit, start, start + len(values))
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
@@ -227,12 +227,12 @@ class GradientAccumulator:
             assert unit not in self._reading
             for chunk in range(0, len(values), CHUNK):
                 more = values[chunk : chunk + CHUNK]
-                memory = self._part(unit, start + chunk, start + chunk + len(more))
+                memory = self._values_on_host(unit, start + chunk, start + chunk + len(more))
                 squares = kernels.accumulate(memory, more, add=not new)
                 if not summed:
                     self._squares[unit][segment, first + chunk] = squares
 
-    def _part(self, unit: int, start: int, stop: int) -> torch.Tensor:
+    def _values_on_host(self, unit: int, start: int, stop: int) -> torch.Tensor:
         """Returns elements [start, stop) of a unit's gradient on the host, valid until the next call."""
         if self.spill is not None and self._spills(unit):
             return self.spill.part(unit, start, stop)
@@ -245,7 +245,7 @@ class GradientAccumulator:
 
     def known(self) -> GradientStats:
         """Returns the statistics on which a step is decided. Waits for all gradients in flight from the device."""
-        self._bring_totals()
+        self._send_totals()
         self._fetch_squares()
         total = 0.0
         for squares in self._squares:
@@ -256,12 +256,12 @@ class GradientAccumulator:
                 total += value
         return GradientStats(sum_squares=total, present=self._present())
 
-    def _bring_totals(self, unit: int | None = None, segment: int | None = None) -> None:
+    def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
-        for each, (position, first) in self.totals.stretches():
+        for each, (position, first) in self.totals.ranges():
             if unit in (None, each) and segment in (None, position):
                 assert self.downloads is not None
-                self._leave(self.downloads, each, position, first)
+                self._send_total(self.downloads, each, position, first)
 
     def _fetch_squares(self) -> None:
         """Replaces squares summed on the device by numbers. Blocks until all gradients have arrived."""
@@ -296,7 +296,7 @@ class GradientAccumulator:
     @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
-        self._bring_totals(unit, segment)
+        self._send_totals(unit, segment)
         self._receive_all()
         start = self._start(unit, segment, first)
         if unit in self._on_device:
@@ -305,7 +305,7 @@ class GradientAccumulator:
         with self._lock:
             for chunk in range(0, len(values), CHUNK):
                 some = values[chunk : chunk + CHUNK]
-                some.copy_(self._part(unit, start + chunk, start + chunk + len(some)))
+                some.copy_(self._values_on_host(unit, start + chunk, start + chunk + len(some)))
 
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
@@ -330,7 +330,7 @@ class GradientAccumulator:
                 self._reading.add(unit)
                 self._squares[unit] = {}
 
-    def stretch(
+    def segment_range(
         self, unit: int, start: int, stop: int, room: HostBuffer, offset: int
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-Stretch = tuple[int, int]
+SegmentRange = tuple[int, int]
 """A range of a gradient: a segment of a unit, and the first element within the segment."""
 
 
@@ -27,7 +27,7 @@ class DeviceTotals:
                 update.
         """
         self._memory = dict(memory)
-        self._here: dict[int, dict[Stretch, range]] = {unit: {} for unit in memory}
+        self._here: dict[int, dict[SegmentRange, range]] = {unit: {} for unit in memory}
         """The positions in the unit's memory of each range that is on the device."""
 
     def have(self, memory: Mapping[int, torch.Tensor]) -> None:
@@ -39,40 +39,40 @@ class DeviceTotals:
         """Returns True if there is memory for the totals of `unit`."""
         return unit in self._memory
 
-    def has(self, unit: int, stretch: Stretch) -> bool:
+    def has(self, unit: int, segment_range: SegmentRange) -> bool:
         """Returns True if a total of this range is on the device."""
-        return stretch in self._here.get(unit, ())
+        return segment_range in self._here.get(unit, ())
 
     def segments(self, unit: int) -> set[int]:
         """Returns the segments of which a total is on the device."""
         return {segment for segment, _ in self._here.get(unit, ())}
 
-    def add(self, unit: int, stretch: Stretch, start: int, values: torch.Tensor) -> None:
+    def add(self, unit: int, segment_range: SegmentRange, start: int, values: torch.Tensor) -> None:
         """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient."""
         memory = self._memory[unit][start : start + len(values)]
-        if self.has(unit, stretch):
+        if self.has(unit, segment_range):
             memory.add_(values)
         else:
             memory.copy_(values)
-            self._here[unit][stretch] = range(start, start + len(values))
+            self._here[unit][segment_range] = range(start, start + len(values))
 
-    def values(self, unit: int, stretch: Stretch) -> torch.Tensor:
+    def values(self, unit: int, segment_range: SegmentRange) -> torch.Tensor:
         """Returns a total as (n,) on the device. Later totals reuse the memory."""
-        place = self._here[unit][stretch]
+        place = self._here[unit][segment_range]
         return self._memory[unit][place.start : place.stop]
 
-    def stretches(self) -> Iterator[tuple[int, Stretch]]:
+    def ranges(self) -> Iterator[tuple[int, SegmentRange]]:
         """Yields the range of every total on the device, with its unit; totals may be dropped meanwhile."""
         for unit, here in self._here.items():
-            for stretch in list(here):
-                yield unit, stretch
+            for segment_range in list(here):
+                yield unit, segment_range
 
     def forget(self, unit: int, segment: int | None = None) -> None:
         """Drops the totals of a unit, or of one segment of it."""
         here = self._here.get(unit, {})
-        for stretch in [each for each in here if segment in (None, each[0])]:
-            del here[stretch]
+        for segment_range in [each for each in here if segment in (None, each[0])]:
+            del here[segment_range]
 
-    def left(self, unit: int, stretch: Stretch) -> None:
+    def left(self, unit: int, segment_range: SegmentRange) -> None:
         """Drops a total whose copy to the host has begun; later gradients are added on the host."""
-        self._here[unit].pop(stretch, None)
+        self._here[unit].pop(segment_range, None)

@@ -66,12 +66,12 @@ class ComputeSpans:
         # A forward inside of a backward is a recomputation, which ends the backward's present span.
         if not inside_backward():
             self._unit = None  # left over from an aborted backward
-        self.end_stretch()
+        self.end_span()
         self._entered.append((module, now()))
 
     def _leave(self, module: nn.Module, title: str) -> None:
         """Ends a forward's span, and drops those of inner forwards that never ended."""
-        self.end_stretch()
+        self.end_span()
         # A module may be entered twice: the innermost entry is the one that ends.
         for position in reversed(range(len(self._entered))):
             if self._entered[position][0] is module:
@@ -82,14 +82,14 @@ class ComputeSpans:
     def leave_for(self, unit: int) -> None:
         """Ends the span of any other unit, since the backward asks for `unit`."""
         if self._unit != unit:
-            self.end_stretch()
+            self.end_span()
 
     def turn_to(self, unit: int) -> None:
         """Begins the span of `unit`, unless one is under way. Does nothing outside of a backward."""
         if self._unit is None and inside_backward():
             self._unit, self._since = unit, now()
 
-    def end_stretch(self) -> None:
+    def end_span(self) -> None:
         """Ends the backward's present span, if there is one."""
         if self._unit is not None:
             self._timeline.add(Row.COMPUTE, self._names[self._unit], self._since, now())
@@ -111,7 +111,7 @@ class _NoSpans(ComputeSpans):
     def turn_to(self, unit: int) -> None:
         pass
 
-    def end_stretch(self) -> None:
+    def end_span(self) -> None:
         pass
 
 

@@ -72,7 +72,7 @@ class Line:
             mean = {name: total / self._steps for name, total in self._since.items()}
             self._since.clear()
             self._steps = 0
-            _say(line(record, mean, mean["samples"], self._memory))
+            _print(line(record, mean, mean["samples"], self._memory))
 
     def close(self) -> None:
         """Does nothing: every line is written at once."""
@@ -81,12 +81,12 @@ class Line:
 def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
     """Returns the line for a person: numbers of this step; seconds, bytes and samples as means since the last line."""
     values = record.values
-    words = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
+    texts = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):
-        words.append(f"{values['skipped_steps']:.0f} skipped")
-    words.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
-    words.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
-    parts = [f"step {record.step}: {', '.join(words)}"]
+        texts.append(f"{values['skipped_steps']:.0f} skipped")
+    texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
+    texts.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
+    parts = [f"step {record.step}: {', '.join(texts)}"]
     if "forward_seconds" in mean:
         phases = {name: mean[f"{name}_seconds"] for name in _PHASES}
         phases["else"] = max(mean["seconds"] - sum(phases.values()), 0.0)
@@ -100,17 +100,17 @@ def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool
         parts.append(f"waited {waited or 'for nothing'}")
     if memory:
         names = {"host_peak_bytes": "RAM", "device_peak_bytes": "device"}
-        peaks = [f"{words} {format_size(int(values[name]))}" for name, words in names.items() if name in values]
+        peaks = [f"{texts} {format_size(int(values[name]))}" for name, texts in names.items() if name in values]
         parts.append(f"peak of {', '.join(peaks)}")
     return "; ".join(parts)
 
 
-def _say(words: str) -> None:
+def _print(texts: str) -> None:
     """Logs a line, or prints it to stderr if logging has no handler."""
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-        logger.info(words)
+        logger.info(texts)
     elif logger.level <= logging.INFO:  # the user has not silenced this library
-        print(words, file=sys.stderr, flush=True)
+        print(texts, file=sys.stderr, flush=True)
 
 
 # -- writers ------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ class Reporter:
             self._thread = threading.Thread(target=self._run, args=(writers,), name="offload-monitor", daemon=True)
             self._thread.start()
 
-    def tell(self, record: Record) -> None:
+    def report(self, record: Record) -> None:
         """Shows the record, and queues it for the writers."""
         if self._shown is not None:
             try:

@@ -165,7 +165,7 @@ class StepMeter:
                 values["update_waits_seconds"] += values[f"update_waits_for_{what}_seconds"]
         drives = {each.path: each.life_bytes for each in self._drives()}
         self.last = Record(stepped.step, stepped.samples, values, drives)
-        self._reporter.tell(self.last)
+        self._reporter.report(self.last)
 
     def _taken(self) -> dict[str, int]:
         """Returns every sum at this moment."""

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, only_save, told
+from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, naming_errors, only_save
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
 from offload.fileio import keep_mode_and_owner, sync_folder
@@ -60,13 +60,13 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         # The staging folder is beside `out` if the whole folder can be replaced, which is atomic; else inside of it.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
-        with told(partial, "make"):
+        with naming_errors(partial, "make"):
             # A killed save may have left the folder; `_clear` removes its files or refuses them.
             partial.mkdir(exist_ok=True)
         _clear(partial, notice)
         try:
             yield partial
-            with told(partial, "write"):
+            with naming_errors(partial, "write"):
                 if beside:
                     _keep_others(partial, out)
                     if out.exists():
@@ -75,7 +75,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        with told(out, "rename"):  # from here on the new files stay, whatever happens
+        with naming_errors(out, "rename"):  # from here on the new files stay, whatever happens
             _arrive(partial, out) if beside else _move_in(partial, out, whole)
 
 

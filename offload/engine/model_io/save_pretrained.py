@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from offload.aio.protocols import Future, wait_for_all
-from offload.engine.checkpoint.directory import told
+from offload.engine.checkpoint.directory import naming_errors
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
@@ -101,9 +101,9 @@ class EngineSource:
         """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
         # Only the owner reads; the others receive the bytes in `wait`, at the same place of their own iteration.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
-        return _Told(self, rank, buffer, futures)
+        return _NotifyingFuture(self, rank, buffer, futures)
 
-    def tell(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
+    def completed(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
         """Broadcasts the bytes that `rank` reads into its buffer. Collective.
 
         A failure is raised on all ranks, and only once.
@@ -137,7 +137,7 @@ class EngineSource:
         """Does nothing: no file is open."""
 
 
-class _Told(NamedTuple):
+class _NotifyingFuture(NamedTuple):
     """A read in flight on one rank, for which all ranks wait."""
 
     source: EngineSource
@@ -147,7 +147,7 @@ class _Told(NamedTuple):
 
     def wait(self) -> int:
         """Waits for the bytes and returns their number; collective."""
-        self.source.tell(self.rank, self.buffer, self.futures)
+        self.source.completed(self.rank, self.buffer, self.futures)
         return len(self.buffer)
 
 
@@ -257,7 +257,7 @@ class PretrainedWriter:
     def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:
         """Has peft write the adapter `state` into `out`. Runs on rank 0."""
         module: Any = self._module
-        with arriving(out, logger.warning, whole=False) as folder, told(folder, "write"):
+        with arriving(out, logger.warning, whole=False) as folder, naming_errors(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
             if (out / "README.md").is_file():
                 # peft extends an existing model card, so the new folder must contain it.
@@ -269,7 +269,7 @@ class PretrainedWriter:
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Writes a tokenizer's files."""
-    with told(folder, "write"):
+    with naming_errors(folder, "write"):
         tokenizer.save_pretrained(str(folder))
 
 

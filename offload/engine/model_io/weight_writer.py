@@ -302,7 +302,7 @@ class _Chunk(NamedTuple):
     values: torch.Tensor
 
 
-class _Stretch(NamedTuple):
+class _SegmentRange(NamedTuple):
     """Elements of a partition that are read at a time."""
 
     rank: int
@@ -318,10 +318,10 @@ class _Stretch(NamedTuple):
 
 def read_nbytes(plan: Plan) -> int:
     """Returns the bytes that an export reads."""
-    return sum(s.numel * plan.mode.weights[state].itemsize for s in _stretches(plan) for state in s.states)
+    return sum(s.numel * plan.mode.weights[state].itemsize for s in _segments(plan) for state in s.states)
 
 
-def _stretches(plan: Plan) -> Iterator[_Stretch]:
+def _segments(plan: Plan) -> Iterator[_SegmentRange]:
     """Yields the chunks of all units and ranks, in the order of each partition."""
     weight: tuple[State, ...] = (State.WEIGHT,)
     # In the model's own dtype the weight is exact; in any other the master weights are rounded once.
@@ -333,7 +333,7 @@ def _stretches(plan: Plan) -> Iterator[_Stretch]:
             for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
                 for start in range(share.start, share.stop, _CHUNK_NUMEL):
                     numel = min(_CHUNK_NUMEL, share.stop - start)
-                    yield _Stretch(rank, unit, start, position, numel, states)
+                    yield _SegmentRange(rank, unit, start, position, numel, states)
                     position += numel
 
 
@@ -341,34 +341,34 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
     """Yields the elements of all units, with a few chunks read ahead; in fp32 if they are made from master weights."""
     dtypes = plan.mode.weights
     buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read for an element
-    flying: deque[tuple[_Stretch, dict[State, memoryview], list[Reading]]] = deque()
+    flying: deque[tuple[_SegmentRange, dict[State, memoryview], list[Reading]]] = deque()
 
     def deliver() -> _Chunk:
-        stretch, read, readings = flying[0]
+        segment, read, readings = flying[0]
         for reading in readings:
             progress(reading.wait())
         flying.popleft()
         # The values may be views of the buffer: the buffer is reused only after the consumer has asked for the next
         # chunk.
         parts = {state: torch.frombuffer(memory, dtype=dtypes[state]) for state, memory in read.items()}
-        values = parts[State.WEIGHT] if stretch.states == (State.WEIGHT,) else join(parts)
-        return _Chunk(stretch.unit, stretch.start, values)
+        values = parts[State.WEIGHT] if segment.states == (State.WEIGHT,) else join(parts)
+        return _Chunk(segment.unit, segment.start, values)
 
     try:
-        for count, stretch in enumerate(_stretches(plan)):
+        for count, segment in enumerate(_segments(plan)):
             if len(flying) == _CHUNKS:
                 yield deliver()
             read: dict[State, memoryview] = {}
             readings: list[Reading] = []
-            flying.append((stretch, read, readings))
+            flying.append((segment, read, readings))
             end = 0
-            for state in stretch.states:
-                start, end = end, end + stretch.numel * dtypes[state].itemsize
+            for state in segment.states:
+                start, end = end, end + segment.numel * dtypes[state].itemsize
                 read[state] = buffers[count % _CHUNKS][start:end]
-                at = stretch.position * dtypes[state].itemsize
+                at = segment.position * dtypes[state].itemsize
                 # The entry is in `flying` before its reads begin, so that an error in between waits for those already
                 # begun.
-                readings.append(source.read(stretch.rank, stretch.unit, state, at, read[state]))
+                readings.append(source.read(segment.rank, segment.unit, state, at, read[state]))
         while flying:
             yield deliver()
     finally:

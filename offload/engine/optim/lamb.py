@@ -123,8 +123,8 @@ def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list
     # size of tiles.
     first = min(segment.stop, -(-(start + segment.start) // BLOCK) * BLOCK - start)
     cuts = [(segment.start, first), (first, segment.stop)]
-    pieces = [LambSegment(begin, end, _step(segment)) for begin, end in cuts if begin < end]
-    return kernels.lamb_moments(partition, pieces)
+    states = [LambSegment(begin, end, _step(segment)) for begin, end in cuts if begin < end]
+    return kernels.lamb_moments(partition, states)
 
 
 def _step(segment: kernels.Segment) -> LambStep:

@@ -30,7 +30,7 @@ from offload.states import State
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class _Stretch:
+class _Chunk:
     """Elements [start, stop) of this rank's partition of a unit, all of one parameter."""
 
     unit: int
@@ -65,23 +65,23 @@ def with_ratios(
     sums = [0.0] * (2 * sum(counts))
     buffers = [lease.buffer for lease in updater.idle_tiles()]
 
-    def begin(stretch: _Stretch, buffer: memoryview) -> list[Future]:
+    def begin(chunk: _Chunk, buffer: memoryview) -> list[Future]:
         return [
             future
-            for state, memory in _cut(shards, stretch, buffer).items()
-            for future in _read(shards, stretch, state, memory)
+            for state, memory in _cut(shards, chunk, buffer).items()
+            for future in _read(shards, chunk, state, memory)
         ]
 
-    def end(stretch: _Stretch, buffer: memoryview) -> tuple[Future, ...]:
-        row = before[stretch.unit] + 2 * stretch.parameter
-        for weight, direction in _sums(shards, gradients, stretch, _cut(shards, stretch, buffer)):
+    def end(chunk: _Chunk, buffer: memoryview) -> tuple[Future, ...]:
+        row = before[chunk.unit] + 2 * chunk.parameter
+        for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
             sums[row] += weight  # block after block: no bit depends on how a parameter is cut
             sums[row + 1] += direction
         return ()
 
     # A generator: the chunks of a large model are many.
-    stretches = (each for update in updates for each in _stretches(shards, update, updater.tile_numel))
-    flow(buffers, stretches, begin, end, lambda *_: None)
+    chunks = (each for update in updates for each in _chunks(shards, update, updater.tile_numel))
+    flow(buffers, chunks, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
     total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
     return [
@@ -96,7 +96,7 @@ def with_ratios(
     ]
 
 
-def _stretches(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
+def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Chunk]:
     """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
 
     Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
@@ -105,7 +105,7 @@ def _stretches(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[
         for chunk in range(segment.start, segment.stop, CHUNK):
             last = min(chunk + CHUNK, segment.stop)
             for start in range(chunk, last, numel):
-                yield _Stretch(
+                yield _Chunk(
                     unit=update.unit,
                     parameter=parameter,
                     start=start,
@@ -114,47 +114,47 @@ def _stretches(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[
                 )
 
 
-def _cut(shards: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
+def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
     """Returns the memory of each state in a buffer, laid out as in a tile."""
-    found, offset = {}, 0
+    memory, offset = {}, 0
     for state, dtype in shards.mode.states.items():
-        end = offset + (stretch.stop - stretch.start) * dtype.itemsize
-        found[state] = buffer[offset:end]
+        end = offset + (chunk.stop - chunk.start) * dtype.itemsize
+        memory[state] = buffer[offset:end]
         offset = align_up(end)
-    return found
+    return memory
 
 
-def _read(shards: LocalShards, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
+def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) -> list[Future]:
     """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
-    first = stretch.start * shards.mode.states[state].itemsize
-    home = shards.resident_of(stretch.unit, state)
-    if home is None:
+    first = chunk.start * shards.mode.states[state].itemsize
+    resident = shards.resident_of(chunk.unit, state)
+    if resident is None:
         # Checksums are compared only if a partition is read from end to end, in order.
-        return shards.read(stretch.unit, state, first, memory, compare=False)
-    part = home.tensor.view(torch.uint8)[first : first + len(memory)]
+        return shards.read(chunk.unit, state, first, memory, compare=False)
+    part = resident.tensor.view(torch.uint8)[first : first + len(memory)]
     shards.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
     return []
 
 
 def _sums(
-    shards: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
+    shards: LocalShards, gradients: GradientAccumulator, chunk: _Chunk, memory: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
     """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
 
     Args:
         shards: this rank's partitions.
         gradients: the gradients of the step.
-        stretch: the chunk.
-        found: memory of each state, filled by `_read`; its moments are overwritten.
+        chunk: the chunk.
+        memory: memory of each state, filled by `_read`; its moments are overwritten.
     """
-    unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop
-    states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in shards.mode.states.items()}
+    unit, parameter, start, stop = chunk.unit, chunk.parameter, chunk.start, chunk.stop
+    states = {state: torch.frombuffer(memory[state], dtype=dtype) for state, dtype in shards.mode.states.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
     in_parameter = shards.shares[unit][0].start + start - shards.layouts[unit].segments[parameter].start
     gradients.look(unit, parameter, in_parameter, gradient)
     # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
     partition = partition_of(shards.mode, states, gradient)
-    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, stretch.step)])
+    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step)])
     return [(weight, direction) for weight, direction in sums.tolist()]
 
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.engine.optim.algorithms import RULES, Rule
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
-from offload.notices import tell
+from offload.notices import announce
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
@@ -216,7 +216,7 @@ class Optimizer(torch.optim.Optimizer):
         trained = [bool(state) for parameter, state, _ in work if parameter.requires_grad]
         if any(trained) and not all(trained):
             without = count_of(trained.count(False), "parameter")
-            tell(
+            announce(
                 f"load_state_dict: the given dict lacks the state of {without}, of {len(trained)} that train; their "
                 "moments begin at zero"
             )

@@ -23,7 +23,7 @@ from offload.swapper.memory.host_arena import HostBuffer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class StateTile:
     """One state of one tile: the memory for the kernel, and the copies before and after it."""
 
     state: State
@@ -121,7 +121,7 @@ class Tile:
     last: bool
     """True if the results are kept: the tile belongs to the last pass."""
     buffer: HostBuffer
-    pieces: dict[State, Piece]
+    states: dict[State, StateTile]
     gradient: torch.Tensor | None
     reads: list[Future]
     writes: dict[State, tuple[int, Future]] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class Tile:
     @property
     def content(self) -> TileContent:
         """Memory for the arithmetic, valid once the reads have ended."""
-        states = {state: piece.work for state, piece in self.pieces.items()}
+        states = {state: tile_state.work for state, tile_state in self.states.items()}
         return TileContent(start=self.cut.start, stop=self.cut.stop, states=states, gradient=self.gradient)
 
 
@@ -164,7 +164,7 @@ class TileReader:
 
     def _begin(self, job: Job, cut: Cut, buffer: HostBuffer, reads: list[Future]) -> Tile:
         """Starts the reads of a tile. `reads` receives each as it starts; for the others see `begin`."""
-        pieces: dict[State, Piece] = {}
+        states: dict[State, StateTile] = {}
         offset, last = 0, job.is_last(cut)
         for state, dtype in self._shards.mode.states.items():
             part = self._strategy.part(job.unit, state, cut.start, cut.stop)
@@ -173,25 +173,25 @@ class TileReader:
                 resident = self._resident(job, state)
                 room = _Room(buffer, offset, end)
                 if resident is None:
-                    pieces[state] = self._moved(job, cut, state, part, room, reads)
+                    states[state] = self._moved_state(job, cut, state, part, room, reads)
                 elif not last and state in job.steps.drafts:
                     # The pass works on a copy, which is never copied back.
                     work, away = room.tensor(dtype), resident.tensor[part.start : part.stop]
                     first = part.start * dtype.itemsize
-                    pieces[state] = Piece(state=state, first=first, work=work, away=away, buffer=None)
+                    states[state] = StateTile(state=state, first=first, work=work, away=away, buffer=None)
                 else:
-                    pieces[state] = self._at_home(job, state, part, room, resident)
+                    states[state] = self._resident_state(job, state, part, room, resident)
             offset = align_up(end)
         gradient = None
         if job.update.segments:
-            gradient, more = self._gradients.stretch(job.unit, cut.start, cut.stop, buffer, offset)
+            gradient, more = self._gradients.segment_range(job.unit, cut.start, cut.stop, buffer, offset)
             reads += more
         # Once for each update, so that the host buffer is complete when the weights are published.
         if cut.start == 0 and last:
             self._read_frozen(job, reads)
-        return Tile(job=job, cut=cut, last=last, buffer=buffer, pieces=pieces, gradient=gradient, reads=reads)
+        return Tile(job=job, cut=cut, last=last, buffer=buffer, states=states, gradient=gradient, reads=reads)
 
-    def _at_home(self, job: Job, state: State, part: range, room: _Room, resident: ResidentShard) -> Piece:
+    def _resident_state(self, job: Job, state: State, part: range, room: _Room, resident: ResidentShard) -> StateTile:
         """Returns the memory for the kernel of a state whose tier is above DISK.
 
         Args:
@@ -203,23 +203,25 @@ class TileReader:
         """
         dtype = self._shards.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
-        home, slots = resident.tensor[part.start : part.stop], self._shards.stored(job.unit, state)
+        resident_values, slots = resident.tensor[part.start : part.stop], self._shards.stored(job.unit, state)
         away: torch.Tensor | None
         # In HOST the kernel works on the state itself, and writes start from there.
         if resident.buffer is not None:
-            work, away, buffer = home, None, resident.buffer[first:last] if slots else None
+            work, away, buffer = resident_values, None, resident.buffer[first:last] if slots else None
         # On a device that the kernel can address, and without a slot: nothing is copied.
         elif not slots and (self._shards.device.host_addressable or job.steps.in_place):
-            work, away, buffer = home, None, None
+            work, away, buffer = resident_values, None, None
         else:
             # The tile takes a copy in host memory: as input of the host's kernel, or as source of the write to the
             # store.
             copy = room.tensor(dtype)
-            work, away = (home, copy) if job.steps.in_place else (copy, home)
+            work, away = (resident_values, copy) if job.steps.in_place else (copy, resident_values)
             buffer = room.memory if slots else None
-        return Piece(state=state, first=first, work=work, away=away, buffer=buffer)
+        return StateTile(state=state, first=first, work=work, away=away, buffer=buffer)
 
-    def _moved(self, job: Job, cut: Cut, state: State, part: range, room: _Room, reads: list[Future]) -> Piece:
+    def _moved_state(
+        self, job: Job, cut: Cut, state: State, part: range, room: _Room, reads: list[Future]
+    ) -> StateTile:
         """Returns the memory for the kernel of a state on DISK, and starts the read.
 
         Weights are read into the unit's host buffer if it has one; all other states are read into the tile.
@@ -243,7 +245,7 @@ class TileReader:
         if not there:
             assert shards.store is not None
             reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory))
-        return Piece(state=state, first=first, work=work, away=None, buffer=memory)
+        return StateTile(state=state, first=first, work=work, away=None, buffer=memory)
 
     def _resident(self, job: Job, state: State) -> ResidentShard | None:
         """Returns the memory of a partition whose tier is above DISK, or None."""

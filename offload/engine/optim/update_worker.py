@@ -27,7 +27,7 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
-from offload.engine.optim.update_tiles import Job, Piece, Tile, TileReader
+from offload.engine.optim.update_tiles import Job, StateTile, Tile, TileReader
 from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -287,9 +287,9 @@ class UpdateWorker:
         with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
             for read in tile.reads:
                 read.wait()
-        for piece in tile.pieces.values():
-            if piece.away is not None and not job.steps.in_place:
-                self._copy(piece.work, piece.away)
+        for tile_state in tile.states.values():
+            if tile_state.away is not None and not job.steps.in_place:
+                self._copy(tile_state.work, tile_state.away)
         with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             job.steps.run(tile.content, tile.last)
         # A rule may pass over a unit several times. Only the last pass writes; the buffers of others are just reused.
@@ -297,11 +297,14 @@ class UpdateWorker:
             self._reading.popleft()
             self._free.append(tile.buffer)
             return
-        for piece in tile.pieces.values():
-            if piece.away is not None:
-                self._copy(piece.away, piece.work)
-            if piece.buffer is not None:
-                tile.writes[piece.state] = piece.first, self._start_write(job.unit, piece, piece.buffer)
+        for tile_state in tile.states.values():
+            if tile_state.away is not None:
+                self._copy(tile_state.away, tile_state.work)
+            if tile_state.buffer is not None:
+                tile.writes[tile_state.state] = (
+                    tile_state.first,
+                    self._start_write(job.unit, tile_state, tile_state.buffer),
+                )
         # In one of the two queues at any time, so that `_drain` finds the requests of a tile that fails in between.
         self._writing.append(tile)
         self._reading.popleft()
@@ -320,10 +323,10 @@ class UpdateWorker:
                 job.unit, True, any(t.job is job and t.writes for t in self._writing)
             )
 
-    def _start_write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
+    def _start_write(self, unit: int, tile_state: StateTile, buffer: memoryview) -> Future:
         """Starts the write of a state of a tile to the slot that updates may overwrite."""
         assert self._store is not None
-        return self._store.write(unit, piece.state, self._store.target(unit), piece.first, buffer)
+        return self._store.write(unit, tile_state.state, self._store.target(unit), tile_state.first, buffer)
 
     def _title(self, job: Job) -> str:
         """Returns the unit's name for the time line."""

@@ -48,11 +48,13 @@ def make_resident_shards(
                 # A promoted state may leave HOST between steps, so it takes a buffer of the cache and keeps that as
                 # `spare`.
                 promoted = (unit, state) in placement.promoted
-                lease = (host.weights if promoted else host.homes).take(nbytes)
-                assert lease is not None, (
+                host_buffer = (host.weights if promoted else host.homes).take(nbytes)
+                assert host_buffer is not None, (
                     "the arena classes were sized for the units of the host tier and for the promoted units"
                 )
-                resident = ResidentShard(lease.tensor(mode.states[state]), lease.buffer, lease if promoted else None)
+                resident = ResidentShard(
+                    host_buffer.tensor(mode.states[state]), host_buffer.buffer, host_buffer if promoted else None
+                )
             else:
                 resident = ResidentShard(device.keep(nbytes).view(mode.states[state]), None)
             resident.tensor.zero_()
@@ -121,12 +123,12 @@ class InitialFill:
         assert self._store is not None
         for unit in range(unit_count):
             for state, nbytes in self._held.states(unit).items():
-                home = self._held.resident_of(unit, state)
-                if home is not None:
+                resident = self._held.resident_of(unit, state)
+                if resident is not None:
                     # Reads go straight to the host arena; a partition on the device needs memory in between.
-                    buffer = home.buffer or aligned_empty(nbytes)
+                    buffer = resident.buffer or aligned_empty(nbytes)
                     self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
-                    if home.buffer is None:
+                    if resident.buffer is None:
                         self._held.put(unit, state, 0, buffer[:nbytes])
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
@@ -145,11 +147,13 @@ class InitialFill:
             if state not in self._held.states(unit):
                 continue
             itemsize, start = flat.element_size(), 0
-            home = self._held.resident_of(unit, state)
+            resident = self._held.resident_of(unit, state)
             for share in (trainable, frozen) if state is State.WEIGHT else (trainable,):
                 first, last, end = share.start * itemsize, share.stop * itemsize, start + len(share) * itemsize
-                if home is not None:
-                    self._held.device.copy(home.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last])
+                if resident is not None:
+                    self._held.device.copy(
+                        resident.tensor.view(torch.uint8)[start:end], flat.view(torch.uint8)[first:last]
+                    )
                 if self._store is not None and self._store.keeps(unit, state) and share:
                     buffer = self._buffers[state][first:last]
                     writes.setdefault(state, []).append((start, self._store.write(unit, state, 0, start, buffer)))

@@ -60,8 +60,8 @@ class LocalShards:
         if self.sizes[unit].tier is Tier.DEVICE:
             return ResidentShard(self.pager.weight_updates.device_tier(unit), None)
         if self.sizes[unit].tier is Tier.HOST:
-            lease: HostBuffer = self.pager.weight_updates.tier_buffer(unit)
-            return ResidentShard(lease.tensor(torch.uint8), lease.buffer)
+            host_buffer: HostBuffer = self.pager.weight_updates.tier_buffer(unit)
+            return ResidentShard(host_buffer.tensor(torch.uint8), host_buffer.buffer)
         return None
 
     def read(self, unit: int, state: State, start: int, buffer: memoryview, compare: bool = True) -> list[Future]:
@@ -80,15 +80,15 @@ class LocalShards:
         # The store comes first, also for a promoted partition: its bytes are compared with their checksums.
         if self.store is not None and self.store.keeps(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
-        home = self.resident_of(unit, state)
-        assert home is not None, "a state that is not on disk has a tier above"
-        part = home.tensor.view(torch.uint8)[start : start + len(buffer)]
+        resident = self.resident_of(unit, state)
+        assert resident is not None, "a state that is not on disk has a tier above"
+        part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]
         self.device.copy(torch.frombuffer(buffer, dtype=torch.uint8), part)
         return []
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
         """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
-        home = self.resident_of(unit, state)
-        if home is not None:
-            part = home.tensor.view(torch.uint8)[start : start + len(buffer)]
+        resident = self.resident_of(unit, state)
+        if resident is not None:
+            part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]
             self.device.copy(part, torch.frombuffer(buffer, dtype=torch.uint8))

@@ -72,19 +72,19 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice
 
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
     """Returns whether a config sets no dtype, or "auto"."""
-    said = content.get("bfloat16") or content.get("bf16") or {}
+    block = content.get("bfloat16") or content.get("bf16") or {}
     # A config without a dtype means fp32, so any other dtype was chosen.
-    return said.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
+    return block.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
 
 
 def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
     # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
     name = "bfloat16" if "bfloat16" in content else "bf16"
-    said = {name: dict(content.get(name) or {}) | {"enabled": dtype == "bf16"}}
+    block = {name: dict(content.get(name) or {}) | {"enabled": dtype == "bf16"}}
     if dtype == "fp16":
-        said["fp16"] = dict(content.get("fp16") or {}) | {"enabled": True}
-    return {**content, **said}
+        block["fp16"] = dict(content.get("fp16") or {}) | {"enabled": True}
+    return {**content, **block}
 
 
 def _of_run(config: Config) -> str | None:

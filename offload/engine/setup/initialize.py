@@ -45,7 +45,7 @@ from offload.engine.training.snapshot import Snapshot
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
-from offload.notices import tell
+from offload.notices import announce
 from offload.swapper.memory.device import Device, compute_device, open_device
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
@@ -181,7 +181,7 @@ def _initialize(
         warn_if_slow(loaded, device.torch, plan.resume)
         logger.info(effective(loaded, batch, plan.world_size))
         for notice in engine.notices:
-            tell(notice)
+            announce(notice)
         logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))
     # A step of another optimizer on these parameters would have no effect, so it raises from now on.
     refuse_others()

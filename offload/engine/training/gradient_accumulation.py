@@ -27,7 +27,7 @@ class GradientAccumulation:
         """Backwards before the last call of `step()`."""
         self._at_passed = 0
         """Backwards before the last call of `passed()`."""
-        self._told: bool | None = None
+        self._declared: bool | None = None
         """True if the next `step()` is an optimizer step by the user's decision; None if the count decides."""
         self._no_sync = 0
         """Number of open `no_sync` contexts."""
@@ -54,21 +54,21 @@ class GradientAccumulation:
         if self._no_sync:
             return False
         # Counted from the last `step()`: the answer must be the same before and after the backward of a micro-batch.
-        return self._at_step - self._before + 1 >= accumulation if self._told is None else self._told
+        return self._at_step - self._before + 1 >= accumulation if self._declared is None else self._declared
 
     def ends_step(self, accumulation: int) -> bool:
         """Returns True if a call of `step()` now would update the weights."""
         if self._no_sync:
             return False
-        return self.count >= accumulation if self._told is None else self._told
+        return self.count >= accumulation if self._declared is None else self._declared
 
     def is_last(self, accumulation: int) -> bool:
         """Returns True if the backward that runs now is known to be the last before an optimizer step."""
         if self._no_sync:
             return False
-        return self.count + 1 >= accumulation if self._told is None else self._told
+        return self.count + 1 >= accumulation if self._declared is None else self._declared
 
-    def tell(self, is_boundary: bool | None) -> None:
+    def declare(self, is_boundary: bool | None) -> None:
         """Makes the user's decision count until the next one; None lets the count decide again.
 
         Raises:
@@ -76,7 +76,7 @@ class GradientAccumulation:
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
             raise UsageError(f"expected a boundary of True, False or None (by the count), got {is_boundary!r}")
-        self._told = is_boundary
+        self._declared = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class GradientAccumulation:
         """
         since = self._backwards - self._at_step
         # With an accumulation of 1, several backwards before a step are one micro-batch with several losses.
-        if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
+        if since > 1 and accumulation > 1 and self._declared is None and not self._no_sync:
             raise UsageError(
                 f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
                 f"{accumulation}: the engine cannot decide whether they are one micro-batch or {since}. Call step() "
@@ -116,8 +116,8 @@ class GradientAccumulation:
         """Raises `UsageError` if no optimizer step is possible now."""
         count = self.count
         self.check_no_sync()
-        if self._told is not None:
-            if not self._told or not count:
+        if self._declared is not None:
+            if not self._declared or not count:
                 why = (
                     "set_gradient_accumulation_boundary(False) was called"
                     if count
@@ -139,7 +139,7 @@ class GradientAccumulation:
 
         With an accumulation of 1 several backwards are one micro-batch, unless the user decides or `no_sync` was open.
         """
-        return accumulation if self._told is None and not self._apart else self.count
+        return accumulation if self._declared is None and not self._apart else self.count
 
     def passed(self, accumulation: int) -> int:
         """Returns the micro-batches since the last call, at least one; called at the end of each `step()`.
@@ -147,7 +147,7 @@ class GradientAccumulation:
         Micro-batches whose gradients were dropped count too, since their batches were taken from the data.
         """
         since, self._at_passed = self._backwards - self._at_passed, self._backwards
-        several = accumulation > 1 or self._told is not None or self._apart
+        several = accumulation > 1 or self._declared is not None or self._apart
         return max(since, 1) if several else 1
 
     def reset(self) -> None:

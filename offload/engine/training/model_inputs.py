@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from offload.errors import UsageError
-from offload.notices import tell
+from offload.notices import announce
 from offload.swapper.modes import dtype_name
 from offload.torch_internals import tree_map
 
@@ -35,7 +35,7 @@ class InputCast:
         if self._casts is None and not self._reported and (other := other_dtype(inputs, self._dtype)) is not None:
             self._reported = True
             name = dtype_name(self._dtype)
-            tell(
+            announce(
                 f'inputs of {dtype_name(other)} are cast to {name}, the dtype of the weights; "auto_cast": true in '
                 f'the block "{name}" silences this message, false turns the cast off'
             )

@@ -54,13 +54,13 @@ class Allocator:
         nbytes = align_up(max(nbytes, 1))
         hole = next(hole for hole in self._holes if hole[0] <= offset and offset + nbytes <= hole[1])
         self._holes.remove(hole)
-        for piece in ((hole[0], offset), (offset + nbytes, hole[1])):
-            if piece[0] < piece[1]:
-                insort(self._holes, piece)
+        for rest in ((hole[0], offset), (offset + nbytes, hole[1])):
+            if rest[0] < rest[1]:
+                insort(self._holes, rest)
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def stretches(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
+    def free_regions(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
         """Returns the free regions, (start, stop), as if the blocks `given`, (offset, nbytes), were freed."""
         found: list[tuple[int, int]] = []
         for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
@@ -72,7 +72,7 @@ class Allocator:
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
         """Returns True if `take` would find a block after the blocks `given`, (offset, nbytes), were freed."""
-        return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.stretches(given))
+        return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.free_regions(given))
 
     def give(self, offset: int, nbytes: int) -> None:
         """Frees a block that `take` returned, with the same `nbytes`."""

@@ -35,7 +35,7 @@ from offload.sizes import GIB, PAGE, align_up, count_of, format_size
 
 logger = logging.getLogger("offload")
 
-PIECE = GIB
+PIN_CHUNK = GIB
 """Bytes of host memory that one call of CUDA pins: if CUDA refuses a call, the memory pinned before stays pinned."""
 
 
@@ -210,22 +210,22 @@ class CudaDevice(Device):
             # Before pinning: the first touch allocates the pages, and pinning is the first touch.
             prefer_node(memory.numpy().data, node)
         cudart: Any = torch.cuda.cudart()
-        pieces = self._pinned[start] = []
+        chunks = self._pinned[start] = []
         refusal = None
         try:
-            for first, last in cut(start, start + align_up(nbytes), range(start, start + nbytes, PIECE)):
+            for first, last in cut(start, start + align_up(nbytes), range(start, start + nbytes, PIN_CHUNK)):
                 # Noted before the call: a Ctrl-C may come between any two lines, and a pinned piece must not be lost.
-                pieces.append((first, last))
+                chunks.append((first, last))
                 refusal = self._refusal(cudart.cudaHostRegister(first, last - first, 0))
                 if refusal is not None:
-                    pieces.pop()
+                    chunks.pop()
                     break
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 self.unregister(memory)
             raise
         self._find_borders()
-        pinned = min(nbytes, sum(last - first for first, last in pieces))
+        pinned = min(nbytes, sum(last - first for first, last in chunks))
         if refusal is not None:
             logger.warning(
                 "CUDA pins %s of %s of host memory and refuses the other %s: %s. Copies of what is not pinned go "
@@ -249,9 +249,9 @@ class CudaDevice(Device):
             self.synchronize()
         finally:
             cudart: Any = torch.cuda.cudart()
-            pieces = self._pinned.get(memory.data_ptr(), [])
-            while pieces:
-                first, _ = pieces.pop()
+            chunks = self._pinned.get(memory.data_ptr(), [])
+            while chunks:
+                first, _ = chunks.pop()
                 refusal = self._refusal(cudart.cudaHostUnregister(first))
                 if refusal is not None:
                     refusals.append(refusal)
@@ -273,7 +273,7 @@ class CudaDevice(Device):
 
     def _find_borders(self) -> None:
         """Updates `_borders` after a change of the pinned pieces."""
-        self._borders = tuple(sorted({end for pieces in self._pinned.values() for piece in pieces for end in piece}))
+        self._borders = tuple(sorted({end for chunks in self._pinned.values() for chunk in chunks for end in chunk}))
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         return self._copy(self._upload, destination, source, after, source)

@@ -37,7 +37,7 @@ class DeviceArena:
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
         self._readers: list[tuple[int, int, Event]] = []
         """Freed byte ranges, and the event after which no upload writes and no compute reads them."""
-        self.pieces = [(0, self._allocate(nbytes))]
+        self.blocks = [(0, self._allocate(nbytes))]
         """Start offset of each allocation and its (nbytes,) uint8, ascending."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
@@ -58,7 +58,7 @@ class DeviceArena:
         """
         memory = self._allocate(nbytes)
         start = self.space.add(nbytes)
-        self.pieces.append((start, memory))
+        self.blocks.append((start, memory))
         # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
         # upload, whose stream must first wait for that compute.
         self._readers.append((start, start + nbytes, self._device.record_event()))
@@ -73,20 +73,20 @@ class DeviceArena:
     def take(self, nbytes: int) -> DeviceBuffer | None:
         """Allocates a buffer; None if no hole is large enough."""
         offset = self.space.take(nbytes)
-        return None if offset is None else self._slice(offset, nbytes)
+        return None if offset is None else self._buffer(offset, nbytes)
 
     def keep(self, nbytes: int) -> torch.Tensor:
         """Allocates (nbytes,) uint8 that are never freed; the arena was sized for them."""
-        piece = self.take(nbytes)
-        assert piece is not None, "the device arena was sized for the units that stay on the device"
-        return self.view(piece)
+        device_buffer = self.take(nbytes)
+        assert device_buffer is not None, "the device arena was sized for the units that stay on the device"
+        return self.view(device_buffer)
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:
         """Allocates the buffer at `offset`, which must be free."""
         self.space.take_at(offset, nbytes)
-        return self._slice(offset, nbytes)
+        return self._buffer(offset, nbytes)
 
-    def _slice(self, offset: int, nbytes: int) -> DeviceBuffer:
+    def _buffer(self, offset: int, nbytes: int) -> DeviceBuffer:
         """Returns the buffer, with the events in flight of all earlier owners of its bytes."""
         # Events that are done need no wait, and dropping them keeps the list short.
         self._readers = [reader for reader in self._readers if not reader[2].done()]
@@ -95,11 +95,11 @@ class DeviceArena:
             offset, nbytes, tuple(done for first, last, done in self._readers if first < stop and offset < last)
         )
 
-    def give(self, piece: DeviceBuffer, written: Event, read: Event) -> None:
+    def give(self, device_buffer: DeviceBuffer, written: Event, read: Event) -> None:
         """Frees a buffer.
 
         Args:
-            piece: the buffer.
+            device_buffer: the buffer.
             written: the event of the last upload into the buffer.
             read: the event of the last compute that reads the buffer.
         """
@@ -108,17 +108,19 @@ class DeviceArena:
             # threads.
             self._device.wait_event(written)
             self._device.wait_event(read)
-            self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
+            self.view(device_buffer).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
             read = self._device.record_event()
         self._readers += [
-            (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()
+            (device_buffer.offset, device_buffer.offset + device_buffer.nbytes, event)
+            for event in (written, read)
+            if not event.done()
         ]
-        self.space.give(piece.offset, piece.nbytes)
+        self.space.give(device_buffer.offset, device_buffer.nbytes)
 
-    def view(self, piece: DeviceBuffer) -> torch.Tensor:
+    def view(self, device_buffer: DeviceBuffer) -> torch.Tensor:
         """Returns the buffer's own memory, (nbytes,) uint8."""
-        start, memory = next(each for each in reversed(self.pieces) if each[0] <= piece.offset)
-        return memory[piece.offset - start : piece.offset - start + piece.nbytes]
+        start, memory = next(each for each in reversed(self.blocks) if each[0] <= device_buffer.offset)
+        return memory[device_buffer.offset - start : device_buffer.offset - start + device_buffer.nbytes]
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

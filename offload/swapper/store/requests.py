@@ -14,8 +14,8 @@ from offload.swapper.store.format.manifest import Extent, Extents
 class Joined:
     """Byte ranges of a file, presented as one contiguous file, so that one request moves all of them."""
 
-    def __init__(self, file: File, stretches: Sequence[Extent]) -> None:
-        self._file, self._place = file, Extents(tuple(stretches))
+    def __init__(self, file: File, extents: Sequence[Extent]) -> None:
+        self._file, self._place = file, Extents(tuple(extents))
 
     @property
     def path(self) -> str:
@@ -29,7 +29,7 @@ class Joined:
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
         """Returns the requests of the native queue for `nbytes` bytes from `offset` on."""
-        return [piece for each in self._place.stretches(offset, nbytes) for piece in self._file.pieces(*each)]
+        return [piece for each in self._place.extents_of(offset, nbytes) for piece in self._file.pieces(*each)]
 
     def parts(self) -> list[DirectFile]:
         """Returns the files of the single drives."""
@@ -45,10 +45,10 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File,
         start: first byte, from the start of the slot.
         nbytes: number of bytes.
     """
-    stretches = place.stretches(start, nbytes)
+    extents = place.extents_of(start, nbytes)
     # Most requests lie in one extent and need no `Joined`; a weight crosses into the frozen bytes, which both slots
     # name.
-    return (file, stretches[0].offset) if len(stretches) == 1 else (Joined(file, stretches), 0)
+    return (file, extents[0].offset) if len(extents) == 1 else (Joined(file, extents), 0)
 
 
 class Compared:

@@ -284,7 +284,7 @@ class Store:
         parts = self._files.states.parts()
         if len(parts) > 1:
             return False
-        for start, length in self._places[unit][state][self.newest[unit]].stretches(0, nbytes):
+        for start, length in self._places[unit][state][self.newest[unit]].extents_of(0, nbytes):
             if not clone_range(parts[0].descriptors.buffered, start, length, descriptor, offset):
                 return False
             offset += length
@@ -306,7 +306,7 @@ class Store:
         began = now()
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
-        for offset, nbytes in place.stretches(start, len(buffer)):
+        for offset, nbytes in place.extents_of(start, len(buffer)):
             for drive, _, count in self._files.states.layout.places(offset, nbytes):
                 self.written.add(drive, count)
         file, offset = bytes_of(self._files.states, place, start, len(buffer))

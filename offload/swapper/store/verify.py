@@ -11,7 +11,7 @@ from offload.aio.protocols import Future, Queue, wait_for_all
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
-from offload.swapper.store.format.checksums import Key, Slot, Stretch
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Slot
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.requests import bytes_of
 
@@ -42,7 +42,7 @@ class _Chunk(NamedTuple):
     """Bytes of one stretch that one request reads."""
 
     key: Key
-    stretch: Stretch
+    checksum_range: ChecksumRange
     start: int
     nbytes: int
 
@@ -62,9 +62,9 @@ class _Comparison:
         self._places = places
         self._slots = slots
         self._title = title
-        self._known: tuple[Stretch, int] | None = None
+        self._known: tuple[ChecksumRange, int] | None = None
         """The stretch in progress and the checksum of its bytes so far."""
-        self._bad: Stretch | None = None
+        self._bad: ChecksumRange | None = None
         """The last stretch reported as damaged: each stretch is reported once."""
 
     def place(self, key: Key) -> Extents:
@@ -76,7 +76,10 @@ class _Comparison:
         for unit, row in enumerate(self._places):
             for state in row:
                 key = (unit, state)
-                covered, nbytes = sum(stretch.nbytes for stretch in table.get(key, ())), self.place(key).nbytes
+                covered, nbytes = (
+                    sum(checksum_range.nbytes for checksum_range in table.get(key, ())),
+                    self.place(key).nbytes,
+                )
                 if covered != nbytes:
                     yield self._damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
 
@@ -85,23 +88,25 @@ class _Comparison:
 
         A damaged stretch is reported once.
         """
-        stretch = chunk.stretch
+        checksum_range = chunk.checksum_range
         try:
             future.wait()
             crc = future.crc32c()
         except IoError as error:
             # The checksum of this stretch cannot be completed any more; its later chunks report nothing.
-            told, self._bad, self._known = self._bad is stretch, stretch, None
+            told, self._bad, self._known = self._bad is checksum_range, checksum_range, None
             return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
         # A chunk of another stretch than the one in progress begins a new checksum.
-        before = self._known[1] if self._known is not None and self._known[0] is stretch else 0
+        before = self._known[1] if self._known is not None and self._known[0] is checksum_range else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
         # Only whole stretches have a checksum on record. Checksums of chunks are joined until the stretch is
         # complete.
-        self._known = (stretch, crc)
-        last = chunk.start + chunk.nbytes == stretch.start + stretch.nbytes
-        if last and crc != stretch.crc and self._bad is not stretch:
-            return self._damage(chunk.key, stretch.start, stretch.nbytes, "the bytes do not match the stored checksum")
+        self._known = (checksum_range, crc)
+        last = chunk.start + chunk.nbytes == checksum_range.start + checksum_range.nbytes
+        if last and crc != checksum_range.crc and self._bad is not checksum_range:
+            return self._damage(
+                chunk.key, checksum_range.start, checksum_range.nbytes, "the bytes do not match the stored checksum"
+            )
         return None
 
     def _damage(self, key: Key, start: int, nbytes: int, reason: str) -> Damage:
@@ -181,7 +186,7 @@ def first_damage(
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
     """Yields the chunks of all stretches, in the order of the table."""
     for key, slot in table.items():
-        for stretch in slot:
-            end = stretch.start + stretch.nbytes
-            for start in range(stretch.start, end, _CHUNK_NBYTES):
-                yield _Chunk(key, stretch, start, min(_CHUNK_NBYTES, end - start))
+        for checksum_range in slot:
+            end = checksum_range.start + checksum_range.nbytes
+            for start in range(checksum_range.start, end, _CHUNK_NBYTES):
+                yield _Chunk(key, checksum_range, start, min(_CHUNK_NBYTES, end - start))

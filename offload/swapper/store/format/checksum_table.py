@@ -17,7 +17,7 @@ from offload.aio.protocols import Future
 from offload.sizes import MIB
 from offload.states import State
 from offload.swapper.store.format import checksums as sums
-from offload.swapper.store.format.checksums import Key, Passages, Slot, Stretch
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
 from offload.swapper.store.format.manifest import Extents
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class ChecksumTable:
             key: The unit and the state.
             writes: The start and the ended future of each write, in order, without gaps and from byte 0 on.
         """
-        new = [Stretch(start, future.wait(), future.crc32c()) for start, future in writes]
+        new = [ChecksumRange(start, future.wait(), future.crc32c()) for start, future in writes]
         if len(new) > _max_checksums(new[-1].start + new[-1].nbytes):  # tiny tiles: sub_group_size
             new = sums.joined(new, _MIN_CHECKSUM_NBYTES)
         self._slots[key] = sums.renewed(self._slots[key], new)

@@ -30,7 +30,7 @@ ROW_NBYTES = _ROW.size
 """Bytes of one row of a packed table."""
 
 
-class Stretch(NamedTuple):
+class ChecksumRange(NamedTuple):
     """Bytes of a slot, offset from the slot's start, and their CRC-32C."""
 
     start: int
@@ -38,7 +38,7 @@ class Stretch(NamedTuple):
     crc: int
 
 
-Slot = tuple[Stretch, ...]
+Slot = tuple[ChecksumRange, ...]
 """The stretches of one state of one unit, in order and without gaps."""
 Key = tuple[int, State]
 """A unit and a state."""
@@ -48,38 +48,38 @@ def of_zeros(place: Extents) -> Slot:
     """Returns the checksums of a slot that was never written, in a reserved file: a stretch for each of its extents."""
     starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
     return tuple(
-        Stretch(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
+        ChecksumRange(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
         for start, extent in zip(starts, place.extents, strict=False)
     )
 
 
-def renewed(old: Slot, new: Iterable[Stretch]) -> Slot:
+def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
     """Returns the stretches of a slot after `new` was written over `old`.
 
     `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
     """
     written = tuple(new)
     end = written[-1].start + written[-1].nbytes
-    return (*written, *(stretch for stretch in old if stretch.start >= end))
+    return (*written, *(checksum_range for checksum_range in old if checksum_range.start >= end))
 
 
-def joined(stretches: Iterable[Stretch], least: int) -> list[Stretch]:
+def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
     """Returns the stretches with neighbours joined until each but the last has at least `least` bytes.
 
     Args:
-        stretches: neighbours in order, without gaps.
+        checksum_ranges: neighbours in order, without gaps.
         least: bytes.
     """
-    found: list[Stretch] = []
-    for each in stretches:
+    found: list[ChecksumRange] = []
+    for each in checksum_ranges:
         if found and found[-1].nbytes < least:
             one = found.pop()
-            each = Stretch(one.start, one.nbytes + each.nbytes, crc32c_joined(one.crc, each.crc, each.nbytes))
+            each = ChecksumRange(one.start, one.nbytes + each.nbytes, crc32c_joined(one.crc, each.crc, each.nbytes))
         found.append(each)
     return found
 
 
-def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
+def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
     """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of stretches.
 
     Args:
@@ -91,16 +91,16 @@ def sum_of(slot: Sequence[Stretch], start: int, nbytes: int) -> int | None:
     if first is None or last is None:
         return None
     crc, at = 0, start
-    for stretch in slot[first:last]:
-        if stretch.start != at:
+    for checksum_range in slot[first:last]:
+        if checksum_range.start != at:
             return None
-        crc, at = crc32c_joined(crc, stretch.crc, stretch.nbytes), at + stretch.nbytes
+        crc, at = crc32c_joined(crc, checksum_range.crc, checksum_range.nbytes), at + checksum_range.nbytes
     return crc
 
 
-def _border(slot: Sequence[Stretch], at: int) -> int | None:
+def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
     """Returns the number of stretches before byte `at`; None if `at` is inside a stretch."""
-    before = bisect.bisect_left(slot, at, key=lambda stretch: stretch.start)
+    before = bisect.bisect_left(slot, at, key=lambda checksum_range: checksum_range.start)
     # The end of the last stretch is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
     return before if ends or (before < len(slot) and slot[before].start == at) else None
@@ -110,15 +110,17 @@ def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
     """Returns the table as (stretches, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
     import torch
 
-    rows = [(unit, STATES.index(state), *stretch) for (unit, state), slot in table.items() for stretch in slot]
+    rows = [
+        (unit, STATES.index(state), *checksum_range) for (unit, state), slot in table.items() for checksum_range in slot
+    ]
     return torch.tensor(rows, dtype=torch.int64).view(-1, 5)
 
 
 def unpack(rows: bytes) -> dict[Key, Slot]:
     """Returns the table that `pack` packed."""
-    table: dict[Key, list[Stretch]] = {}
+    table: dict[Key, list[ChecksumRange]] = {}
     for unit, state, start, nbytes, crc in _ROW.iter_unpack(rows):
-        table.setdefault((unit, STATES[state]), []).append(Stretch(start, nbytes, crc))
+        table.setdefault((unit, STATES[state]), []).append(ChecksumRange(start, nbytes, crc))
     return {key: tuple(slot) for key, slot in table.items()}
 
 

@@ -38,7 +38,7 @@ class Extents(NamedTuple):
         """Returns the bytes of the slot."""
         return sum(extent.nbytes for extent in self.extents)
 
-    def stretches(self, start: int, nbytes: int) -> list[Extent]:
+    def extents_of(self, start: int, nbytes: int) -> list[Extent]:
         """Returns the byte ranges of the file that hold `nbytes` bytes of the slot, from byte `start` on."""
         found: list[Extent] = []
         for offset, length in self.extents:
@@ -51,7 +51,7 @@ class Extents(NamedTuple):
 
     def offset(self, start: int) -> int:
         """Returns the offset in the file of byte `start` of the slot."""
-        return self.stretches(start, 1)[0].offset
+        return self.extents_of(start, 1)[0].offset
 
 
 class StoreSpec(NamedTuple):
