@@ -106,9 +106,9 @@ The import makes their own submodules reachable too.
 
 _OF_DEEPSPEED = {
     "zero": "offload.init is zero.Init, offload.gathered is zero.GatheredParameters",
-    "comm": "torch.distributed has the collectives; ranks are joined by initialize where torchrun has started them",
-    "init_distributed": "there is nothing to call: initialize joins the ranks that torchrun has started",
-    "add_config_arguments": "there is nothing to add: config= of initialize takes the path of the JSON file",
+    "comm": "use torch.distributed for collectives; initialize joins the ranks that torchrun has started",
+    "init_distributed": "call nothing: initialize joins the ranks that torchrun has started",
+    "add_config_arguments": "add no arguments: config= of initialize takes the path of the JSON file",
 }
 """Names of DeepSpeed that this library does not have, with the replacement."""
 

@@ -19,9 +19,11 @@ import errno
 import os
 
 _REASONS = {
-    errno.ENODATA: "the file ends before that",
+    errno.ENODATA: "the file ends before these bytes",
     errno.EBADMSG: "the checksum is not the expected one: the bytes are damaged",
-    errno.ELOOP: "it is a symbolic link, which is not followed; give os.path.realpath of it where that is meant",
+    errno.ELOOP: (
+        "the path is a symbolic link, which is not followed; if its target is meant, give os.path.realpath of the link"
+    ),
 }
 """Reasons that the system's own messages do not give."""
 

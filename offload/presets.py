@@ -94,24 +94,24 @@ def check_folder(folder: Path) -> None:
     """
     path = folder / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} has no config.json, so it is no model folder")
+        raise ConfigError(f"{folder} contains no config.json, so it is not a model folder")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"cannot read {path} ({error}), so {folder} is no model folder") from error
+        raise ConfigError(f"cannot read {path} ({error}), so {folder} is not a model folder") from error
     kind = content.get("model_type") if isinstance(content, dict) else None
     if not isinstance(kind, str) or not kind:
         raise ConfigError(
-            f'{path} has no "model_type", a word that names the family of the model; give a folder that '
-            f"save_pretrained of transformers has written"
+            f'{path} contains no "model_type", the name of the model\'s family; give a folder that save_pretrained of '
+            f"transformers wrote"
         )
     # Imported after the checks that need no transformers, since the import takes seconds.
     transformers = require_transformers()
     # Only classes of transformers itself count: code that comes with a model is never run.
     if kind not in transformers.CONFIG_MAPPING:
         raise ConfigError(
-            f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not have: '
-            f"pip install -U transformers. Code in the folder itself is never run"
+            f'the "model_type" of {folder} is {kind!r}, which transformers {transformers.__version__} does not know; '
+            f"run: pip install -U transformers. Code in the folder itself is never run"
         )
 
 
@@ -127,7 +127,7 @@ def check_positions(config: Any, seq_len: int) -> None:
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and 0 < longest < seq_len:  # XLNet uses -1 for no limit
-        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions that this model has")
+        raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
 
 
 def said(error: Exception) -> str:

@@ -33,7 +33,7 @@ def parse_size(text: str | int | float) -> int:
     try:
         return int(float(found[1]) * _UNITS[found[2].lower()])
     except OverflowError as error:
-        raise ConfigError(f"{text!r} is more bytes than there are") from error
+        raise ConfigError(f"{text!r} is too large a number of bytes; give a smaller size") from error
 
 
 def format_size(nbytes: float) -> str:

@@ -108,7 +108,7 @@ class Timeline:
     def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS, *, waits: bool = False) -> None:
         self.path = path
         self.notices: tuple[str, ...] = (
-            Remark(f"a time line is written to {path} at the end: see it at ui.perfetto.dev"),
+            Remark(f"the time line will be written to {path} at the end; open it at ui.perfetto.dev"),
         )
         self._rank, self._most = rank, most
         self._pid = rank + 1  # viewers treat process 0 as the idle one
@@ -183,7 +183,7 @@ class Timeline:
         if self._full_at is None:
             self._full_at = at
             logger.warning(
-                "the time line %s ends here: it holds %d events, the most there may be", self.path, self._most
+                "the time line %s ends here: it contains %d events, the most that are recorded", self.path, self._most
             )
         return False
 
@@ -243,7 +243,7 @@ class Timeline:
         for name, at, value in sorted([*self._samples, *_in_flight(spans)], key=lambda sample: sample.time):
             yield {"ph": "C", "pid": self._pid, "name": name, "ts": at / 1000, "args": {"bytes": value}}
         if self._full_at is not None:
-            words = f"no more was recorded: {self._most} events"
+            words = f"recording stopped after {self._most} events"
             yield {
                 "ph": "i",
                 "s": "g",
@@ -332,7 +332,7 @@ def path_of(file: str, rank: int, world_size: int) -> Path:
         )
     # A slip in the config must not destroy a file of the user.
     if path.is_file() and not _is_ours(path):
-        raise ConfigError(f"{path} is no time line, and would be overwritten; give another file")
+        raise ConfigError(f"{path} is not a time line and would be overwritten; give another file")
     return path
 
 

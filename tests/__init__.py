@@ -1,4 +1,4 @@
-"""Promises, one file a behaviour. `oracle` has what they share, `mutants` shows that they notice faults."""
+"""Promises, one file a behaviour. `support` has the helper modules, `mutants` shows that the tests notice faults."""
 
 from tests.mutants import importing
 

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 # Models here are tiny: a second thread of torch only waits, for ever so long where the machine is busy.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,7 +25,10 @@ from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
-from tests import sampling
+from tests.support import sampling
+
+if TYPE_CHECKING:
+    from tests.support.rank_pool import RankPool
 
 dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more, on some machines
 
@@ -77,11 +81,20 @@ def _leaves_nothing(_deterministic: None) -> Iterator[None]:
 
 @pytest.fixture
 def engines_end() -> Iterator[None]:
-    """For tests whose engines `tests.pretrained` makes: they end with the test."""
-    from tests.pretrained import end_engines
+    """For tests whose engines `tests.support.pretrained_models` makes: they end with the test."""
+    from tests.support.pretrained_models import end_engines
 
     yield
     end_engines()
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    """Two ranks, which the tests of this process share."""
+    from tests.support.rank_pool import shared_pool
+
+    with shared_pool(2) as two:
+        yield two
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from accelerate.state import AcceleratorState
 
 import offload
 from offload.hf import Accelerator
-from tests import models
-from tests.trainers import DISK, FEW, MEMORY, Run, Texts, assert_close, assert_same, config, seeded
+from tests.support import models
+from tests.support.trainer_runs import DISK, FEW, MEMORY, Run, Texts, assert_close, assert_same, config, seeded
 
 EPOCHS, CLIP = 2, 0.5
 
@@ -158,7 +158,7 @@ def test_stock_accelerate_says_what_to_call(tmp_path: Path) -> None:
     plain.backward(prepared(**next(iter(loader))).loss)
     with pytest.raises(offload.UsageError, match=r"imports offload\.hf\.Accelerator .* whose clip_grad_norm_ is"):
         plain.clip_grad_norm_(prepared.parameters(), CLIP)
-    with pytest.raises(AttributeError, match=r"nor has its model \(engine\.module\), GPT2LMHeadModel"):
+    with pytest.raises(AttributeError, match=r"neither does its model \(engine\.module\), GPT2LMHeadModel"):
         plain.unwrap_model(prepared)
     engine.destroy(remove=True)
 
@@ -169,7 +169,7 @@ def test_stock_accelerate_counts_and_scales_otherwise(blocks: dict[str, Any], tm
     engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path, **blocks))
     plain = accelerate.Accelerator(cpu=True)
     prepared, stepped, loader = plain.prepare(engine.module, mine, loader)
-    with pytest.raises(offload.UsageError, match=r"loop of Accelerate.* offload\.hf\.Accelerator"):
+    with pytest.raises(offload.UsageError, match=r"loop of Accelerate.* use offload\.hf\.Accelerator"):
         for batch in loader:
             plain.backward(prepared(**batch).loss)
             stepped.step()

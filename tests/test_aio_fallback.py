@@ -13,7 +13,7 @@ from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
 from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
-from tests.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.seccomp import FILTER_ALL, refusing, run_python
 
 WORK = """
 from offload.aio import DirectFile, IoQueue
@@ -30,15 +30,19 @@ with DirectFile("file", create=True) as file, IoQueue() as queue:
 @pytest.mark.parametrize(
     ("refused", "backend", "words"),
     [
-        ({"io_uring_setup": errno.EPERM}, "libaio", ["no io_uring", "EPERM", "seccomp"]),
-        ({"io_uring_setup": errno.ENOSYS}, "libaio", ["no io_uring", "ENOSYS", "Linux 5.1"]),
-        ({"io_uring_setup": errno.ENOMEM}, "libaio", ["no io_uring", "RLIMIT_MEMLOCK"]),
+        ({"io_uring_setup": errno.EPERM}, "libaio", ["io_uring is not available", "EPERM", "seccomp"]),
+        ({"io_uring_setup": errno.ENOSYS}, "libaio", ["io_uring is not available", "ENOSYS", "Linux 5.1"]),
+        ({"io_uring_setup": errno.ENOMEM}, "libaio", ["io_uring is not available", "RLIMIT_MEMLOCK"]),
         (
             {"io_uring_setup": errno.EPERM, "io_setup": errno.EAGAIN},
             "threads",
-            ["no io_uring", "no libaio", "aio-max-nr"],
+            ["io_uring is not available", "libaio is not available", "aio-max-nr"],
         ),
-        ({"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS}, "threads", ["no libaio", "this kernel has none"]),
+        (
+            {"io_uring_setup": errno.EPERM, "io_setup": errno.ENOSYS},
+            "threads",
+            ["libaio is not available", "does not support libaio"],
+        ),
     ],
     ids=["seccomp", "old kernel", "memlock", "libaio exhausted", "no libaio"],
 )
@@ -54,14 +58,14 @@ def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
     code = """
 from offload.aio import IoQueue
 from offload.errors import ConfigError
-from tests.seccomp import FILTER_ALL, refusing, run_python
+from tests.support.seccomp import FILTER_ALL, refusing, run_python
 try:
     IoQueue("io_uring")
 except ConfigError as error:
     print(error)
 """
     (message,) = refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code)
-    assert "no io_uring" in message and "auto" in message and "threads" in message
+    assert "io_uring is not available" in message and "auto" in message and "threads" in message
 
 
 @pytest.mark.parametrize(

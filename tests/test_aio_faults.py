@@ -16,8 +16,8 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError, UsageError
-from tests import warm
-from tests.mounts import disk, mounted
+from tests.support import warm_process
+from tests.support.filesystems import disk, mounted
 
 MIB = 1 << 20
 WITHOUT_JOURNAL = ("mkfs.ext4", "-q", "-O", "^has_journal")
@@ -213,7 +213,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
 signal.setitimer(signal.ITIMER_REAL, 0)
 print("right")
 """
-    done = warm.python(code, timeout=120)
+    done = warm_process.python(code, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
 
 
@@ -227,7 +227,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
     while True:
         queue.write(file, 0, buffer).wait()
 """
-    child = warm.begin(["-c", code], stdout=subprocess.PIPE)
+    child = warm_process.begin(["-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGTERM)
     assert child.wait(timeout=30) == -signal.SIGTERM

@@ -15,7 +15,7 @@ import pytest
 
 from offload.aio import DirectFile, IoFuture, IoQueue, aligned_empty
 from offload.errors import IoError
-from tests import warm
+from tests.support import warm_process
 
 
 def test_a_callback_is_called_once_with_its_future(backend: str, tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({back
 for index in range(8):
     queue.write(file, index << 22, bytes(4 << 20)).add_done_callback(lambda _: print("called"))
 """
-    done = warm.python(code, timeout=60)
+    done = warm_process.python(code, timeout=60)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["called"] * 8, "")
 
 
@@ -300,7 +300,7 @@ file, queue = DirectFile({str(tmp_path / "other")!r}, create=True), IoQueue({bac
 queue.write(file, 0, bytes(64 << 20)).add_done_callback(use)
 """
     start = after if when == "after" else in_a_callback
-    done = warm.python(use + start, timeout=60)
+    done = warm_process.python(use + start, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "called 100000\n", "")
 
 
@@ -325,5 +325,5 @@ for number in range(4):
         sys.exit(5)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-    done = warm.python(code, timeout=120)
+    done = warm_process.python(code, timeout=120)
     assert (done.stdout.split(), done.stderr) == (["5"] * 4, "")

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node
-from tests.seccomp import refusing
+from tests.support.seccomp import refusing
 
 HUGE = 2 << 20
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+import threading
 from pathlib import Path
 
 import pytest
 
-from offload.fileio import atomic_write
+from offload.fileio import atomic_write, keep_mode_and_owner, write_new
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -39,6 +42,53 @@ def test_where_it_fails_the_old_file_is_as_it_was(tmp_path: Path, monkeypatch: p
     with pytest.raises(OSError, match="No space left"):
         atomic_write(path, "new")
     assert path.read_text() == "old" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_two_threads_that_write_one_file_write_it_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins and ends while the first has written its text and not yet renamed it."""
+    path, sync = tmp_path / "file", os.fsync
+
+    def late(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        other = threading.Thread(target=atomic_write, args=(path, "other"))
+        other.start()
+        other.join()
+        assert path.read_text() == "other"
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", late)
+    atomic_write(path, "the first one")
+    assert path.read_text() == "the first one" and [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_mode_stays_where_the_owner_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_permitted(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chown", not_permitted)
+    old, new = tmp_path / "old", tmp_path / "new"
+    for each in (old, new):
+        each.mkdir()
+    old.chmod(0o2750)
+    keep_mode_and_owner(old.stat(), new)
+    assert stat.S_IMODE(new.stat().st_mode) == 0o2750
+
+
+def test_a_new_file_that_cannot_be_written_is_not_left_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="No space left"):
+            write_new(tmp_path / "file", b"bytes")
+    assert not list(tmp_path.iterdir())
+    write_new(tmp_path / "file", b"bytes")
+    with pytest.raises(FileExistsError):
+        write_new(tmp_path / "file", b"others")
+    assert (tmp_path / "file").read_bytes() == b"bytes"
 
 
 def test_a_kill_before_the_exchange_leaves_the_old_file(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ import offload
 from offload.config import load_config
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.errors import ConfigError
-from tests import bounds, models
-from tests.oracle import (
+from tests.support import models, rounding_bounds
+from tests.support.oracle import (
     DTYPES,
     Job,
     PlainEngine,
@@ -79,8 +79,8 @@ def test_as_a_plain_loop_and_the_same_bits_everywhere(name: str, tmp_path: Path)
         expected = train_step(plain, job, step)
         if not step:
             assert loss == expected, "before the first update every bit is torch's"
-        bounds.same_losses([loss], [expected], job._replace(dtype="bf16"))
-        bounds.same_norms([norm], [plain.get_global_grad_norm()], job._replace(dtype="bf16"))
+        rounding_bounds.same_losses([loss], [expected], job._replace(dtype="bf16"))
+        rounding_bounds.same_norms([norm], [plain.get_global_grad_norm()], job._replace(dtype="bf16"))
     assert all(value.dtype != torch.bfloat16 for value in memory.weights.values())
 
 

@@ -5,8 +5,6 @@ Each loop is written once and runs with the engine and with `PlainEngine`.
 
 from __future__ import annotations
 
-import ctypes
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,13 +13,27 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests import bounds, models
-from tests.oracle import Job, PlainEngine, room_for, run, start, train_step
-from tests.test_modules import DISK, MEMORY, WIDTH, Layers
+from tests.support import models, rounding_bounds
+from tests.support.autograd_modules import (
+    Borrowing,
+    BorrowingData,
+    Customs,
+    HooksInside,
+    KeepsParameters,
+    KeepsViews,
+    Mapped,
+    PenaltyInside,
+    Pushed,
+    ReadingAddresses,
+    SavedOnCpuInside,
+    Selective,
+    Sparse,
+    Wrapping,
+)
+from tests.support.module_kinds import Layers
+from tests.support.oracle import Job, PlainEngine, room_for, run, start, train_step
+from tests.test_module_kinds import DISK, MEMORY
 
 Loop = Callable[[Any, Job], list[float]]
 
@@ -261,205 +273,6 @@ def in_place(engine: Any, job: Job) -> list[float]:
 # -- functions of the user ----------------------------------------------------------------------------
 
 
-class Scaled(torch.autograd.Function):
-    """What it needs of the weight lies where `keep` says."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, keep: str) -> torch.Tensor:
-        ctx.keep = keep
-        if keep == "saved":
-            ctx.save_for_backward(hidden, weight)
-        else:
-            ctx.save_for_backward(hidden)
-            ctx.weight = weight.t() if keep == "view" else weight
-        return hidden @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        weight = ctx.saved_tensors[1] if ctx.keep == "saved" else ctx.weight
-        weight = weight.t() if ctx.keep == "view" else weight
-        hidden = ctx.saved_tensors[0]
-        return gradient @ weight, gradient.flatten(0, 1).t() @ hidden.flatten(0, 1), None
-
-
-class Custom(nn.Module):
-    def __init__(self, keep: str) -> None:
-        super().__init__()
-        self.keep = keep
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return Scaled.apply(hidden, self.weight, self.keep)
-
-
-class Customs(Layers):
-    keep = "saved"
-
-    def layer(self, index: int) -> nn.Module:
-        return Custom(self.keep)
-
-
-class KeepsParameters(Customs):
-    keep = "parameter"
-
-
-class KeepsViews(Customs):
-    keep = "view"
-
-
-class Borrows(nn.Module):
-    """Its function reads the weight of a module that does not run."""
-
-    def __init__(self, lender: nn.Module, as_data: bool) -> None:
-        super().__init__()
-        self.own, self.as_data = nn.Linear(WIDTH, WIDTH), as_data
-        self.lenders = [lender]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.lenders[0].weight
-        return Scaled.apply(self.own(hidden), weight.data if self.as_data else weight, "saved")
-
-
-class Borrowing(Layers):
-    as_data = False
-
-    def layer(self, index: int) -> nn.Module:
-        return nn.Linear(WIDTH, WIDTH) if index == 0 else Borrows(self.first, self.as_data)
-
-    def __init__(self) -> None:
-        self.__dict__["first"] = nn.Linear(WIDTH, WIDTH)
-        super().__init__()
-        self.layers[0] = self.first
-
-
-class BorrowingData(Borrowing):
-    as_data = True
-
-
-class ReadsAddress(nn.Module):
-    """As a kernel that is given an address: what lies there when its own module has run beside."""
-
-    def __init__(self, lender: nn.Module) -> None:
-        super().__init__()
-        self.own = nn.Linear(WIDTH, WIDTH)
-        self.lenders = [lender]
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight = self.lenders[0].weight
-        address = weight.data_ptr()
-        hidden = self.own(hidden)
-        memory = (ctypes.c_char * (weight.numel() * weight.element_size())).from_address(address)
-        return hidden @ torch.frombuffer(memory, dtype=weight.dtype).clone().view(weight.shape).t()
-
-
-class ReadingAddresses(Borrowing):
-    def layer(self, index: int) -> nn.Module:
-        return nn.Linear(WIDTH, WIDTH) if index == 0 else ReadsAddress(self.first)
-
-
-class Wrap(torch.autograd.Function):
-    """A tensor subclass that has no memory of its own, as those of torchao and DTensor have none."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return TwoTensor(hidden.clone(), hidden * 2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> torch.Tensor:
-        return gradient.a + gradient.b * 2
-
-
-class Unwrap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, both: Any) -> torch.Tensor:
-        return both.a + both.b
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return TwoTensor(gradient.clone(), gradient.clone())
-
-
-class Wrapper(nn.Module):
-    """Between its modules, and out of one of them, goes a wrapped tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.wrapped = nn.Linear(WIDTH, WIDTH), nn.Tanh()
-        self.inner = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        both = self.wrapped(Wrap.apply(self.linear(hidden)))
-        return self.inner[0](Unwrap.apply(both * both.exp()))
-
-
-class Wrapping(Layers):
-    def layer(self, index: int) -> nn.Module:
-        return Wrapper()
-
-
-class HooksInside(Layers):
-    """The user's saved-tensor hooks inside of the model, which keep whatever they are given."""
-
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if index == 1:
-                with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-                    hidden = hidden + torch.tanh(functional.linear(hidden, layer.weight, layer.bias))
-            else:
-                hidden = hidden + torch.tanh(layer(hidden))
-        return hidden
-
-
-class SavedOnCpuInside(Layers):
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return super().through(hidden, ids)
-
-
-class PenaltyInside(Layers):
-    """A gradient is asked for inside of the forward."""
-
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        inner = super().through(hidden, ids)
-        (slope,) = torch.autograd.grad(inner.float().square().mean(), hidden, create_graph=True)
-        return inner + slope
-
-
-class Mapped(Layers):
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            hidden = hidden + torch.vmap(layer)(hidden)
-        return hidden
-
-
-class Pushed(Layers):
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            value, slope = torch.func.jvp(layer, (hidden,), (torch.ones_like(hidden),))
-            hidden = hidden + torch.tanh(value) * slope
-        return hidden
-
-
-class Sparse(Layers):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding.sparse = True
-
-
-class Selective(Layers):
-    """Products are kept, the rest is recomputed; the user's dispatch mode must not see the engine's copies."""
-
-    def layer(self, index: int) -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))
-
-    def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        products = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-        contexts = functools.partial(create_selective_checkpoint_contexts, products)
-        for layer in self.layers:
-            hidden = hidden + checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
-        return hidden
-
-
 def drops_the_loss(engine: Any, job: Job) -> list[float]:
     """The graph, and with it what a function keeps in `ctx`, is gone before the step."""
 
@@ -479,6 +292,7 @@ def trains(engine: Any, job: Job) -> list[float]:
 
 
 LAYERS = Job(Layers, models.mixture_loss)
+
 TWO = LAYERS._replace(accumulation=2)
 
 LOOPS: dict[str, tuple[Loop, Job, int]] = {
@@ -523,7 +337,6 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
     "activations of a subclass that wraps other tensors (`TwoTensor`)": (trains, LAYERS._replace(model=Wrapping), 2),
 }
 
-
 ROWS = [pytest.param(name, marks=pytest.mark.works("Graphs", name, "right")) for name in LOOPS]
 
 
@@ -546,14 +359,14 @@ def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None
     in_memory = found(MEMORY)
     assert found(DISK, device_memory=room_for(job, units)) == in_memory
     expected = loop(PlainEngine(job), job)
-    bounds.same_norms(in_memory, expected, job)
+    rounding_bounds.same_norms(in_memory, expected, job)
 
 
 @pytest.mark.works("Modules", "`nn.Embedding(sparse=True)`: as if it were dense", "right")
 @pytest.mark.numeric
 def test_sparse_gradients(tmp_path: Path) -> None:
     sparse = run(LAYERS._replace(model=Sparse), DISK, tmp_path / "sparse")
-    bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
+    rounding_bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
 
 
 @pytest.mark.works("Graphs", "`state_dict()` in the middle of a forward", "right")

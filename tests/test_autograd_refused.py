@@ -12,11 +12,13 @@ from torch import nn
 
 import offload
 from offload.errors import UsageError
-from tests import models
-from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, room_for, run, start, train_step
-from tests.test_autograd import LAYERS, KeepsViews
-from tests.test_modules import DISK, MEMORY, Layers
+from tests.support import models
+from tests.support.autograd_modules import KeepsViews
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.module_kinds import Layers
+from tests.support.oracle import Job, room_for, run, start, train_step
+from tests.test_autograd import LAYERS
+from tests.test_module_kinds import DISK, MEMORY
 
 
 @pytest.mark.works("Graphs", "the same, with the loss still there at `step()`", "refused")

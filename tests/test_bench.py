@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import checkpoint, measure, predict, step
-from tests.oracle import processes
+from tests.support.oracle import processes
 
 
 @pytest.fixture(autouse=True)

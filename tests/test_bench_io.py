@@ -21,7 +21,7 @@ from offload.bench.io import Case, Fio, Row, _of_fio, make_plan, measure
 from offload.bench.io import plot as draw
 from offload.cli.main import app
 from offload.errors import ConfigError
-from tests import warm
+from tests.support import warm_process
 
 KEYS = {"backend", "op", "block_bytes", "depth", "bytes", "gb_per_s", "of_fio", "cpu_s_per_gb", "p50_us", "p99_us"}
 SMALL = ("--size", "1MiB", "--request", "256KiB", "--rounds", "1", "--block-size", "64KiB", "--depth", "4")
@@ -209,7 +209,7 @@ def test_it_works_beside_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
     command = ["-m", "offload", "bench", "io", str(tmp_path), "--size", "256MiB", "--rounds", "1000"]
-    child = warm.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = warm_process.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.iterdir()):
         assert child.poll() is None
         time.sleep(0.02)

@@ -22,7 +22,7 @@ from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, m
 from offload.bench.swap_plan import Plan, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
-from tests import warm
+from tests.support import warm_process
 
 MIB = 1 << 20
 UNITS, UNIT_BYTES = 32, 1 << 18
@@ -198,7 +198,7 @@ def test_an_error_in_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: float) -> None:
     command = ["-m", "offload", "bench", "swap", str(tmp_path)]
     command += ["--units", "8", "--unit-size", "1MiB", "--compute-ms", "20", "--rounds", "1000"]
-    child = warm.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = warm_process.begin(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.iterdir()):
         assert child.poll() is None
         time.sleep(0.02)

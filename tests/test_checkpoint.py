@@ -16,8 +16,8 @@ import offload
 from offload import kernels
 from offload.engine.checkpoint.files import checkpoints
 from offload.errors import StoreError
-from tests import bounds, models
-from tests.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
+from tests.support import models, rounding_bounds
+from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, config, run, start, train_step, weights_of
 
 DISK, CPU, NONE = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
 MIXTURE = models.MIXTURE._replace(accumulation=1)
@@ -109,7 +109,7 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     losses += [train_step(engine, job, step) for step in range(2, 4)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
     assert units != len(manifest.layout["units"])
-    bounds.same_losses(losses, whole.losses, job)  # the norm's sum has another order
+    rounding_bounds.same_losses(losses, whole.losses, job)  # the norm's sum has another order
     engine.destroy(remove=True)
 
 
@@ -202,7 +202,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
     saved(job, DISK, tmp_path)
     expected = masters(tmp_path / "saved")
     engine = begin(job._replace(dtype="fp32"), CPU, tmp_path / "second")
-    with pytest.raises(StoreError, match=r"mode bf16, this engine is of mode fp32.*load_optimizer_states=False"):
+    with pytest.raises(StoreError, match=r"mode bf16, this engine is in mode fp32.*load_optimizer_states=False"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     loaded = weights_of(engine)

@@ -15,9 +15,9 @@ import torch
 import offload
 from offload.engine.checkpoint import directory as checkpoint_folder
 from offload.engine.checkpoint import save as checkpoint_save
-from tests import models
-from tests.faults import die
-from tests.oracle import config, dies, processes, start, train_step
+from tests.support import models
+from tests.support.fault_injection import die
+from tests.support.oracle import config, dies, processes, start, train_step
 
 JOB = models.DROPOUT._replace(dtype="bf16", steps=4)
 CPU = ("cpu", "cpu")

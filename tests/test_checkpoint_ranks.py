@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,12 @@ from offload.engine.checkpoint import load as checkpoint_load
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import IoError, RankError, StoreError, UsageError
 from offload.states import State
-from tests import bounds
-from tests.oracle import Job, assert_same_tensors, config, weights_of
-from tests.rank_pool import RankPool, rank_and_size, shared_pool, start
-from tests.test_ranks import JOBS
+from tests.support import rounding_bounds
+from tests.support.oracle import Job, assert_same_tensors, config, weights_of
+from tests.support.rank_jobs import JOBS
+from tests.support.rank_pool import RankPool, rank_and_size, start
 
 DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with shared_pool(2) as two:
-        yield two
 
 
 def train(engine: offload.Engine, job: Job, steps: range) -> list[float]:
@@ -124,10 +117,10 @@ def test_another_number_of_ranks(name: str, more: bool, ranks: RankPool, tmp_pat
     one, other = values(tmp_path / "saved"), values(tmp_path / "again")
     assert_same_tensors(one, other)
     for after, loaded, client_state, notices in results:
-        bounds.same_losses(after, losses, job)
+        rounding_bounds.same_losses(after, losses, job)
         assert client_state == {"rank": 0}
         assert any("dropout draws other numbers" in notice for notice in notices)
-        bounds.same_weights(loaded, weights, job, reordered=True)
+        rounding_bounds.same_weights(loaded, weights, job, reordered=True)
 
 
 def fails_on_one(folder: Path) -> str:

@@ -17,8 +17,8 @@ import offload
 from offload.cli.main import app
 from offload.engine.checkpoint.files import read_manifest
 from offload.fileio.safetensors_stream import read_header
-from tests import models, rank_pool
-from tests.oracle import Job, assert_same_tensors, start, train_step
+from tests.support import models, rank_pool
+from tests.support.oracle import Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, LLAMA, tensors
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -108,7 +108,7 @@ def test_the_latest_is_verified_and_any_that_is_named(saved: Path) -> None:
         found = told("verify", path)
         assert found["whole"] and found["epoch"] == 2 and found["path"] == str(saved / "global_step2")
         assert 0 <= nbytes - found["bytes"] < 16 << 10, "all but the header"
-    assert run("verify", saved / "global_step1").output.endswith(": whole\n")
+    assert run("verify", saved / "global_step1").output.endswith(": intact\n")
 
 
 def test_every_tensor_that_differs_is_named(saved: Path) -> None:
@@ -128,7 +128,7 @@ def test_every_tensor_that_differs_is_named(saved: Path) -> None:
     ("file", "how", "words"),
     [
         ("progress.rank0.safetensors", "flip", "progress.rank0.safetensors is damaged"),
-        ("states.rank0.safetensors", "cut", "bytes, not"),
+        ("states.rank0.safetensors", "cut", "bytes, expected"),
         ("states.rank0.safetensors", "remove", "No such file"),
         ("progress.rank0.safetensors", "remove", "No such file"),
     ],
@@ -189,7 +189,7 @@ def test_frozen_weights_that_were_not_saved_are_told_of(tmp_path: Path) -> None:
     model = FROZEN.model()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
-    assert f"{len(frozen)} frozen weights are not in it" in " ".join(found["notices"])
+    assert f"{len(frozen)} frozen weights are not in the checkpoint" in " ".join(found["notices"])
     assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
     assert told("verify", tmp_path / "saved")["whole"]

@@ -12,7 +12,7 @@ import torch
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
-from tests.commanded import _alone, all_lines, call, facts, log
+from tests.support.cli_in_process import _alone, all_lines, call, facts, log
 
 __all__ = ["_alone"]
 

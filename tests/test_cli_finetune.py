@@ -20,8 +20,8 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import StoreError
-from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
-from tests.oracle import assert_same_tensors
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support.oracle import assert_same_tensors
 
 SMALL = ("--model", "model", "--seq-len", "64", "--batch-size", "2", "--device", "cpu")
 CHATS = [
@@ -83,14 +83,14 @@ def test_the_weights_are_those_of_the_folder() -> None:
 def test_a_folder_without_weights_is_trained_from_scratch() -> None:
     (Path("model") / "model.safetensors").unlink()
     said = call("--steps", "1")
-    assert said.exit_code == 0 and "model has no weights: its model is trained from scratch" in said.stdout
+    assert said.exit_code == 0 and "model contains no weights: its model is trained from scratch" in said.stdout
 
 
 def test_a_folder_without_a_tokenizer_is_said_to_have_none() -> None:
     """Of a GPT-2 without its files transformers makes a tokenizer that knows no words."""
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained("bare")
     said = call("--model", "bare", "--steps", "1", data="texts.jsonl")
-    assert said.exit_code == 2 and "bare has no tokenizer" in said.stderr, said.output
+    assert said.exit_code == 2 and "bare contains no tokenizer" in said.stderr, said.output
 
 
 @pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
@@ -213,7 +213,7 @@ BAD = {
     "--text bad.jsonl": "--text and --data are two ways to read",
     "--lora r=0": "--lora r must be",
     "--lora r=2,targets=c_attn": "has no c_attn; its linear layers are",
-    "--seq-len 4": "nothing can be learned of the data",
+    "--seq-len 4": "the data contain nothing to learn",
     "--seq-len 500": "128 positions",
 }
 
@@ -242,7 +242,7 @@ def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_help_has_groups_and_an_example() -> None:
     said = CliRunner().invoke(app, ["train", "--help"]).stdout
-    for words in ("Model:\n", "Data:\n", "Where things lie:\n", "Example: offload train --model", "--lora"):
+    for words in ("Model:\n", "Data:\n", "Placement:\n", "Example: offload train --model", "--lora"):
         assert words in said, words
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
-from tests.commands import begin, finish, losses
-from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support import warm_process
+from tests.support.cli_process import begin, finish, losses
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 TRAIN = "train --model model --data chats.jsonl --seq-len 64 --batch-size 2 --device cpu --lr 1e-2 --steps 40".split()
 ADAPTERS = ("--lora", "r=4,dropout=0.1,targets=all-linear")
 
 
-def start(folder: Path, run: str, *options: str) -> warm.Process:
+def start(folder: Path, run: str, *options: str) -> warm_process.Process:
     return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 
@@ -37,7 +37,7 @@ def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     assert reached < 40 and not (tmp_path / "killed-out").exists()
     ends = [start(tmp_path, "killed", *options, "--resume", "must"), start(tmp_path, "whole", *options)]
     said = [finish(end) for end in ends]
-    assert "going on after step" in said[0] and "other" not in said[0]
+    assert "resuming after step" in said[0] and "other" not in said[0]
     assert losses(tmp_path / "killed.jsonl") == losses(tmp_path / "whole.jsonl") and losses(tmp_path / "whole.jsonl")
     name = "adapter_model.safetensors" if "--lora" in options else "model.safetensors"
     saved = [(tmp_path / f"{run}-out" / name).read_bytes() for run in ("killed", "whole")]

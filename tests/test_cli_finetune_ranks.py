@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests import bounds
-from tests.commands import begin, begin_ranks, finish, losses
-from tests.folders import MARKING_TEMPLATE, make_folder, write_lines
+from tests.support import rounding_bounds
+from tests.support.cli_process import begin, begin_ranks, finish, losses
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, write_lines
 
 TRAIN = "train --model model --data data.jsonl --seq-len 64 --device cpu --dtype fp32 --lr 3e-4 --steps 4".split()
 
@@ -33,7 +33,7 @@ def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: 
     write_lines(tmp_path / "data.jsonl", lines)
     two, one = (train(tmp_path, name, *options, ranks=ranks) for name, ranks in (("two", 2), ("one", 1)))
     # Beside roundings to bf16: a mean of means, over rows that are nearly all learned.
-    bounds.same_numbers(two, one, 2 * bounds.unit("bf16"))
+    rounding_bounds.same_numbers(two, one, 2 * rounding_bounds.unit("bf16"))
     mine, theirs = (load_file(tmp_path / f"{name}-out" / f"{file}.safetensors") for name in ("two", "one"))
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():

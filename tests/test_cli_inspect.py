@@ -19,8 +19,8 @@ from offload.cli.main import app
 from offload.fileio import locked_dir
 from offload.swapper.store import other_runs
 from offload.swapper.store.rank_folder import Lock, holder
-from tests import models
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
 DISK = ("nvme", "nvme")
@@ -189,14 +189,14 @@ def test_a_later_drive_names_itself(tmp_path: Path) -> None:
 
 
 def notices(engine: offload.Engine) -> list[str]:
-    return [notice for notice in engine.notices if "that nobody holds" in notice]
+    return [notice for notice in engine.notices if "that no process uses" in notice]
 
 
 def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     drive = run.parent
     other = begin(drive, 1, run="second")
     (told,) = notices(other)
-    assert told.startswith("1 other run that nobody holds takes 4.0 MiB: ") and str(run) in told
+    assert told.startswith("1 other run that no process uses takes 4.0 MiB: ") and str(run) in told
     assert f"`offload inspect {drive}`" in told and "`offload rm`" in told
     third = begin(drive, 1, run="third")
     (told,) = notices(third)

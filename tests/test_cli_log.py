@@ -61,7 +61,7 @@ def test_numbers_that_are_not_finite_are_null() -> None:
 
 def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("my precious notes\n")
-    with pytest.raises(ConfigError, match="no log of a run"):
+    with pytest.raises(ConfigError, match="not the log of a run"):
         check_log(tmp_path / "notes.txt")
     for content in ("", "\n", '{"step": 1, "loss": 2.0}\n'):
         (tmp_path / "log.jsonl").write_text(content)

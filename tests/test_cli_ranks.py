@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
+from tests.support.cli_process import begin, begin_ranks, begin_torchrun, evaluated, finish, losses
 
 TRAIN = ("train", "--dtype", "fp32", "--seq-len", "32", "--lr", "3e-4")
 
@@ -60,5 +60,5 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
         "2",
     )
     said = finish(*begin_ranks(text, *TRAIN, *more))
-    assert "going on after step" in said
+    assert "resuming after step" in said
     assert len(losses(text / "log.jsonl")) == done + 2

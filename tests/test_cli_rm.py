@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from tests import models
-from tests.oracle import config, train_step
+from tests.support import models
+from tests.support.oracle import config, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -96,7 +96,7 @@ def test_it_names_what_goes_and_what_a_kill_has_left(drives: list[str]) -> None:
     result = CliRunner().invoke(app, ["rm", str(run)], input="y\n")
     for drive in drives:
         assert str(Path(drive, "default", "rank0")) in result.stdout
-    assert f"{run / 'finished.tmp'} (a kill has left it)" in result.stdout and "MiB)" in result.stdout
+    assert f"{run / 'finished.tmp'} (left by a kill)" in result.stdout and "MiB)" in result.stdout
     assert not run.exists()
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.swapper.store import run_status
-from tests.commanded import _alone, call, facts, log, swap_files
+from tests.support.cli_in_process import _alone, call, facts, log, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
@@ -58,7 +58,7 @@ def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> Non
     Path("ds.json").write_text(json.dumps({"offload": {"drive_tbw": 1e-3, "drive_share": 0.02}}))
     said = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
     (warned,) = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert "of the 1 GB that it is rated for (drive_tbw)" in warned
+    assert "of its rated 1 GB (drive_tbw)" in warned
     assert "warning" not in call("--config", "ds.json", "--steps", "5", "--run", "little").stdout
 
 
@@ -159,7 +159,7 @@ def test_a_finished_run_is_not_resumed() -> None:
     result = call("--steps", "1", "--resume", "auto", "--json")
     assert "ended at step 1" in result.stderr and facts(result)["losses"] == []
     must = call("--resume", "must")
-    assert must.exit_code == 2 and "was finished at step 1, so nothing is left to resume" in must.stderr
+    assert must.exit_code == 2 and "was finished at step 1, so no step is left to resume" in must.stderr
     assert call("--run", "none", "--resume", "must").exit_code == 2
     assert call("--run", "none", "--resume", "auto", "--steps", "1").exit_code == 0
 
@@ -183,7 +183,7 @@ def test_a_full_drive_under_the_log_ends_no_run() -> None:
 
 BAD = {
     "--model gpt2-tny": "did you mean gpt2-tiny",
-    "--model folder": "has no config.json",
+    "--model folder": "contains no config.json",
     "--text missing": "no text at missing",
     "--text folder": r"no \*\.py, \*\.txt or \*\.md file",
     "--text short": "a sequence needs 32",
@@ -265,7 +265,7 @@ def test_a_folder_without_weights_starts_fresh(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("model.safetensors", b"\x00" * 40, "is no whole safetensors file"),
+        ("model.safetensors", b"\x00" * 40, "is not a complete safetensors file"),
         ("config.json", b"{", "cannot"),
         ("tokenizer.json", b"{", "cannot read the tokenizer"),
     ],

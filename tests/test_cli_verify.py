@@ -20,12 +20,12 @@ from offload.swapper.modes import MODES
 from offload.swapper.store import drives as drives_module
 from offload.swapper.store.format.manifest import Extents
 from offload.swapper.store.inspection import look
-from tests import models
-from tests.faults import flip_bit
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.fault_injection import flip_bit
+from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16")
-EITHER = "the step after the last commit has begun to write over it, or it is damaged"
+EITHER = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
 
 
 def trained(folder: Path, steps: int, **options: Any) -> offload.Engine:
@@ -105,14 +105,14 @@ def test_a_whole_run(run: Path) -> None:
     code, told = verify(run)
     assert code == 0 and told["whole"] and told["epoch"] == 3
     (rank,) = told["ranks"]
-    assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("step 2, is whole too")
+    assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("step 2, is intact too")
     manifest = json.loads((run / "rank0" / "manifest.json").read_text())
     assert rank["bytes"] == sum(n for row in manifest["extents"] for slots in row.values() for _, n in slots[0])
     assert (
         told["step"] == rank["step"] == 3
         and "step 3" in said(run)
         and "epoch" not in said(run)
-        and ": whole" in said(run)
+        and ": intact" in said(run)
     )
     assert inspected(run)["damaged"] == []
 
@@ -159,7 +159,7 @@ def test_a_blob(run: Path, swap: Path) -> None:
     which, _ = newest(run)
     path = run / "rank0" / f"blob.{which}"
     flip_bit(path, 300)
-    for reason in ("its checksum is not the one", "it is missing"):
+    for reason in ("does not match the checksum", "the file is missing"):
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
         assert code == 1 and file["path"] == str(path) and reason in file["reason"]
@@ -185,7 +185,12 @@ def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Pat
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
         code, told = verify(run)
         (file,) = told["ranks"][0]["files"]
-        assert code == 1 and file["path"].endswith("/commit") and "torn" in file["reason"] and told["epoch"] == 2
+        assert (
+            code == 1
+            and file["path"].endswith("/commit")
+            and "does not match its checksum" in file["reason"]
+            and told["epoch"] == 2
+        )
         assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
     flip_bit(run / "rank0" / "commit", which * 4096 + 20)
@@ -196,7 +201,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
     path = run / "rank0" / "commit"
     path.unlink()
     code, told = verify(run)
-    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
     assert inspected(run)["damaged"] == told["ranks"][0]["files"]
     assert resumed(swap) is None
 
@@ -230,7 +235,7 @@ def test_cut_states_are_named_with_what_was_in_them(drive: str, run: Path, swap:
     assert code == 1 and file_["path"] == str(path) and "cut short" in file_["reason"]
     assert inspected(run)["damaged"] == [file_]
     path.unlink()
-    assert verify(run)[1]["ranks"][0]["files"] == [{"path": str(path), "reason": "it is missing"}]
+    assert verify(run)[1]["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
     assert resumed(swap) is None
 
 
@@ -257,8 +262,8 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     code, told = verify(tmp_path / "first" / "default")
     assert code == 0 and told["epoch"] == 2
     before = told["ranks"][0]["before"]
-    assert before.startswith("the commit before, step 1, is not whole: ") and before.endswith(EITHER)
-    assert ": the checksum is not the one written; " in before, "the place is told"
+    assert before.startswith("the commit before, step 1, is not intact: ") and before.endswith(EITHER)
+    assert ": the bytes do not match the stored checksum; " in before, "the place is told"
 
 
 def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Path) -> None:
@@ -274,13 +279,14 @@ def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Pat
     title = found.manifest.spec.title(unit)
     slot = "AB"[record.slots[unit]]
     before = told["ranks"][0]["before"]
-    assert before.startswith(f"the commit before, step 2, is not whole: weight of {title}, slot {slot}: ")
+    assert before.startswith(f"the commit before, step 2, is not intact: weight of {title}, slot {slot}: ")
     assert before.endswith(EITHER)
     flip_bit(path, start)
     flip_bit(run / "rank0" / f"blob.{record.blob}", 0)
     before = verify(run)[1]["ranks"][0]["before"]
     assert (
-        before == f"the commit before, step 2, is not whole: its blob.{record.blob} is not what was written; {EITHER}"
+        before
+        == f"the commit before, step 2, is not intact: its blob.{record.blob} differs from the bytes written; {EITHER}"
     )
 
 

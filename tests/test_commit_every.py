@@ -15,9 +15,9 @@ import offload
 from offload.aio import DirectFile
 from offload.swapper.store import Store
 from offload.swapper.store.format.commit_record import read_records
-from tests import models
-from tests.faults import die, die_after_writes
-from tests.oracle import Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
+from tests.support import models
+from tests.support.fault_injection import die, die_after_writes
+from tests.support.oracle import Result, assert_same, assert_same_tensors, dies, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=8, accumulation=2)

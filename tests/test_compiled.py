@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests import bounds, models
-from tests.oracle import Job, plain_loop, room_for, run, start, train_step
-from tests.test_modules import DISK, MEMORY, WIDTH, Layers
+from tests.support import models, rounding_bounds
+from tests.support.module_kinds import WIDTH, Layers
+from tests.support.oracle import Job, plain_loop, room_for, run, start, train_step
+from tests.test_module_kinds import DISK, MEMORY
 
 
 class Eager(Layers):
@@ -67,7 +68,7 @@ def test_compiled_blocks(model: Callable[[], nn.Module], dtype: str, tmp_path: P
     torch.compiler.reset()
     assert on_disk.losses == run(job, MEMORY, tmp_path / "memory").losses
     eager = plain_loop(job._replace(model=Eager))
-    bounds.same_losses(on_disk.losses, eager.losses, job)
+    rounding_bounds.same_losses(on_disk.losses, eager.losses, job)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.config import (
-    Aio,
     Batch,
-    Block,
     Config,
-    ZeroOptimization,
     document,
     load_config,
     read_json,
@@ -239,9 +235,7 @@ def test_a_config_may_come_in_base64(tmp_path: Path) -> None:
 )
 def test_hjson_is_told_what_json_needs(text: str, tmp_path: Path) -> None:
     (tmp_path / "ds.hjson").write_text(text)
-    with pytest.raises(
-        ConfigError, match=r"not JSON: .* column \d+\. Of HJSON, comments .* words in quotes, and commas"
-    ):
+    with pytest.raises(ConfigError, match=r"not JSON: .* column \d+\. Comments and .* strings in quotes, and commas"):
         load_config(tmp_path / "ds.hjson")
 
 
@@ -252,7 +246,9 @@ def test_paths_are_strings_or_paths() -> None:
 
 
 def test_a_block_of_somebody_else_is_named_and_ignored() -> None:
-    assert load_config({"my_own_note": 1}).notices == ("not supported and ignored: my_own_note",)
+    assert load_config({"my_own_note": 1}).notices == (
+        "config keys that are not supported and are ignored: my_own_note",
+    )
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -293,7 +289,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another optimizer": ({"optimizer": {"type": "Adan"}}, "'Lion' or 'SGD'.*Adan.*pass optimizer="),
     "another's parameter": (
         {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "eps": 1e-8}}},
-        r"optimizer has params\.eps, which Lion has not; it has lr, betas, weight_decay",
+        r"optimizer contains params\.eps, and Lion takes lr, betas, weight_decay",
     ),
     "nesterov alone": (
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}},
@@ -356,68 +352,6 @@ def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
 def test_an_unused_path_is_said() -> None:
     content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}}}
     assert "nvme_path is ignored" in load_config(content).notices[0]
-
-
-def _places(model: type[Block], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    for key in (*model.model_fields, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED, *model.OLD_NAMES, "unheard_of"):
-        yield (*path, key)
-    for name, field in model.model_fields.items():
-        for inner in (field.annotation, *getattr(field.annotation, "__args__", ())):
-            if isinstance(inner, type) and issubclass(inner, Block):
-                yield from _places(inner, (*path, name))
-
-
-ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        10**400,
-        0.5,
-        1e308,
-        float("inf"),
-        float("nan"),
-        "",
-        "auto",
-        "\0",
-        "~",
-        "1e400",
-        b"x",
-    ),
-    *(
-        [],
-        [None],
-        [1],
-        ["x", "x"],
-        [[]],
-        {},
-        {"enabled": 5},
-        {"x": {"enabled": "auto"}},
-        {None: 1},
-        object(),
-        Path("/x"),
-    ),
-)
-
-
-@pytest.mark.parametrize("place", list(_places(Config)), ids=".".join)
-def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ...]) -> None:
-    for value in ODD:
-        content: Any = value
-        for key in reversed(place):
-            content = {key: content}
-        if place[0] == "scheduler":
-            content = {"scheduler": {"type": "WarmupLR", **content["scheduler"]}} if place[1:] else content
-        try:
-            config = load_config(content)
-        except ConfigError as error:
-            named = {**Config.OLD_NAMES, **Aio.OLD_NAMES, **ZeroOptimization.OLD_NAMES}.get(place[-1], place[-1])
-            assert named in str(error) or isinstance(value, dict), f"{value!r}: the key is not named: {error}"
-        else:
-            assert all("\n" not in line for line in config.notices)
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from(["total", "micro", "accumulation"]))

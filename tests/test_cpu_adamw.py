@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from offload.errors import ConfigError
 from offload.kernels import CPUAdamW, join_master
-from tests import bounds
-from tests.oracle import Job
+from tests.support import rounding_bounds
+from tests.support.oracle import Job
 
 pytestmark = pytest.mark.numeric
 
@@ -69,7 +69,7 @@ def test_in_a_loop_it_is_torch() -> None:
     mine, theirs = net(), net()
     train(mine, CPUAdamW(mine.parameters(), lr=1e-2), 20)
     train(theirs, torch.optim.AdamW(theirs.parameters(), lr=1e-2), 20)
-    bounds.same_weights(mine.state_dict(), theirs.state_dict(), JOB._replace(steps=20))
+    rounding_bounds.same_weights(mine.state_dict(), theirs.state_dict(), JOB._replace(steps=20))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -220,7 +220,7 @@ def test_states_go_to_torch_and_back(dtype: torch.dtype, kind: type[torch.optim.
     train(model, theirs, 1, 3)
     train(other, mine, 1, 3)
     job = JOB._replace(dtype="fp32" if dtype is torch.float32 else "bf16")
-    bounds.same_weights(other.state_dict(), model.state_dict(), job)
+    rounding_bounds.same_weights(other.state_dict(), model.state_dict(), job)
     if dtype is torch.float32:
         back = torch.optim.AdamW(other.parameters())
         back.load_state_dict(mine.state_dict())

@@ -116,7 +116,7 @@ def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> 
     [
         ("zero", r"offload\.init is zero\.Init, offload\.gathered"),
         ("comm", r"torch\.distributed"),
-        ("init_distributed", "nothing to call: initialize"),
+        ("init_distributed", "call nothing: initialize"),
         ("add_config_arguments", "config= of initialize takes the path"),
     ],
 )

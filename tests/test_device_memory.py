@@ -17,9 +17,9 @@ from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.memory.device import DONE, CudaDevice, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
-from tests import models
-from tests.late_device import LateDevice, Ticks, use_device
-from tests.oracle import assert_same, start, train_step, trained
+from tests.support import models
+from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.oracle import assert_same, start, train_step, trained
 
 JOB = models.GPT2
 

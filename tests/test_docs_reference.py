@@ -14,7 +14,7 @@ import pytest
 
 import offload
 from offload import aio, deepnvme, errors, hf, kernels, schedules
-from tests import command_line
+from tests.support import command_line_page
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").rglob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
@@ -80,6 +80,8 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
 
 
 def test_the_commands_are_as_they_say_themselves() -> None:
-    assert command_line.document() == command_line.PAGE.read_text(encoding="utf-8"), "run: python -m tests.command_line"
-    said = {command: command_line.help_of(*command) for command in command_line.commands()}
+    assert command_line_page.document() == command_line_page.PAGE.read_text(encoding="utf-8"), (
+        "run: python -m tests.support.command_line_page"
+    )
+    said = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
     assert [command for command, words in said.items() if "\nCommands:" not in words and "--json" not in words] == []

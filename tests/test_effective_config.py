@@ -28,12 +28,12 @@ def said(content: dict[str, Any], world_size: int = 1) -> str:
         (
             {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5},
             2,
-            "config: 32 samples a step = 4 of a micro-batch * 4 of them * 2 ranks",
+            "config: 32 samples a step = 4 in a micro-batch * 4 micro-batches * 2 ranks",
         ),
         (
             {},
             1,
-            "config: 1 sample a step = 1 of a micro-batch * 1 of them * 1 rank; "
+            "config: 1 sample a step = 1 in a micro-batch * 1 micro-batch * 1 rank; "
             "gradient_clipping 1 by default, which was 0 in older DeepSpeed",
         ),
     ],
@@ -47,14 +47,14 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "a mode, which is off then": ({"bf16": {"enabled": "auto"}}, "bf16.enabled false"),
     "a block": ({"fp16": "auto"}, "fp16 (its defaults)"),
     "a clip": ({"gradient_clipping": "auto"}, "gradient_clipping 1.0"),
-    "an optimizer": ({"optimizer": "auto"}, "optimizer (decided here)"),
+    "an optimizer": ({"optimizer": "auto"}, "optimizer (chosen by this library)"),
     "its numbers": (
         {"optimizer": {"type": "Lion", "params": {"lr": 1, "betas": "auto"}}},
         "optimizer.params.betas [0.9, 0.99]",
     ),
     "its rate": (
         {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
-        'optimizer.params.lr "that of the optimizer given"',
+        'optimizer.params.lr "that of optimizer="',
     ),
     "a schedule's": (
         {
@@ -67,7 +67,7 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "what is decided here, by its older name": (
         {"zero_optimization": {"prefetch_bucket_size": "auto"}},
-        "zero_optimization.stage3_prefetch_bucket_size (decided here)",
+        "zero_optimization.stage3_prefetch_bucket_size (chosen by this library)",
     ),
     "what is a value": ({"offload": {"resume": "auto"}}, ""),
     "what has no effect": ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ""),
@@ -90,7 +90,7 @@ def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
             engine.backward(engine(torch.ones(2, 4)).mean())
             engine.step()
     info = [each.getMessage() for each in caplog.records if each.getMessage().startswith("config: ")]
-    whole = [each for each in caplog.records if each.getMessage().startswith("the whole config: ")]
+    whole = [each for each in caplog.records if each.getMessage().startswith("the complete config: ")]
     assert len(info) == 1 and info[0].startswith("config: 2 samples a step")
     assert [each.levelno for each in whole] == [logging.DEBUG]
     assert json.loads(whole[0].getMessage().partition(": ")[2]) == engine.config

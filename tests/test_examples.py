@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.support import warm_process
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 RUN_HERE = {"train_loop", "trainer", "tiny_model", "finetune", "lora", "export", "resume"}
@@ -23,7 +23,7 @@ def test_every_example_is_run_here() -> None:
 
 
 def run(name: str, folder: Path) -> str:
-    done = warm.run([EXAMPLES / name], cwd=folder)
+    done = warm_process.run([EXAMPLES / name], cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -70,11 +70,11 @@ def test_a_loop_of_ones_own_goes_on_after_a_kill(
     """The loops that it starts, kills and follows are forked processes; the last is the one that nobody kills."""
     followed: list[dict[int, str]] = []
 
-    def begin(arguments: list[str | Path], cwd: Path, text: bool, **streams: int) -> warm.Process:
+    def begin(arguments: list[str | Path], cwd: Path, text: bool, **streams: int) -> warm_process.Process:
         assert arguments == [sys.executable, EXAMPLES / "train_loop.py"] and text
-        return warm.begin(arguments[1:], cwd=cwd.absolute(), **streams)
+        return warm_process.begin(arguments[1:], cwd=cwd.absolute(), **streams)
 
-    def follow(process: warm.Process, **how: Any) -> dict[int, str]:
+    def follow(process: warm_process.Process, **how: Any) -> dict[int, str]:
         followed.append(example["follow"](process, **how))
         return followed[-1]
 

@@ -24,18 +24,9 @@ from offload.engine.model_io import weight_writer as model_write
 from offload.engine.model_io.weight_source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
-from tests import models, rank_pool
-from tests.oracle import (
-    Job,
-    assert_same_tensors,
-    config,
-    peak_memory,
-    peak_rss,
-    processes,
-    start,
-    train_step,
-    weights_of,
-)
+from tests.support import models, rank_pool
+from tests.support.oracle import Job, assert_same_tensors, config, processes, start, train_step, weights_of
+from tests.support.process_measures import peak_memory, peak_rss
 
 DISK = ("nvme", "nvme")
 
@@ -273,7 +264,7 @@ def test_a_folder_that_holds_something_is_refused(small: Path, tmp_path: Path) -
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis").write_text("dear")
     (tmp_path / "file").write_text("dear")
-    for out, words in (("full", "is there already"), ("file", "is there already"), ("no/where", "there is no folder")):
+    for out, words in (("full", "exists already"), ("file", "exists already"), ("no/where", "there is no folder")):
         result = run(small, tmp_path / out)
         assert result.exit_code == 2 and words in result.stderr
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full", "swap"]

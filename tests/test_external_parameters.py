@@ -11,8 +11,8 @@ from torch import nn
 
 import offload
 from offload.errors import UsageError
-from tests import bounds, models
-from tests.oracle import Job, plain_loop, start, train_step
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, plain_loop, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -60,7 +60,7 @@ def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
                 job.loss(engine, 0, 0)
             for _ in range(2):
                 offload.register_external_parameter(unseen, weight)
-        bounds.same_losses([train_step(engine, job, step) for step in range(2)], expected, job)
+        rounding_bounds.same_losses([train_step(engine, job, step) for step in range(2)], expected, job)
         offload.unregister_external_parameter(unseen, weight)
         with torch.no_grad():
             assert bool(job.loss(engine, 0, 0).isnan()), "else this test shows nothing"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import offload
-from tests.oracle import Job, config
+from tests.support.oracle import Job, config
 
 JOB = Job(nn.Module, lambda model, step, micro: model(torch.ones(1, 4)).sum())
 
@@ -20,7 +20,7 @@ def test_float64_is_named_once(dtype: str, said: str, tmp_path: Path) -> None:
     content = config(JOB._replace(dtype=dtype), ("none", "none"), tmp_path)
     engine = offload.initialize(model=model, config=content)[0]
     (line,) = [line for line in engine.notices if "float64" in line]
-    assert line.startswith("1.weight is float64, which is not kept") and said in line
+    assert line.startswith("1.weight is float64, which is not supported") and said in line
     assert next(engine.parameters()).dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     assert not isinstance(line, offload.notices.Remark)
     engine.backward(JOB.loss(engine, 0, 0))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import bounds, models
-from tests.oracle import Job, room_for, run, start
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, room_for, run, start
 
 DISK = ("nvme", "nvme")
 
@@ -37,7 +37,9 @@ def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) ->
             engine.step()
         losses.append(loss)
     engine.destroy(remove=True)
-    bounds.same_numbers(losses, run(job, DISK, tmp_path / "plain").losses, bounds.sum_error(2))  # a mean of two
+    rounding_bounds.same_numbers(
+        losses, run(job, DISK, tmp_path / "plain").losses, rounding_bounds.sum_error(2)
+    )  # a mean of two
 
 
 @pytest.mark.works("Graphs", "`generate` of an encoder and decoder: T5", "right")

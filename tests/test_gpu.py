@@ -22,8 +22,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import offload
 from offload.sizes import GIB, MIB
-from tests import models
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step, trained
+from tests.support import models
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step, trained
 
 pytestmark = pytest.mark.gpu
 

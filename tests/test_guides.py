@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm
+from tests.support import warm_process
 
 GUIDES = Path(__file__).parents[1] / "docs" / "guides"
 BLOCKS = [
@@ -28,7 +28,7 @@ def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
     """As `subprocess.run`, but a command of Python's is forked."""
     if options or arguments[0] != sys.executable:
         return _run(arguments, check=check, **options)
-    done = warm.run(arguments[1:])
+    done = warm_process.run(arguments[1:])
     assert not check or done.returncode == 0, done.stderr
     return done
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from offload.aio import BACKENDS
+from offload.aio import BACKENDS, backend
 from offload.aio.backend import refusals
 from offload.cli.main import app
+from offload.errors import ConfigError
 from offload.hardware import info
 from offload.hardware import system as machine
-from tests.seccomp import refusing
+from tests.support.seccomp import refusing
 
 
 def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
@@ -88,8 +89,8 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
     assert "4 KiB pages" in words and "never" in words
     (words,) = info.advice(facts(registered={"asked_bytes": 2 << 20, "got_bytes": 0}))
     assert "RLIMIT_MEMLOCK" in words
-    (words,) = info.advice(facts(backend="threads", why="no io_uring"))
-    assert "threads" in words and "no io_uring" in words
+    (words,) = info.advice(facts(backend="threads", why="io_uring is not available"))
+    assert "threads" in words and "io_uring is not available" in words
 
 
 def test_the_machine_is_told_as_it_is() -> None:
@@ -163,3 +164,12 @@ def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
     told = machine.gpus(tmp_path)
     assert "1 NVIDIA GPU is there" in told["why"] and not told["devices"]
     assert any("install a torch" in words for words in info.advice(info.facts() | {"gpus": told}))
+
+
+def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "pthread_create")
+
+    monkeypatch.setattr(backend, "Queue", refuses)
+    with pytest.raises(ConfigError, match=r"no io_uring: .*; no libaio: .*; no threads: "):
+        info.io()

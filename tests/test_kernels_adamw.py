@@ -8,7 +8,7 @@ import torch
 
 from offload import kernels
 from offload.kernels import AdamWStep
-from tests import bounds
+from tests.support import rounding_bounds
 
 pytestmark = pytest.mark.numeric
 
@@ -46,10 +46,10 @@ def test_twenty_steps_in_fp32_are_those_of_torch(
         kernels.adamw(weight, None, exp_avg, exp_avg_sq, grad, step)
     state = optimizer.state[param]
     # Twenty steps of at most ten roundings of numbers of about one; where they cancel, the error is that of the terms.
-    error = bounds.sum_error(200)
-    bounds.same_tensor(weight, param.detach(), error)
-    bounds.same_tensor(exp_avg, state["exp_avg"], error)
-    bounds.same_tensor(exp_avg_sq, state["exp_avg_sq"], error)
+    error = rounding_bounds.sum_error(200)
+    rounding_bounds.same_tensor(weight, param.detach(), error)
+    rounding_bounds.same_tensor(exp_avg, state["exp_avg"], error)
+    rounding_bounds.same_tensor(exp_avg_sq, state["exp_avg_sq"], error)
 
 
 @pytest.mark.parametrize("numel", ODD_SIZES)

@@ -12,7 +12,7 @@ import torch
 from offload import kernels
 from offload.kernels import LambSegment, LambStep, Partition, _native, settings
 from offload.kernels.lamb import BLOCK
-from tests import bounds
+from tests.support import rounding_bounds
 
 pytestmark = pytest.mark.numeric
 
@@ -62,7 +62,7 @@ def test_a_step_is_the_formula(numel: int, dtype: torch.dtype, grad_dtype: torch
     assert part.moments[0].numpy().tobytes() == m.tobytes() and part.moments[1].numpy().tobytes() == v.tobytes()
     moved = f(-(1e-2 * np.clip(ratio, 0.01, 10.0))) * u
     # The ratio, of sums in another order, may round to its neighbour; then the product and the sum do.
-    allowed = 2 * bounds.unit() * (np.abs(p + moved) + 2 * np.abs(moved))
+    allowed = 2 * rounding_bounds.unit() * (np.abs(p + moved) + 2 * np.abs(moved))
     assert (np.abs(master_of(part).numpy() - (p + moved)) <= allowed).all()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "offload"
 
-GROUND = ("errors", "sizes", "notices", "states", "timeline", "torch_internals")
+GROUND = ("errors", "interrupts", "sizes", "notices", "states", "timeline", "torch_internals")
 """Modules that every room may import. Each of them may import those before it."""
 
 MAY_IMPORT = {

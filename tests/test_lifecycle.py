@@ -20,9 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 import offload
 from offload.errors import UsageError
-from tests import models, warm
-from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, assert_same_tensors, config, room_for, run, start, train_step, weights_of
+from tests.support import models, warm_process
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle import Job, assert_same_tensors, config, room_for, run, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 MIB = 1 << 20
@@ -367,12 +367,13 @@ def _child() -> Iterator[int]:
 def test_a_process_ends_cleanly_after_destroy(tmp_path: Path) -> None:
     """Not a word and no error, although the engine is still there when the interpreter ends."""
     code = (
-        "from pathlib import Path; from tests import models; from tests.oracle import start, train_step\n"
+        "from pathlib import Path; from tests.support import models\n"
+        "from tests.support.oracle import start, train_step\n"
         f"engine = start(models.MIXTURE, ('nvme', 'nvme'), Path({str(tmp_path)!r}))\n"
         "train_step(engine, models.MIXTURE, 0)\n"
         "engine.destroy(remove=True)\n"
     )
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import offload
-from tests import models
-from tests.oracle import start, train_step
+from tests.support import models
+from tests.support.oracle import start, train_step
 
 HEAVY = ("torch", "numpy", "psutil", "rich", "safetensors", "transformers", "accelerate", "matplotlib", "pyarrow")
 """Not pydantic, by which typer itself reads the options of a command; that the package does without is seen below."""

@@ -11,8 +11,8 @@ import transformers
 import offload
 from offload.errors import ConfigError
 from offload.finetune.lora import Lora, adapt, parse_lora
-from tests.folders import llama_config
-from tests.models import gpt2
+from tests.support.model_folders import llama_config
+from tests.support.models import gpt2
 
 
 def test_what_was_typed() -> None:

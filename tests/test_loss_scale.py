@@ -14,8 +14,8 @@ import offload
 from offload.config import Fp16
 from offload.engine.training.loss_scale import LossScaler
 from offload.errors import NumericsError, UsageError
-from tests import models
-from tests.oracle import Job, run, start, train_step
+from tests.support import models
+from tests.support.oracle import Job, run, start, train_step
 
 DISK = ("nvme", "nvme")
 

@@ -14,8 +14,9 @@ import transformers
 import offload
 from offload.aio import aligned_empty, resident_bytes
 from offload.sizes import MIB, align_up
-from tests import models
-from tests.oracle import Job, peak_in, processes, start, train_step
+from tests.support import models
+from tests.support.oracle import Job, processes, start, train_step
+from tests.support.process_measures import peak_in
 
 TOLERANCE = 64 * MIB
 """What may be resident beside base and budgets: activations of one layer, libraries that come with the first step."""

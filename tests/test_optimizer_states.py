@@ -13,8 +13,8 @@ from torch import nn
 
 import offload
 from offload.errors import BudgetError, ConfigError, NumericsError, UsageError
-from tests import bounds
-from tests.oracle import Job, assert_same_tensors
+from tests.support import rounding_bounds
+from tests.support.oracle import Job, assert_same_tensors
 
 DISK = "nvme"
 
@@ -66,7 +66,7 @@ def _plain(model: nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> N
 
 
 def _close(mine: dict[str, torch.Tensor], model: nn.Module) -> None:
-    bounds.same_weights(mine, model.state_dict(), JOB)
+    rounding_bounds.same_weights(mine, model.state_dict(), JOB)
 
 
 # -- states -------------------------------------------------------------------------------------------
@@ -84,7 +84,9 @@ def test_a_state_dict_is_that_of_torch(tmp_path: Path) -> None:
     for number, state in theirs["state"].items():
         assert mine["state"][number].keys() == state.keys()
         for name, value in state.items():
-            bounds.same_tensor(mine["state"][number][name], value, 4 * bounds.step_error(JOB))  # moments: of squares
+            rounding_bounds.same_tensor(
+                mine["state"][number][name], value, 4 * rounding_bounds.step_error(JOB)
+            )  # moments: of squares
     engine.destroy(remove=True)
 
 
@@ -125,7 +127,7 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
         del state["state"][number]
     optimizer.load_state_dict(copy.deepcopy(state))
     engine.optimizer.load_state_dict(copy.deepcopy(state))
-    assert caplog.text.count("has no state of 2 parameters, of 4 that train: moments begin at zero there") == 1
+    assert caplog.text.count("lacks the state of 2 of 4 trained parameters; their moments begin at zero") == 1
     assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
     _plain(model, optimizer, 2)
     _close(_train(engine, 2), model)
@@ -138,14 +140,17 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
     [
         ({}, 'a dict with "state" and "param_groups", got'),
         (5, "got int"),
-        ({"state": {}, "param_groups": [{"params": [0]}]}, r"groups of \[1\] parameters, this optimizer has groups"),
+        (
+            {"state": {}, "param_groups": [{"params": [0]}]},
+            r"groups of \[1\] parameters, this optimizer contains groups",
+        ),
         (
             {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
-            r"state 0, of parameter 0.weight, must have exp_avg, exp_avg_sq, each a tensor of shape \[20, 12\]",
+            r"state 0, of parameter 0.weight, must contain exp_avg, exp_avg_sq, each a tensor of shape \[20, 12\]",
         ),
         (
             {"state": {"0": {}, 7: {}}, "param_groups": [{"params": [0, 1, 2, 3]}]},
-            "got 2 states of others, the first is '0'; give what",
+            "got 2 states of other numbers, the first is '0'; pass the result",
         ),
         ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3], "lr": math.nan}]}, "lr of group 0 is nan"),
     ],

@@ -11,8 +11,8 @@ import torch
 
 import offload
 from offload.errors import ConfigError, StoreError, UsageError
-from tests import bounds
-from tests.oracle import (
+from tests.support import rounding_bounds
+from tests.support.oracle import (
     Job,
     assert_same,
     assert_same_tensors,
@@ -24,8 +24,8 @@ from tests.oracle import (
     start,
     train_step,
 )
-from tests.test_safe_get_set import GPT2
-from tests.test_safe_get_set import MIXTURE as THREE_BLOCKS
+from tests.support.param_states import GPT2
+from tests.support.param_states import MIXTURE as THREE_BLOCKS
 
 pytestmark = pytest.mark.numeric
 
@@ -50,7 +50,7 @@ JOBS = {
 def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(dtype=dtype)
     plain, mine = plain_loop(job), run(job, DISK, tmp_path)
-    bounds.same_training(mine, plain, job)
+    rounding_bounds.same_training(mine, plain, job)
 
 
 @pytest.mark.sample(6)
@@ -126,15 +126,15 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy()
     with pytest.raises(
-        StoreError, match=r'mode is "fp32 lion" there and "fp32" here; go on with the optimizer that it had'
+        StoreError, match=r'mode is "fp32 lion" in the run and "fp32" here; resume with the optimizer that the run had'
     ):
         start(MIXTURE, DISK, tmp_path, resume="must")
-    with pytest.raises(StoreError, match="here; go on in the dtype and with the optimizer that it had"):
+    with pytest.raises(StoreError, match="here; resume in the dtype and with the optimizer that the run had"):
         start(MIXTURE._replace(dtype="bf16"), DISK, tmp_path, resume="must")
-    with pytest.raises(StoreError, match="here; go on in the dtype that it had"):
+    with pytest.raises(StoreError, match="here; resume in the dtype that the run had"):
         start(job._replace(dtype="bf16"), DISK, tmp_path, resume="must")
     engine = start(MIXTURE, DISK, tmp_path / "other")
-    with pytest.raises(StoreError, match="of mode fp32 lion, this engine is of mode fp32"):
+    with pytest.raises(StoreError, match="in mode fp32 lion, this engine is in mode fp32"):
         engine.load_checkpoint(tmp_path / "saved")
     engine.load_checkpoint(tmp_path / "saved", load_optimizer_states=False)
     train_step(engine, MIXTURE, 1)
@@ -169,7 +169,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     optimizer = torch.optim.Adagrad(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(ConfigError, match="has stepped already"):
+    with pytest.raises(ConfigError, match="contains states already"):
         offload.initialize(model=model, optimizer=optimizer, config={})
 
 
@@ -202,7 +202,9 @@ def test_groups_have_numbers_of_their_own(tmp_path: Path) -> None:
         optimizer.zero_grad()
     mine = engine.module.state_dict()
     for name, value in plain.state_dict().items():
-        bounds.same_tensor(mine[name], value, bounds.sum_error(3 * 4 * 8))  # three steps of 4 rows of 8 numbers
+        rounding_bounds.same_tensor(
+            mine[name], value, rounding_bounds.sum_error(3 * 4 * 8)
+        )  # three steps of 4 rows of 8 numbers
     engine.destroy(remove=True)
 
 

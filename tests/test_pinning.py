@@ -20,9 +20,9 @@ from offload.aio import aligned_empty
 from offload.swapper.memory import device as device_module
 from offload.swapper.memory.device import PIECE, CudaDevice, Device, DeviceRoom, cut, memory_node
 from offload.swapper.memory.host_arena import Classes, HostArena
-from tests import models
-from tests.late_device import use_device
-from tests.oracle import assert_same, run
+from tests.support import models
+from tests.support.late_device import use_device
+from tests.support.oracle import assert_same, run
 
 PAGE = 4096
 SMALL = 4 * PAGE
@@ -212,7 +212,7 @@ def test_the_warning_says_how_much_why_what_it_costs_and_what_to_do(
     said = record.getMessage()
     for word in ("pins 32.0 KiB of 80.0 KiB", "other 48.0 KiB: out of memory (CUDA error 2)", "a third to a half"):
         assert word in said
-    for word in ("beside compute", "ulimit -l", '"host_memory"'):
+    for word in ("overlap with compute", "ulimit -l", '"host_memory"'):
         assert word in said
 
 
@@ -234,7 +234,7 @@ def test_a_piece_that_is_not_given_back_does_not_keep_the_others(install: Instal
     memory = host_memory(4 * SMALL)
     device.register(memory)
     cuda.faults = {memory.data_ptr(), memory.data_ptr() + 2 * SMALL}
-    with pytest.raises(RuntimeError, match=r"does not unpin 2 pieces.*memory is not registered"):
+    with pytest.raises(RuntimeError, match=r"cannot unpin 2 ranges.*memory is not registered"):
         device.unregister(memory)
     assert set(cuda.pinned) == cuda.faults and not cuda.left_error
     device.unregister(memory)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import models
-from tests.oracle import PLACEMENTS, Job, assert_same, room_for, run, same_bits
+from tests.support import models
+from tests.support.oracle import PLACEMENTS, Job, assert_same, room_for, run, same_bits
 
 
 def image_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:

@@ -139,7 +139,7 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
     mamba = from_name(str(tmp_path), TOKENS)
     measured.measured(machine, mamba, Load(1), BF16)
     assert layers == [4]
-    with pytest.raises(ConfigError, match=r"too large to be run as a whole.*cannot cut .*leave out --measure"):
+    with pytest.raises(ConfigError, match=r"too large to run, and cannot be cut.*cannot cut .*leave out --measure"):
         measured.measured(replace(machine, ram=1000), mamba, Load(1), BF16)
 
 

@@ -22,7 +22,7 @@ from offload.planner.memory import Memory, Room, settle
 from offload.sizes import GIB, MIB
 from offload.states import State, Tier
 from offload.swapper.memory.limits import free_host_memory
-from tests.sampling import examples
+from tests.support.sampling import examples
 
 
 class Net(nn.Module):
@@ -171,7 +171,7 @@ def test_what_a_run_refuses_is_refused_by_the_plan() -> None:
     """In the same words: durable steps need a drive, and a drive that has not the room is no drive."""
     layouts, count = blocks(8, 1 << 20), 8 << 20
     content = planning.settings("cpu", "cpu", durability={"every": 2})
-    with pytest.raises(ConfigError, match="asks for a store, but no nvme_path is given") as planned:
+    with pytest.raises(ConfigError, match='needs a store, but no "nvme_path" is given') as planned:
         settle(layouts, content, Room(GIB, GIB, None))
     with pytest.raises(ConfigError) as ran:
         offload.initialize(model=nn.Linear(8, 8), config=content)

@@ -25,9 +25,9 @@ from offload.planner import request as ask
 from offload.precision import Rates
 from offload.presets import PRESETS
 from offload.swapper.store import inspection as look
-from tests import models
-from tests.oracle import config, start, train_step
-from tests.rank_pool import rank_and_size, shared_pool
+from tests.support import models
+from tests.support.oracle import config, start, train_step
+from tests.support.rank_pool import rank_and_size, shared_pool
 
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
@@ -354,9 +354,9 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     machine(monkeypatch, here)
     for resume, steps in (("auto", "3"), ("must", "4")):
         said = train("--steps", steps, "--keep", "--resume", resume)
-        assert f"{dtype} on cpu: " in said and "going on after step" in said and mode_of("default") == dtype
+        assert f"{dtype} on cpu: " in said and "resuming after step" in said and mode_of("default") == dtype
     assert [line.split(": ", 2)[2] for line in warnings_of(caplog)] == [
-        "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"
+        "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     ] * (dtype == "bf16")
     assert f"{'fp32' if dtype == 'bf16' else 'bf16'} on cpu: " in train("--steps", "1", "--run", "another")
 

@@ -13,9 +13,9 @@ from torch import nn
 import offload
 from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits
-from tests import models
-from tests.faults import LateQueue, use_queue
-from tests.oracle import Job, assert_same, config, room_for, run, start, train_step
+from tests.support import models
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle import Job, assert_same, config, room_for, run, start, train_step
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(dtype="bf16", steps=5)
@@ -71,7 +71,7 @@ def test_a_use_that_was_not_foreseen_is_counted_and_told_in_one_line(
         for step in (0, 0, 1, 1, 2, 2):
             before = engine.use_counts()
             train_step(engine, job, step)
-            lines = [record for record in caplog.records if "otherwise than foreseen" in record.message]
+            lines = [record for record in caplog.records if "were mispredicted" in record.message]
             told.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
             caplog.clear()
     assert told == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]

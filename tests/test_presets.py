@@ -50,10 +50,10 @@ def test_an_unknown_name() -> None:
             '{"model_type": "brandnew9", "auto_map": {"AutoConfig": "configuration_mine.Mine"}}',
             "Code in the folder itself is never run",
         ),
-        ('{"hidden_size": 4}', r'mine/config\.json has no "model_type".*save_pretrained'),
-        ('{"model_type": 3}', 'has no "model_type"'),
-        ("[1", r"cannot read .*mine/config\.json .*no model folder"),
-        (None, r"mine has no config\.json"),
+        ('{"hidden_size": 4}', r'mine/config\.json contains no "model_type".*save_pretrained'),
+        ('{"model_type": 3}', 'contains no "model_type"'),
+        ("[1", r"cannot read .*mine/config\.json .*not a model folder"),
+        (None, r"mine contains no config\.json"),
     ],
 )
 def test_a_folder_of_a_model_that_is_not_known_is_an_error_of_ours(

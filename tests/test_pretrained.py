@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine.model_io import safetensors_folder
 from offload.engine.params.deferred_parameter import DeferredParameter
 from offload.errors import ConfigError, UsageError
-from tests import models
-from tests.oracle import Job, assert_same_tensors, config, train_step
-from tests.pretrained import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
+from tests.support import models
+from tests.support.oracle import Job, assert_same_tensors, config, train_step
+from tests.support.pretrained_models import CAUSAL, DISK, FAMILIES, SMALL, Plain, T, engine_of, loaded, written
 
 pytestmark = pytest.mark.usefixtures("engines_end")
 
@@ -171,6 +172,25 @@ def test_other_shapes_are_an_error_or_initialized_anew(tmp_path: Path, caplog: p
     engine_of(model, tmp_path / "swap", FAMILIES["llama"].job())
 
 
+@pytest.mark.parametrize("piece_nbytes", [64, 1 << 23])
+def test_a_tied_weight_that_the_folder_has_in_two_dtypes(
+    piece_nbytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal numbers are equal values; chunks of the two dtypes differ in length."""
+    monkeypatch.setattr(safetensors_folder, "_PIECE_NBYTES", piece_nbytes)
+    given = written(tmp_path / "given", models.gpt2())
+    file = tmp_path / "given" / "model.safetensors"
+    stored = safetensors.torch.load_file(file)
+    low = given["lm_head.weight"].bfloat16()
+    both = {**stored, "transformer.wte.weight": low.float(), "lm_head.weight": low.clone()}
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    assert offload.load_pretrained(CAUSAL, tmp_path / "given", output_loading_info=True)[1] == ((), (), ())
+    both["lm_head.weight"][-1, -1] += 1
+    safetensors.torch.save_file(both, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"other values .* tie_word_embeddings=False"):
+        offload.load_pretrained(CAUSAL, tmp_path / "given")
+
+
 def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:
     given = written(tmp_path / "given", models.gpt2())
     file = tmp_path / "given" / "model.safetensors"
@@ -180,7 +200,7 @@ def test_a_tied_weight_that_the_folder_has_twice(tmp_path: Path) -> None:
     assert offload.load_pretrained(CAUSAL, tmp_path / "given", output_loading_info=True)[1] == ((), (), ())
     both["lm_head.weight"][3, 3] += 1
     safetensors.torch.save_file(both, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"other values .* tie_word_embeddings=False"):
+    with pytest.raises(ConfigError, match=r"different values .* tie_word_embeddings=False"):
         offload.load_pretrained(CAUSAL, tmp_path / "given")
     untied = offload.load_pretrained(CAUSAL, tmp_path / "given", tie_word_embeddings=False)
     state = engine_of(untied, tmp_path / "swap", models.GPT2).module.state_dict()

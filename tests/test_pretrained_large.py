@@ -21,7 +21,7 @@ from offload.aio import IoQueue
 from offload.fileio.safetensors_stream import Tensor, Writer
 from offload.runs.export import export, make_plan, open_source
 from offload.sizes import GIB, MIB
-from tests.oracle import peak_memory, peak_rss
+from tests.support.process_measures import peak_memory, peak_rss
 
 SMALL = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8}
 LARGE = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}

@@ -9,9 +9,9 @@ import safetensors.torch
 import torch
 
 from offload.errors import OffloadError
-from tests import models, rank_pool
-from tests.oracle import assert_same_tensors, train_step
-from tests.pretrained import CAUSAL, FAMILIES, T, loaded, written
+from tests.support import models, rank_pool
+from tests.support.oracle import assert_same_tensors, train_step
+from tests.support.pretrained_models import CAUSAL, FAMILIES, T, loaded, written
 
 
 def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -14,9 +14,9 @@ from torch import nn
 
 import offload
 from offload.errors import ConfigError, IoError, StoreError, UsageError
-from tests import models
-from tests.oracle import assert_same_tensors
-from tests.pretrained import CAUSAL, FAMILIES, T, engine_of, written
+from tests.support import models
+from tests.support.oracle import assert_same_tensors
+from tests.support.pretrained_models import CAUSAL, FAMILIES, T, engine_of, written
 
 pytestmark = pytest.mark.usefixtures("engines_end")
 
@@ -113,23 +113,23 @@ def spoil_other_model(folder: Path) -> None:
 
 SPOILS = {
     spoil_wrong_folder: (StoreError, "there is no folder"),
-    spoil_truncated: (StoreError, "no whole safetensors file"),
-    spoil_head: (StoreError, "no whole safetensors file"),
+    spoil_truncated: (StoreError, "not a complete safetensors file"),
+    spoil_head: (StoreError, "not a complete safetensors file"),
     spoil_pickle: (StoreError, r"pytorch_model\.bin, a pickle"),
-    spoil_empty: (StoreError, "holds neither"),
+    spoil_empty: (StoreError, "contains neither"),
     spoil_adapter: (StoreError, "an adapter of peft"),
-    spoil_config: (ConfigError, "is of a gpt2 model, and LlamaForCausalLM is of llama"),
-    spoil_no_config: (StoreError, r"holds no config\.json"),
-    spoil_config_text: (ConfigError, "cannot be built by"),
-    spoil_index: (StoreError, r"names model-00002-of-00002\.safetensors, which is not there"),
-    spoil_index_tensor: (StoreError, "says that ghost lies in"),
+    spoil_config: (ConfigError, "describes a gpt2 model, but LlamaForCausalLM takes llama"),
+    spoil_no_config: (StoreError, r"contains no config\.json"),
+    spoil_config_text: (ConfigError, "cannot be built from"),
+    spoil_index: (StoreError, r"names model-00002-of-00002\.safetensors, which is missing"),
+    spoil_index_tensor: (StoreError, "assigns ghost to"),
     spoil_index_outside: (StoreError, "not the name of a file beside it"),
-    spoil_index_text: (StoreError, "no index of safetensors files"),
+    spoil_index_text: (StoreError, "not an index of safetensors files"),
     spoil_shape: (ConfigError, r"model\.norm\.weight: \[63\], not \[64\]"),
-    spoil_dtype: (ConfigError, r"model\.norm\.weight lies in the folder as torch\.int8"),
+    spoil_dtype: (ConfigError, r"model\.norm\.weight is stored as torch\.int8"),
     spoil_float8: (ConfigError, "float8"),
     spoil_quantized: (ConfigError, "quantized"),
-    spoil_other_model: (ConfigError, "no tensor of .* has a name of this LlamaForCausalLM"),
+    spoil_other_model: (ConfigError, "no tensor of .* belongs to this LlamaForCausalLM"),
 }
 
 
@@ -161,7 +161,7 @@ def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], t
         ({"model_or_class": 3}, UsageError, "a class of transformers or a torch.nn.Module"),
         ({"model_or_class": nn.Linear}, UsageError, "a class of transformers or a torch.nn.Module"),
         ({"model_or_class": nn.Linear(1, 1), "vocab_size": 3}, UsageError, "a module was given"),
-        ({"model_or_class": T.AutoModelForImageClassification}, ConfigError, "cannot be built by"),
+        ({"model_or_class": T.AutoModelForImageClassification}, ConfigError, "cannot be built from"),
     ],
 )
 def test_arguments_that_cannot_be_honoured(

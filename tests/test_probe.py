@@ -183,7 +183,7 @@ def test_two_figures_that_differ_are_told_with_the_cure() -> None:
     for first, last in ((20.0, 10.0), (10.0, 20.0)):
         (told,) = disturb.apart("memory", first, last, words)
         assert f"memory: {first:g} GB/s at the beginning" in told and f"{last:g} GB/s at its end" in told
-        assert "run `offload probe` again when nothing else runs" in told
+        assert "run `offload probe` again while the machine is idle" in told
 
 
 def test_cores_that_others_take_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

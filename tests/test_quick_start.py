@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from offload.config import load_config
-from tests import warm
+from tests.support import warm_process
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,7 +24,7 @@ def run_blocks(page: str, folder: Path) -> str:
     """What the blocks of shell and of Python have printed. One that fails ends it."""
     said = ""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    installed, forked = Path(sys.executable).parent, warm.commands(folder / "bin")
+    installed, forked = Path(sys.executable).parent, warm_process.commands(folder / "bin")
     for language, code in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
         command = ("bash", "-euo", "pipefail", "-c", code) if language == "bash" else (forked / "python", "-c", code)
         installs = code.startswith("pip install")

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
-import os
 import random
 import re
-import signal
-import threading
-import time
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,78 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import offload
-from offload.errors import ConfigError, EngineFailed, NumericsError, RankError, UsageError
-from tests import bounds, models
-from tests.faults import LateQueue, use_queue
-from tests.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
-from tests.rank_pool import RankPool, rank_and_size, shared_pool, start, train
-from tests.test_safe_get_set import MIXTURE, gpt2
+from offload.errors import ConfigError, NumericsError, RankError, UsageError
+from tests.support import models, rounding_bounds
+from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, assert_same_tensors, config, room_for, weights_of
+from tests.support.param_states import gpt2
+from tests.support.rank_jobs import JOBS, language_rows_loss, rows_loss
+from tests.support.rank_pool import RankPool, rank_and_size, start, train
 
 DISK = ("nvme", "nvme")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with shared_pool(2) as two:
-        yield two
-
-
-def my_rows(batch: torch.Tensor) -> torch.Tensor:
-    rank, size = rank_and_size()
-    return batch.chunk(size)[rank]
-
-
-def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    """The loss of this rank's rows; the mean over the ranks is that of all rows."""
-    ids = my_rows(models.tokens(step, micro, (4, 16), 61))
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-
-
-def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    ids = my_rows(models.tokens(step, micro, (4, 16)))
-    return model(input_ids=ids, labels=ids).loss
-
-
-def recomputed(reentrant: bool) -> nn.Module:
-    model = gpt2()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    return model.train()
-
-
-class Adapters(nn.Module):
-    """Frozen layers with small trainable ones beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(61, 64).requires_grad_(False)
-        self.layers = nn.ModuleList(nn.ModuleDict({"base": nn.Linear(64, 64), "add": nn.Linear(64, 64)}) for _ in "123")
-        self.head = nn.Linear(64, 61)
-        for layer in self.layers:
-            layer["base"].requires_grad_(False)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for layer in self.layers:
-            hidden = torch.tanh(layer["base"](hidden) + layer["add"](hidden))
-        return self.head(hidden)
-
-
-JOBS = {
-    "gpt2": models.GPT2._replace(model=gpt2, loss=language_rows_loss),
-    "llama": Job(models.llama, language_rows_loss),
-    "mixtral": Job(models.mixtral, language_rows_loss),
-    "mixture": MIXTURE._replace(loss=rows_loss),
-    "adapters": Job(Adapters, rows_loss),
-    "recomputed": Job(functools.partial(recomputed, False), language_rows_loss, accumulation=2),
-    "recomputed, reentrant": Job(functools.partial(recomputed, True), language_rows_loss, accumulation=2),
-}
-
 
 # -- what one rank would do ---------------------------------------------------------------------------
 
@@ -103,7 +35,7 @@ def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: 
     job = JOBS[name]._replace(steps=4, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
-        bounds.same_training(result, alone, job, reordered=True)
+        rounding_bounds.same_training(result, alone, job, reordered=True)
 
 
 def train_in_all(job: Job, folder: Path) -> Result:
@@ -144,7 +76,7 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
 def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
     """On a device beside the host, where parts of gradients are added, and updated if all is there."""
     from offload.engine.setup import initialize
-    from tests.late_device import LateDevice
+    from tests.support.late_device import LateDevice
 
     real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)
     initialize.open_device = lambda _: device  # type: ignore[assignment]
@@ -248,198 +180,13 @@ def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) ->
     alone, all_rows, _ = train_from_a_loader(tmp_path / "one", -1)
     (losses, rows, _), (same, others, _) = ranks.run(train_from_a_loader, tmp_path / "two", -1)
     assert losses == same
-    bounds.same_numbers(losses, alone, bounds.sum_error(bounds.POSITIONS))
+    rounding_bounds.same_numbers(losses, alone, rounding_bounds.sum_error(rounding_bounds.POSITIONS))
     assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows
 
 
 def test_a_nan_on_one_rank_is_said_on_all(ranks: RankPool, tmp_path: Path) -> None:
     for losses, _, words in ranks.run(train_from_a_loader, tmp_path, 1):
         assert len(losses) == 4 and words.startswith("the gradient norm of step 5 is nan")
-
-
-# -- different paths ----------------------------------------------------------------------------------
-
-
-class Experts(nn.Module):
-    """A layer whose experts are units of their own; each rank goes through others, in another order."""
-
-    def __init__(self, paths: tuple[tuple[int, ...], ...]) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(61, 64)
-        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.head = nn.Linear(64, 61)
-        self.paths = paths
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids)
-        for expert in self.paths[rank_and_size()[0]]:
-            hidden = hidden + self.experts[expert](hidden)
-        return self.head(hidden)
-
-
-def one_path() -> nn.Module:
-    return Experts(((0, 1, 2, 3), (0, 1, 2, 3)))
-
-
-def other_experts() -> nn.Module:
-    return Experts(((0, 2), (1, 2)))
-
-
-def other_order() -> nn.Module:
-    return Experts(((0, 1, 2), (2, 0, 3)))
-
-
-@pytest.mark.parametrize("model", [one_path, other_experts, other_order])
-@pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
-@pytest.mark.numeric
-def test_ranks_may_use_different_modules(model: Any, ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(train, Job(model, rows_loss, steps=4), DISK, tmp_path)
-    assert_same(one, other)
-    plain = train_plainly(Job(model, rows_loss, steps=4))
-    bounds.same_training(one, plain, Job(model, rows_loss, steps=4), reordered=True)
-
-
-def train_plainly(job: Job) -> Result:
-    """Both ranks' losses in one process, of ordinary PyTorch."""
-    torch.manual_seed(job.seed)
-    model = job.model()
-    decayed = torch.optim.AdamW(model.parameters(), lr=job.lr, weight_decay=job.weight_decay)
-    losses, norms = [], []
-    try:
-        for step in range(job.steps):
-            total = torch.zeros(())
-            for rank in range(2):
-                os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
-                total = total + job.loss(model, step, 0) / 2
-            total.backward()
-            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), job.clip)))
-            decayed.step()
-            decayed.zero_grad()
-            losses.append(float(total.detach()))
-    finally:
-        for name in ("RANK", "WORLD_SIZE"):
-            del os.environ[name]
-    return Result(losses, norms, model.state_dict())
-
-
-def evaluate_alone(folder: Path) -> tuple[list[float], int]:
-    """Rank 0 looks at weights and runs the model by itself between steps."""
-    job = JOBS["gpt2"]._replace(steps=4)
-    engine = start(job, DISK, folder)
-    losses, seen = [], 0
-    for step in range(job.steps):
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss)
-        engine.step()
-        losses.append(engine.mean(float(loss.detach())))
-        if engine.global_rank == 0:
-            with torch.no_grad():
-                job.loss(engine, 100, 0)
-            seen += sum(value.numel() for value in engine.module.state_dict().values())
-    engine.destroy(remove=True)
-    return losses, seen
-
-
-@pytest.mark.works("Several ranks", "evaluation, `state_dict()` on one rank alone", "right")
-def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
-    (losses, seen), (same, nothing) = ranks.run(evaluate_alone, tmp_path / "alone")
-    assert losses == same and seen > 0 and nothing == 0
-    assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses
-
-
-def look_while_others_update(folder: Path) -> float:
-    """Rank 0 takes the weights at once after a step, which rank 1, whose requests are late, has not updated yet."""
-    job = JOBS["gpt2"]._replace(steps=1)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank_and_size()[0] == 1:
-            use_queue(patch, lambda: LateQueue(0, 0.05))
-        engine = start(job, DISK, folder)
-    engine.backward(job.loss(engine, 0, 0))
-    engine.step()
-    if engine.global_rank == 0:
-        engine.module.state_dict()
-    engine.mean(0.0)
-    mean = engine.mean(float(engine.global_rank))  # to serve others has left nothing half done
-    engine.destroy(remove=True)
-    return mean
-
-
-def test_a_rank_that_serves_others_waits_for_its_own_updates(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks.run(look_while_others_update, tmp_path) == [0.5, 0.5]
-
-
-def save_at_the_end(folder: Path) -> int:
-    """Rank 0 takes the weights while rank 1 is closing its engine already; a loop with `zero_grad` in it."""
-    job = JOBS["gpt2"]._replace(steps=2)
-    engine = start(job, DISK, folder)
-    for step in range(job.steps):
-        engine.zero_grad()
-        engine.backward(job.loss(engine, step, 0))
-        engine.step()
-    seen = 0
-    if engine.global_rank == 0:
-        time.sleep(0.3)
-        seen = sum(value.numel() for value in engine.module.state_dict().values())
-    engine.destroy(remove=True)
-    return seen
-
-
-@pytest.mark.works("Several ranks", "`torch.save(state_dict())` on one rank before the end", "right")
-def test_one_rank_may_save_while_others_close(ranks: RankPool, tmp_path: Path) -> None:
-    seen, nothing = ranks.run(save_at_the_end, tmp_path)
-    assert seen > 0 and nothing == 0
-
-
-def late_zero_grad(folder: Path) -> list[float]:
-    """Rank 0 evaluates, serves rank 1's whole next micro-batch meanwhile, and then calls `zero_grad` for itself."""
-    job = JOBS["gpt2"]._replace(steps=3)
-    engine = start(job, DISK, folder)
-    norms = []
-    for step in range(job.steps):
-        if engine.global_rank == 0 and step:
-            engine.module.state_dict()
-        engine.zero_grad()
-        engine.backward(job.loss(engine, step, 0))
-        engine.step()
-        norms.append(engine.get_global_grad_norm() or 0.0)
-    engine.destroy(remove=True)
-    return norms
-
-
-def test_zero_grad_leaves_what_others_have_given(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(late_zero_grad, tmp_path / "late")
-    assert one == other == ranks.run(train, JOBS["gpt2"]._replace(steps=3), DISK, tmp_path / "plain")[0].norms
-
-
-def interrupted(folder: Path) -> str:
-    """A Ctrl-C while a rank waits for the others, which the user catches."""
-    rank, _ = rank_and_size()
-    job = JOBS["gpt2"]
-    engine = start(job, DISK, folder)
-    words = ""
-    try:
-        engine.backward(job.loss(engine, 0, 0))
-        if rank == 0:
-            time.sleep(1.5)
-        else:
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-        try:
-            engine.step()
-        except KeyboardInterrupt:
-            engine.step()
-        job.loss(engine, 1, 0)
-    except (RankError, EngineFailed) as error:
-        words = str(error)
-    finally:
-        with contextlib.suppress(RankError):
-            engine.destroy()
-    return words
-
-
-def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(interrupted, tmp_path)
-    assert re.search(r"rank 1 \(process .*\) has ended", one)
-    assert "stopped" in other
 
 
 # -- edits --------------------------------------------------------------------------------------------
@@ -540,13 +287,13 @@ def wrong(folder: Path, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "said"),
     [
-        ("model", ("rank 1 was given other units than rank 0",) * 2),
-        ("accumulation", ("rank 1 was given other batch than rank 0",) * 2),
+        ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
+        ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
-        ("end", ("rank 0 keeps its store; rank 1 deletes its store: all must do the same",) * 2),
+        ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
         ("zero_grad", (r"rank 0 is at step\(\); rank 1 drops its gradients \(zero_grad\)",) * 2),
-        ("config", ("rank 1 has ended before it made its engine: ConfigError", "unknown key")),
+        ("config", ("rank 1 has ended before it created its engine: ConfigError", "unknown key")),
         ("edit", ("rank 0 changes the weights of .*; rank 1 closes its engine",) * 2),
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],

@@ -19,11 +19,11 @@ import torch
 
 from offload.errors import RankError
 from offload.swapper.store import Store
-from tests import models
-from tests.faults import LateQueue, die, use_queue
-from tests.oracle import Job, assert_same_tensors, processes, weights_of
-from tests.rank_pool import free_port, meet, start
-from tests.test_ranks import language_rows_loss
+from tests.support import models
+from tests.support.fault_injection import LateQueue, die, use_queue
+from tests.support.oracle import Job, assert_same_tensors, processes, weights_of
+from tests.support.rank_jobs import language_rows_loss
+from tests.support.rank_pool import free_port, meet, start
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(loss=language_rows_loss, steps=24, dtype="bf16")

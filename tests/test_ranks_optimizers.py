@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 from torch import nn
 
 from offload.errors import IoError, OffloadError
-from tests import bounds, models, rank_pool
-from tests.oracle import (
+from tests.support import models, rank_pool, rounding_bounds
+from tests.support.oracle import (
     Job,
     Result,
     assert_same,
@@ -22,8 +21,9 @@ from tests.oracle import (
     train_step,
     weights_of,
 )
-from tests.rank_pool import rank_and_size
-from tests.test_ranks import JOBS, train
+from tests.support.rank_jobs import JOBS
+from tests.support.rank_pool import rank_and_size
+from tests.test_ranks import train
 
 DISK = ("nvme", "nvme")
 PLACES = (("none", "none"), ("nvme", "nvme"), ("cpu", "nvme"))
@@ -41,12 +41,6 @@ TRIED = {
 LAMB = TRIED["lamb, bf16"]._replace(accumulation=2, steps=5)
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[rank_pool.RankPool]:
-    with rank_pool.shared_pool(2) as pool:
-        yield pool
-
-
 def everywhere(job: Job, folder: Path) -> Result:
     results = [train(job, placement, folder / "-".join(placement)) for placement in PLACES]
     for each in results[1:]:
@@ -61,7 +55,7 @@ def test_same_bits_in_some_placements(name: str, ranks: rank_pool.RankPool, tmp_
     one, other = ranks.run(everywhere, TRIED[name], tmp_path)
     assert_same(one, other, "ranks")
     alone = train(TRIED[name], ("nvme", "nvme"), tmp_path / "alone")
-    bounds.same_training(one, alone, TRIED[name], reordered=True)
+    rounding_bounds.same_training(one, alone, TRIED[name], reordered=True)
 
 
 def in_small_pieces(folder: Path) -> tuple[Result, Result]:
@@ -90,7 +84,7 @@ def test_lamb_weighs_parameters_that_are_cut(ranks: rank_pool.RankPool, tmp_path
     """Each rank has a part of each large parameter, in many tiles: the ratio is that of the whole parameter."""
     alone = train(UNEVEN, DISK, tmp_path / "alone")
     for result in ranks.run(train, UNEVEN, DISK, tmp_path / "two"):
-        bounds.same_training(result, alone, UNEVEN, reordered=True)
+        rounding_bounds.same_training(result, alone, UNEVEN, reordered=True)
     for roomy, tight in ranks.run(in_small_pieces, tmp_path):
         assert_same(roomy, tight, "memory")
 

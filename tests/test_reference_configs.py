@@ -18,8 +18,8 @@ import offload
 from offload.config import Batch, load_config, resolve_batch
 from offload.engine.setup import initialize
 from offload.errors import ConfigError
-from tests import bounds, models
-from tests.oracle import Job, PlainEngine
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, PlainEngine
 
 FP16_WITH_COMMENTS = """\
 {"zero_optimization":{"stage":2,"allgather_partitions":true,"allgather_bucket_size":2e8,"overlap_comm":true,"reduce_scatter":true,"reduce_bucket_size":2e8,"contiguous_gradients":true},
@@ -44,7 +44,7 @@ STAGE_3_ON_CPU = """\
 "reduce_bucket_size":"auto","stage3_prefetch_bucket_size":"auto","stage3_param_persistence_threshold":"auto","stage3_max_live_parameters":1e9,"stage3_max_reuse_distance":1e9,"stage3_gather_16bit_weights_on_model_save":true},"train_micro_batch_size_per_gpu":4}
 """
 
-ITSELF = "decided by this library itself, so without effect: "
+ITSELF = "config keys without effect, since this library chooses these values itself: "
 EXPECTED_FP16 = {
     "enabled": True,
     "auto_cast": None,
@@ -239,12 +239,12 @@ def test_the_first_steps_as_in_pytorch(name: str, tmp_path: Path) -> None:
             losses = engine(**batch).loss, plain(**batch).loss
             assert batch["input_ids"].shape[0] == meaning.batch.micro
             mine, theirs = (float(loss.detach()) for loss in losses)
-            bounds.same_losses([mine], [theirs], job)
+            rounding_bounds.same_losses([mine], [theirs], job)
             for one, loss in zip((engine, plain), losses, strict=True):
                 one.backward(loss)
                 one.step()
         assert engine.was_step_applied() and engine.global_steps == plain.global_steps == step + 1
-        bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
+        rounding_bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
     weights = plain.module.state_dict()
     for key, value in engine.module.state_dict().items():
         assert float((value - weights[key]).abs().max()) <= sum(meaning.rates), f"{key}: further than these steps go"

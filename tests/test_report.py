@@ -25,7 +25,7 @@ from offload.report.log import read_log
 from offload.report.page import BEGIN, page
 from offload.report.phases import PARTS, bound, parts
 from offload.report.timeline_view import read_window
-from tests.sampling import examples
+from tests.support.sampling import examples
 
 ABOUT = {
     "run": "mine <b>",
@@ -202,7 +202,7 @@ def test_any_value_in_a_log_leaves_a_page_and_figures_that_are_json(name: str, v
 )
 def test_a_file_that_is_no_log_is_an_error(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(content)
-    with pytest.raises(ConfigError, match="has no step of a run"):
+    with pytest.raises(ConfigError, match="contains no step of a run"):
         read_log(tmp_path / "log")
 
 
@@ -338,7 +338,7 @@ def test_a_steady_step_of_a_time_line_is_drawn(name: str, tmp_path: Path, log: P
 )
 def test_a_file_that_is_no_time_line_is_an_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(content)
-    with pytest.raises(ConfigError, match=r"is no time line|has no span"):
+    with pytest.raises(ConfigError, match=r"is not a time line|contains no span"):
         read_window(tmp_path / "trace")
 
 
@@ -381,20 +381,20 @@ def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -
     ]
     other.write_text(json.dumps({"traceEvents": spans}))
     done = CliRunner().invoke(app, ["report", str(log), "--trace", str(other)])
-    assert done.exit_code == 2 and "has no span" in done.stderr, done.output
+    assert done.exit_code == 2 and "contains no span" in done.stderr, done.output
     zipped = tmp_path / "other.json.gz"
     packed = bytearray(gzip.compress(json.dumps(list(range(10000))).encode()))
     packed[40:60] = bytes(20)
     zipped.write_bytes(packed)
     done = CliRunner().invoke(app, ["report", str(log), "--trace", str(zipped)])
-    assert done.exit_code == 2 and "is no time line" in done.stderr, done.output
+    assert done.exit_code == 2 and "is not a time line" in done.stderr, done.output
 
 
 def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path) -> None:
     plan = tmp_path / "plan.json"
     plan.write_text('{"step": {"seconds": NaN, "tokens": 1, "read_bytes": 1, "written_bytes": 1}}')
     done = CliRunner().invoke(app, ["report", str(log), "--plan", str(plan)])
-    assert done.exit_code == 2 and "is no plan" in done.stderr
+    assert done.exit_code == 2 and "is not a plan" in done.stderr
 
 
 def test_a_folder_is_no_log() -> None:
@@ -408,7 +408,9 @@ def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -
         assert call(log, "-o", place).exit_code == 0
     place.write_text("<!DOCTYPE html>\n<html>of somebody else")
     done = call(log, "-o", place)
-    assert done.exit_code == 2 and "exists and is no page of offload report; give another" in done.stderr, done.output
+    assert done.exit_code == 2 and "exists and is not a page of offload report; give another" in done.stderr, (
+        done.output
+    )
     assert "of somebody else" in place.read_text()
     place.write_text("")
     assert call(log, "-o", place).exit_code == 0

@@ -12,9 +12,9 @@ import torch
 import offload
 from offload.errors import StoreError
 from offload.swapper.store import run_status
-from tests import models, warm
-from tests.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
-from tests.test_modules import Layers
+from tests.support import models, warm_process
+from tests.support.module_kinds import Layers
+from tests.support.oracle import Job, assert_same, assert_same_tensors, config, kill_and_resume, run, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -199,11 +199,12 @@ def test_a_run_that_is_in_use_is_refused(tmp_path: Path) -> None:
 def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
     """A script that ends without `destroy` loses nothing, whatever its last call was."""
     code = (
-        "from pathlib import Path; from tests import models; from tests.oracle import start, train_step\n"
+        "from pathlib import Path; from tests.support import models\n"
+        "from tests.support.oracle import start, train_step\n"
         f"engine = start(models.GPT2, ('nvme', 'nvme'), Path({str(tmp_path)!r}))\n"
         "train_step(engine, models.GPT2, 0); train_step(engine, models.GPT2, 1)\n"
     )
-    done = warm.python(code)
+    done = warm_process.python(code)
     assert done.returncode == 0, done.stderr
     assert "offload rm" in done.stderr, "it says how to go on"
     engine = start(models.GPT2, DISK, tmp_path, resume="must")

@@ -9,146 +9,41 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import offload
 from offload.engine import param_access as looking
 from offload.errors import UsageError
-from tests import bounds, models
-from tests.faults import die
-from tests.oracle import (
+from tests.support import models, rounding_bounds
+from tests.support.fault_injection import die
+from tests.support.oracle import (
     Job,
     PlainEngine,
     dies,
     least_host_memory,
-    room_for,
     small_pieces,
     start,
     train_step,
 )
-
-AREA = "Looking at weights and editing them, between steps"
-DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
-PLACEMENTS = (DISK, MEMORY, ("cpu", "cpu"), ("none", "nvme"))
-STATES = ("exp_avg", "exp_avg_sq")
-
-Found = dict[str, torch.Tensor | None]
-
-
-def gpt2() -> nn.Module:
-    """Two narrow blocks: more would say the same of each parameter, and each is read many times here."""
-    return models.gpt2(layers=2, width=32, heads=2)
-
-
-class Mixture(models.Mixture):
-    """Three blocks of the four: the frozen one, the one with a frozen weight, and one that is trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = self.blocks[1:]
-
-
-GPT2 = models.GPT2._replace(model=gpt2)
-MIXTURE = models.MIXTURE._replace(model=Mixture)
-JOBS = {"GPT2": GPT2, "MIXTURE": MIXTURE}
-
-
-def everything(module: nn.Module) -> Found:
-    """All that can be read of each parameter, by its name and what it is."""
-    found: Found = {}
-    for name, parameter in module.named_parameters():
-        found[f"{name} master"] = offload.safe_get_full_fp32_param(parameter)
-        found[f"{name} gradient"] = offload.safe_get_full_grad(parameter)
-        for state in STATES:
-            found[f"{name} {state}"] = offload.safe_get_full_optimizer_state(parameter, state)
-    return found
-
-
-LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "master": (offload.safe_get_local_fp32_param, offload.safe_set_local_fp32_param),
-    "gradient": (offload.safe_get_local_grad, offload.safe_set_local_grad),
-    **{
-        state: (
-            lambda p, state=state: offload.safe_get_local_optimizer_state(p, state),
-            lambda p, value, state=state: offload.safe_set_local_optimizer_state(p, value, state),
-        )
-        for state in STATES
-    },
-}
-
-
-def everything_local(module: nn.Module) -> Found:
-    """What `everything` reads, of this rank's part."""
-    return {
-        f"{name} {what}": get(parameter)
-        for name, parameter in module.named_parameters()
-        for what, (get, _) in LOCAL.items()
-    }
-
-
-def everything_of_torch(engine: PlainEngine) -> Found:
-    found: Found = {}
-    for (name, parameter), master in zip(engine.module.named_parameters(), engine._masters, strict=True):
-        found[f"{name} master"] = master.detach().clone()
-        found[f"{name} gradient"] = None if master.grad is None else master.grad.clone()
-        for state in STATES:
-            mine = engine.optimizer.state[master].get(state) if master.requires_grad else None
-            nothing = torch.zeros_like(master) if parameter.requires_grad else None
-            found[f"{name} {state}"] = nothing if mine is None else mine.clone()
-    return found
-
-
-def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equal) -> list[str]:
-    assert one.keys() == other.keys()
-    return [
-        name
-        for name, mine in one.items()
-        if not (
-            mine is other[name] is None or (mine is not None and other[name] is not None and same(mine, other[name]))
-        )
-    ]
-
-
-def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
-    """Assert that masters are as `tests.bounds` says, and gradients and moments as sums and squares of sums are."""
-    assert found.keys() == expected.keys()
-    share = bounds.norm_error(job) + 2 * bounds.step_error(job)
-    built = job.model()
-    job = job._replace(model=lambda: built)  # which is asked for its shapes for each tensor
-    for name, value in found.items():
-        parameter, what = name.rsplit(" ", 1)
-        if value is None or expected[name] is None:
-            assert value is expected[name], name
-            continue
-        mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (found, expected))
-        master = what == "master"
-        error = bounds.weight_error(job, theirs, reordered=reordered) if master else share * bounds.norm(theirs)
-        assert bounds.norm(mine - theirs) <= error, name
-
-
-def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
-    """Two units at a time on the device, where that is not their home."""
-    return {} if "none" in placement else {"device_memory": room_for(job, 2)}
-
-
-def backward(engine: Any, job: Job, step: int) -> None:
-    """All backwards of a step but not its end."""
-    for micro in range(job.accumulation):
-        engine.backward(job.loss(engine, step, micro))
-        if micro < job.accumulation - 1:
-            engine.step()
-
-
-def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
-    """What is found before any step, between backward and step of the second, and after it."""
-    found = [look()]
-    train_step(engine, job, 0)
-    backward(engine, job, 1)
-    found.append(look())
-    engine.step()
-    found.append(look())
-    return found
-
+from tests.support.param_states import (
+    AREA,
+    DISK,
+    GPT2,
+    JOBS,
+    LOCAL,
+    MEMORY,
+    MIXTURE,
+    PLACEMENTS,
+    STATES,
+    Found,
+    a_round,
+    backward,
+    differences,
+    everything,
+    everything_local,
+    everything_of_torch,
+    little_room,
+    same_but_for_roundings,
+)
 
 # -- reading ------------------------------------------------------------------------------------------
 
@@ -262,7 +157,7 @@ def test_a_gradient_is_that_of_the_step_so_far(tmp_path: Path) -> None:
     for micro in range(2):
         for each in (engine, plain):
             each.backward(job.loss(each, 0, micro))
-        bounds.same_tensor(offload.safe_get_full_grad(mine), theirs.grad, bounds.norm_error(job))
+        rounding_bounds.same_tensor(offload.safe_get_full_grad(mine), theirs.grad, rounding_bounds.norm_error(job))
         engine.step()
     assert offload.safe_get_full_grad(mine) is None
     engine.backward(job.loss(engine, 1, 0))
@@ -324,7 +219,7 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
         first = first or found
         assert found[0] == first[0] and differences(found[1], first[1]) == [], placement
     assert first is not None and len(first[0]) == len(expected)
-    bounds.same_losses(first[0], expected, job)
+    rounding_bounds.same_losses(first[0], expected, job)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -371,9 +266,9 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
                 theirs.grad = torch.full(theirs.shape, 0.01) if theirs.grad is None else theirs.grad * 2
             for each in (engine, plain):
                 each.step()
-        bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
+        rounding_bounds.same_norms([engine.get_global_grad_norm()], [plain.get_global_grad_norm()], job)
     masters = {name: offload.safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
-    bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
+    rounding_bounds.same_weights(masters, dict(plain.module.named_parameters()), job._replace(steps=2))
     engine.destroy(remove=True)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,9 @@ from torch.nn import functional
 
 import offload
 from offload.errors import OffloadError, RankError
-from tests import models
-from tests.oracle import Job, start, train_step
-from tests.rank_pool import RankPool, rank_and_size, shared_pool
-from tests.rank_pool import start as start_rank
-from tests.test_safe_get_set import (
+from tests.support import models
+from tests.support.oracle import Job, start, train_step
+from tests.support.param_states import (
     DISK,
     LOCAL,
     MIXTURE,
@@ -26,15 +23,11 @@ from tests.test_safe_get_set import (
     differences,
     everything,
     everything_local,
-    halved,
     same_but_for_roundings,
 )
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with shared_pool(2) as two:
-        yield two
+from tests.support.rank_pool import RankPool, rank_and_size
+from tests.support.rank_pool import start as start_rank
+from tests.test_safe_get_set import halved
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -108,7 +101,7 @@ def different_places(folder: Path) -> list[str]:
 def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
     for said in ranks.run(different_places, tmp_path):
         assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in said[0]
-        assert "rank 0 is at step(); rank 1 looks at a state of a parameter" in said[1]
+        assert "rank 0 is at step(); rank 1 accesses a state of a parameter" in said[1]
 
 
 def values_of_each(folder: Path) -> list[float]:
@@ -201,5 +194,5 @@ def alone_and_wrong(folder: Path) -> list[str]:
 
 def test_a_rank_alone_and_a_part_of_another_length(ranks: RankPool, tmp_path: Path) -> None:
     (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
-    assert "values of this rank's part of the " in other and "got shape" in other
-    assert "rank 1 could not set a part of a parameter, so no rank did: UsageError: values of" in one
+    assert "values of this rank's shard of the " in other and "got shape" in other
+    assert "rank 1 could not set a shard of a parameter, so no rank did: UsageError: values of" in one

@@ -13,9 +13,9 @@ from torch import nn
 import offload
 from offload.engine import param_access as looking
 from offload.errors import BudgetError, UsageError
-from tests import models
-from tests.oracle import room_for, run, start, train_step
-from tests.test_safe_get_set import AREA, DISK
+from tests.support import models
+from tests.support.oracle import room_for, run, start, train_step
+from tests.support.param_states import AREA, DISK
 
 
 def _of_no_engine(module: nn.Module) -> None:
@@ -96,7 +96,7 @@ def _in_backward(module: nn.Module) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
-    "of a parameter that no engine has": (_of_no_engine, "take it from engine.module"),
+    "of a parameter that no engine has": (_of_no_engine, "take the parameter from engine.module"),
     "of what is no parameter": (_no_parameter, "expects a parameter"),
     "of another shape": (_other_shape, r"shape \[61, 33\] in fp32, got shape \[2013\]"),
     "in float64": (_other_dtype, "convert it first"),
@@ -104,13 +104,13 @@ REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "of a state that the optimizer has not": (_unknown_state, '"exp_avg", "exp_avg_sq"'),
     "of a frozen parameter's states": (_frozen_state, "is frozen"),
     "of a frozen parameter's gradient": (_frozen_gradient, "is frozen"),
-    "of a part that is not flat": (_part_of_another_length, r"this rank's part of .* \[2013\] in fp32, got shape"),
+    "of a part that is not flat": (_part_of_another_length, r"this rank's shard of .* \[2013\] in fp32, got shape"),
     "of a frozen parameter's part": (_frozen_part, "is frozen"),
     "of a frozen weight": (_frozen_weight, "is frozen"),
     "inside of `gathered`": (_gathered, "is gathered"),
-    "inside of a forward": (_in_forward, "not for inside of a forward"),
-    "inside of a forward, of a parameter of elsewhere": (_in_forward_of_another, "not for inside of a forward"),
-    "inside of a backward": (_in_backward, "not for inside of a forward or a backward"),
+    "inside of a forward": (_in_forward, "not inside of a forward"),
+    "inside of a forward, of a parameter of elsewhere": (_in_forward_of_another, "not inside of a forward"),
+    "inside of a backward": (_in_backward, "not inside of a forward or a backward"),
 }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sampling import sample
+from tests.support.sampling import sample
 
 pytest_plugins = ["pytester"]
 
@@ -63,7 +63,7 @@ def test_pytest_runs_the_sample(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     pytester.makeini("[pytest]\nmarkers = sample(count): a sample")
     pytester.makeconftest(
-        "from tests import sampling\n"
+        "from tests.support import sampling\n"
         "def pytest_addoption(parser): sampling.add_options(parser)\n"
         "def pytest_configure(config): sampling.configure(config)\n"
         "def pytest_collection_modifyitems(config, items): sampling.select(config, items)\n"

@@ -19,8 +19,8 @@ import offload
 from offload.cli.main import app
 from offload.engine.params import weight_edits as weights
 from offload.errors import BudgetError, ConfigError, StoreError, UsageError
-from tests import models
-from tests.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
+from tests.support import models
+from tests.support.oracle import PLACEMENTS, Job, assert_same_tensors, start, train_step
 from tests.test_export import FROZEN, tied_by_hand
 from tests.test_export import tensors as all_tensors
 
@@ -201,7 +201,7 @@ def test_save_16bit_model_writes_one_file(tmp_path: Path) -> None:
     assert listed(tmp_path / "whole") == {*before, "trained.safetensors"}, "nothing else is touched"
     for name, words in (
         ("pytorch_model.bin", r"ends with \.safetensors"),
-        ("../model.safetensors", "a path, where the name of a file in save_directory is expected"),
+        ("../model.safetensors", "a path; expected the name of a file in save_directory"),
     ):
         with pytest.raises(UsageError, match=words):
             engine.save_16bit_model(tmp_path / "out", name)
@@ -223,7 +223,7 @@ def test_the_key_of_deepspeed_is_honoured(
         saved = engine.save_16bit_model(tmp_path / "out")
     assert saved is (value is not False) is engine.zero_gather_16bit_weights_on_model_save()
     assert (tmp_path / "out").exists() == saved
-    assert ("has written nothing" in caplog.text) is not saved
+    assert ("wrote nothing" in caplog.text) is not saved
     engine.destroy()
 
 

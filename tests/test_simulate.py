@@ -10,69 +10,29 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offload.aio import IoQueue, Priority
-from offload.engine.setup import initialize
+from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Clock
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
-from offload.planner.simulation.simulate import Budgets, Simulation, Use, simulate
-from offload.planner.simulation.updater import UpdateCost
-from offload.sizes import align_up
-from offload.states import State, Tier
+from offload.planner.simulation.simulate import Budgets, Use, simulate
+from offload.states import Tier
 from offload.swapper.policy import Limits
-from offload.swapper.store import spill_file as scratch
-from offload.swapper.unit_table import UnitSize
-from tests import models
-from tests.oracle import Job, small_pieces, start, train_step
-from tests.sampling import examples
-from tests.test_placements import room_for
-from tests.test_spill import least_host_memory
-
-PAGE = 4096
+from tests.support.oracle import small_pieces
+from tests.support.sampling import examples
+from tests.support.simulated_cases import PAGE, Case, cost, unit
 
 
-def unit(pages: int, home: Tier = Tier.DISK) -> UnitSize:
-    return UnitSize(f"{pages} pages", pages * PAGE, home, (range(pages * PAGE),))
-
-
-def cost(pages: int, home: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
-    """Of a bf16 unit all of whose states have one home."""
-    numel, on_disk = pages * PAGE // 2, home is Tier.DISK
-    return UpdateCost(numel, *((2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)), 2 * numel * spills)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
 
 
 # -- any run ------------------------------------------------------------------------------------------
-
-
-class Case(NamedTuple):
-    uses: list[Use]
-    sizes: list[UnitSize]
-    updates: list[UpdateCost | None]
-    tile_numel: int | None
-    limits: Limits
-
-    @property
-    def moving(self) -> list[int]:
-        """Bytes of the units that are not at home on the device."""
-        return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
-
-    @property
-    def on_disk(self) -> list[int]:
-        return sorted(size.nbytes for size in self.sizes if size.tier is Tier.DISK) or [0]
-
-    def run(self, host: int, device: int, **options: Any) -> Simulation:
-        budgets = Budgets(host, device)
-        return simulate(
-            self.uses, self.sizes, self.updates, budgets, self.limits, tile_numel=self.tile_numel, **options
-        )
 
 
 @st.composite
@@ -184,191 +144,6 @@ def test_a_region_that_has_no_room_is_an_error() -> None:
     with pytest.raises(BudgetError, match="1 pages needs"):
         simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 2 * PAGE))
     assert simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 3 * PAGE)).device_peak == 3 * PAGE
-
-
-# -- the engine ---------------------------------------------------------------------------------------
-
-
-class PromptQueue:
-    """A queue whose requests are done when it has taken them."""
-
-    def __init__(self) -> None:
-        self._inner = IoQueue()
-        self.backend, self.refusals = self._inner.backend, self._inner.refusals
-
-    def read(self, *args: Any, **kwargs: Any) -> Any:
-        future = self._inner.read(*args, **kwargs)
-        future.wait()
-        return future
-
-    def write(self, *args: Any, **kwargs: Any) -> Any:
-        future = self._inner.write(*args, **kwargs)
-        future.wait()
-        return future
-
-    def close(self) -> None:
-        self._inner.close()
-
-
-class Figures(NamedTuple):
-    """Of one step; peaks since the first. Gradients that spill are left out."""
-
-    read: int
-    written: int
-    uses: int
-    hits: int
-    host_peak: int
-    device_peak: int
-
-
-class Recorded(NamedTuple):
-    """A run of the engine, and all that its simulation needs."""
-
-    case: Case
-    budgets: Budgets
-    steps: list[Figures]
-    spilled: tuple[int, ...]
-
-    def simulated(self, steps: int, overlap: bool) -> Simulation:
-        return self.case.run(*self.budgets, overlap=overlap, steps=steps)
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_pieces(monkeypatch)
-
-
-@pytest.fixture
-def spilled(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Bytes of gradients that were read and written."""
-    counts = {"read": 0, "write": 0}
-
-    def count(name: str, real: Any) -> None:
-        def counted(file: Any, *args: Any) -> Any:
-            counts[name] += len(args[-1])
-            return real(file, *args)
-
-        monkeypatch.setattr(scratch.SpillFile, name, counted)
-
-    for name in counts:
-        count(name, getattr(scratch.SpillFile, name))
-    yield counts
-
-
-def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps: int = 4, **options: Any) -> Recorded:
-    """Train `job` with everything on disk; what the uses were, what they came to."""
-    engine = start(job, ("nvme", "nvme"), folder, debug={"overlap": overlap}, **options)
-    parts = engine._core.components
-    pager, updater, store = parts.pager, parts.update_worker, parts.store
-    assert updater is not None and store is not None
-    calls: list[tuple[str, int]] = []
-
-    def log(name: str, real: Any) -> None:
-        def called(unit: int, *args: Any, **kwargs: Any) -> Any:
-            calls.append((name, unit))
-            return real(unit, *args, **kwargs)
-
-        setattr(pager, name, called)
-
-    for name in ("acquire", "release"):
-        log(name, getattr(pager, name))
-    sizes = [entry.size for entry in pager._entries]
-    costs: list[UpdateCost | None] = []
-    for index, part in enumerate(parts.trainable):
-        of = {s: len(part) * d.itemsize for s, d in parts.shards.mode.states.items() if store.keeps(index, s)}
-        read = sum(n for s, n in of.items() if s is not State.WEIGHT and (index, s) not in parts.shards.residents)
-        costs.append(UpdateCost(len(part), of.get(State.WEIGHT, 0), read, sum(of.values())) if part else None)
-    promoted, home = pager.host.weights.space.used_bytes, pager.arena.used_bytes
-    budgets = Budgets(pager.host.weights.space.nbytes - promoted, pager.arena.nbytes - home)
-
-    def totals() -> list[int]:
-        moved, counts = engine.io_bytes(), engine.use_counts()
-        return [moved.read - spilled["read"], moved.written - spilled["write"], counts.uses, counts.on_device]
-
-    figures, before, uses = [], totals(), None
-    for step in range(steps):
-        calls.clear()
-        train_step(engine, job, step)
-        if step == steps - 1:
-            updater.finish(commit=False)
-        after = totals()
-        peaks = pager.host.weights.space.peak_bytes - promoted, pager.arena.space.peak_bytes - home
-        figures.append(Figures(*(new - old for new, old in zip(after, before, strict=True)), *peaks))
-        assert uses in (None, uses_of(calls)), "a step is like the one before"
-        before, uses = after, uses_of(calls)
-    assert uses is not None
-    trained = {use.unit for use in uses}
-    case = Case(
-        uses,
-        sizes,
-        [each if index in trained else None for index, each in enumerate(costs)],
-        updater._tile_numel,
-        pager._limits,
-    )
-    spill = parts.gradients.spill
-    found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows))
-    engine.destroy(remove=True)
-    return found
-
-
-def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
-    """Of pins that were taken and given back, in order."""
-    uses: list[Use] = []
-    begun: dict[int, list[int]] = {}
-    for name, unit in calls:
-        if name == "acquire":
-            begun.setdefault(unit, []).append(len(uses))
-            uses.append(Use(unit))
-        else:
-            position = begun[unit].pop()
-            uses[position] = Use(unit, held=len(uses) - position)
-    assert not any(begun.values())
-    return uses
-
-
-JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
-
-
-@pytest.mark.sample(8)
-@pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
-@pytest.mark.parametrize("units", [2, 3])
-@pytest.mark.parametrize("name", JOBS)
-def test_without_chance_every_figure_is_the_engines(
-    name: str, units: int, more: int, tmp_path: Path, spilled: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bytes, hits and both peaks of each step, from the least host memory, where units stream, to enough for all."""
-    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: PromptQueue())
-    job = JOBS[name]._replace(dtype="bf16")
-    device = room_for(job, units) + 4096 * (units - 2)
-    budget = least_host_memory(job, tmp_path, device_memory=device) + more
-    real = record(job, tmp_path, False, spilled, host_memory=budget, device_memory=device)
-    for number, figures in enumerate(real.steps, start=1):
-        found = real.simulated(number, overlap=False)
-        assert figures == Figures(
-            found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
-        ), f"step {number}"
-    streamed = any(2 * align_up(size.part_nbytes) > real.budgets.host for size in real.case.sizes)
-    if more in (0, 2_000_000):
-        assert streamed == bool(real.spilled) == (more == 0)
-
-
-@pytest.mark.parametrize("more", [0, 20_000, 150_000, 800_000])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "mixture"])
-def test_with_real_threads_and_drives_the_figures_are_near(
-    name: str, overlap: bool, more: int, tmp_path: Path, spilled: dict[str, int]
-) -> None:
-    job = JOBS[name]._replace(dtype="bf16")
-    budget = least_host_memory(job, tmp_path, device_memory=room_for(job, 2)) + more
-    real = record(job, tmp_path, overlap, spilled, host_memory=budget, device_memory=room_for(job, 2))
-    steps = len(real.steps)
-    found = [real.simulated(number, overlap) for number in range(1, steps + 1)]
-    last = real.simulated(steps + 1, overlap).moved if overlap else Moved()  # the last updates come after the last step
-    read = sum(each.moved.read for each in found) + last.updates_read
-    assert sum(each.written for each in real.steps) == sum(each.moved.written for each in found) + last.updates_written
-    assert sum(each.read for each in real.steps) == pytest.approx(read, rel=0.25)
-    assert [each.uses for each in real.steps] == [each.uses for each in found]
-    assert real.steps[-1].host_peak <= real.budgets.host and real.steps[-1].device_peak <= real.budgets.device
 
 
 # -- time ---------------------------------------------------------------------------------------------

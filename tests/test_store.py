@@ -20,7 +20,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap_files
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record
-from tests import mounts
+from tests.support import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
 SPEC = StoreSpec((SIZES, SIZES, {State.WEIGHT: 4096}), 2, {"model": "test"}, frozen=(0, 0, 4096))
@@ -153,7 +153,7 @@ def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_p
     damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" and weight(store, 0) == 1
-    assert "step 1 was checked and is taken" in store.notices[0]
+    assert "step 1 passed its check and is used" in store.notices[0]
     store.close()
 
 
@@ -276,7 +276,7 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
 
 def test_a_full_disk(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reserving more than it has leaves it as it was."""
-    with mounts.disk(tmp_path, 16 << 20) as mount:
+    with filesystems.disk(tmp_path, 16 << 20) as mount:
         before = shutil.disk_usage(mount).free
         store = Store([mount], "run", 0, StoreSpec(({State.WEIGHT: 12 << 20},), 2, {}), queue)
         # One extent: a frozen unit. Take the check's word away, so that the reservation itself must fail.
@@ -333,7 +333,7 @@ def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQue
 def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    with pytest.raises(StoreError, match="holds commits 2, 1, but the last that all ranks hold is 7"):
+    with pytest.raises(StoreError, match="contains commits 2, 1, but the last one that all ranks contain is 7"):
         store.open(7)
     store, text = opened(tmp_path, queue)
     assert text == "two", "and nothing was taken back"

@@ -23,9 +23,9 @@ from offload.states import State
 from offload.swapper.store import Store
 from offload.swapper.store.format.commit_record import Record, read_records
 from offload.swapper.store.format.manifest import read_manifest
-from tests import models, mounts
-from tests.faults import flip_bit
-from tests.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
+from tests.support import filesystems, models
+from tests.support.fault_injection import flip_bit
+from tests.support.oracle import Job, least_host_memory, processes, run, small_pieces, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -187,7 +187,9 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[
     process.start()
     holder = mine.recv()
     for resume in ("auto", "must"):
-        with pytest.raises(StoreError, match=rf"is in use by process {holder} on .*; end it, or choose another run"):
+        with pytest.raises(
+            StoreError, match=rf"is in use by process {holder} on .*; end that process, or choose another run"
+        ):
             start(JOB, DISK, tmp_path, resume=resume)
     os.kill(holder, signal.SIGKILL)
     process.join()
@@ -199,7 +201,7 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    with mounts.disk(tmp_path, 24 << 20) as mount:
+    with filesystems.disk(tmp_path, 24 << 20) as mount:
         yield mount
 
 

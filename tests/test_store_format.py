@@ -17,8 +17,8 @@ from offload.aio import Bandwidth
 from offload.aio import crc32c as their_crc32c
 from offload.states import State
 from offload.swapper.store import drives as drives_module
-from tests import models, rank_pool
-from tests.oracle import train_step, weights_of
+from tests.support import models, rank_pool
+from tests.support.oracle import train_step, weights_of
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
 ITEMSIZE = {"bf16": (2, 2, 4, 4), "fp32": (4, 0, 4, 4)}

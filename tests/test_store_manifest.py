@@ -36,15 +36,15 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" there and "other" here'),
-        (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more is in only one of the two"),
-        (SPEC._replace(slots=1), "was step, or every N there and is none here"),
+        (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" in the run and "other" here'),
+        (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more exists in only one of the run"),
+        (SPEC._replace(slots=1), "was step, or every N in the run and is none here"),
         (
             SPEC._replace(partitions=(SIZES, {**SIZES, State.EXP_AVG: 4096}, {State.WEIGHT: 4096})),
             "partitions/1/exp_avg",
         ),
-        (SPEC._replace(frozen=(0, 4096, 4096)), "shared/1 is 0 there and 4096 here"),
-        (SPEC._replace(partitions=(SIZES, SIZES), frozen=()), "another model: it has 3 units, this one 2"),
+        (SPEC._replace(frozen=(0, 4096, 4096)), "shared/1 is 0 in the run and 4096 here"),
+        (SPEC._replace(partitions=(SIZES, SIZES), frozen=()), "another model: the run contains 3 units, this model 2"),
     ],
 )
 def test_another_model_is_refused_with_the_difference(
@@ -63,7 +63,7 @@ def test_a_store_of_another_number_of_ranks_says_what_to_do(tmp_path: Path, queu
     store.commit(1, blob("one"))
     store.close()
     with pytest.raises(
-        StoreError, match=r"world_size is 2 there and 1 here; go on with as many ranks.*load_checkpoint"
+        StoreError, match=r"world_size is 2 in the run and 1 here; resume with as many ranks.*load_checkpoint"
     ):
         opened(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 1}))
 
@@ -74,7 +74,7 @@ def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:
     store.close()
     path = tmp_path / "run" / "rank0" / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 99}))
-    with pytest.raises(StoreError, match=r"is of format 99, this version of offload reads format 3"):
+    with pytest.raises(StoreError, match=r"has store format 99; this version of offload reads format 3"):
         read_manifest(path)
 
 
@@ -95,7 +95,9 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
     assert run_status([tmp_path], "run").exists
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    words = r"is of format 2, this version of offload reads format 3: go on with the version that made it \(0.0.9\)"
+    words = (
+        r"store format 2; this version of offload reads format 3: resume with the version that made the run \(0.0.9\)"
+    )
     for refused in (store.newest_serial, store.open):
         with pytest.raises(StoreError, match=words):
             refused()

@@ -119,18 +119,18 @@ class Lists(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* it keeps k for all parameters together"),
-        (lambda p: Own(p, lr=0.1), "it keeps calls for all parameters together"),
-        (lambda p: Together(p, lr=0.1), "what a parameter becomes depends on others"),
-        (lambda p: Wraps(p, lr=0.1), "a parameter that has a gradient stays as it is"),
-        (lambda p: OwnStates(p, lr=0.1), "it keeps own for all parameters together"),
-        (lambda p: OneState(p, lr=0.1), "it keeps all for all parameters together"),
+        (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* a step changes k, which all parameters share"),
+        (lambda p: Own(p, lr=0.1), "a step changes calls, which all parameters share"),
+        (lambda p: Together(p, lr=0.1), "the new value of a parameter depends on other parameters"),
+        (lambda p: Wraps(p, lr=0.1), "a parameter with a gradient does not change"),
+        (lambda p: OwnStates(p, lr=0.1), "a step changes own, which all parameters share"),
+        (lambda p: OneState(p, lr=0.1), "a step changes all, which all parameters share"),
         (lambda p: ByNumber([{"params": p[:2]}, {"params": p[2:]}], lr=0.1), "depends on the number of its group"),
-        (lambda p: Slow(p, lr=0.1), "it keeps slow in some steps only"),
+        (lambda p: Slow(p, lr=0.1), "the state slow exists after some steps only"),
         (lambda p: Lists(p, lr=0.1), "history is a list, neither a tensor nor a number"),
         (lambda p: torch.optim.LBFGS(p), "LBFGS has no kernel here"),
-        (lambda p: torch.optim.SparseAdam(p), "that does not go: SparseAdam does not support dense gradients"),
-        (lambda p: Begun(p, lr=0.1), "made states without a step"),
+        (lambda p: torch.optim.SparseAdam(p), r"That fails for .*: SparseAdam does not support dense gradients"),
+        (lambda p: Begun(p, lr=0.1), "contains states already"),
     ],
 )
 def test_what_cannot_be_run_so_is_refused(make: Any, words: str) -> None:

@@ -13,8 +13,8 @@ import transformers
 from offload.config import load_config
 from offload.hf import OffloadTrainer
 from offload.hf.trainer import OVERRIDDEN
-from tests import bounds, models
-from tests.trainers import (
+from tests.support import models, rounding_bounds
+from tests.support.trainer_runs import (
     CHECKPOINTING,
     DISK,
     FEW,
@@ -79,7 +79,7 @@ def test_bf16_keeps_fp32_masters_and_follows_fp32(tmp_path: Path) -> None:
     mine, plain = offloaded(tmp_path / "mine", rows=MANY, bf16=True), stock(tmp_path / "stock", rows=MANY)
     assert all(value.dtype == torch.bfloat16 for value in mine.weights.values())
     for one, other in zip(mine.logs, plain.logs, strict=True):
-        bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.gpt2, "bf16"))
+        rounding_bounds.same_losses([one["loss"]], [other["loss"]], as_job(plain.logs, models.gpt2, "bf16"))
         assert one["learning_rate"] == other["learning_rate"]
 
 
@@ -90,8 +90,8 @@ def test_torch_autocast_is_the_stock_trainers_bf16(tmp_path: Path) -> None:
     mine, plain = offloaded(tmp_path / "mine", blocks=blocks, bf16=True), stock(tmp_path / "stock", bf16=True)
     job = as_job(plain.logs, models.gpt2, "bf16")
     for one, other in zip(mine.logs, plain.logs, strict=True):
-        bounds.same_losses([one["loss"]], [other["loss"]], job)
-        bounds.same_norms([one["grad_norm"]], [other["grad_norm"]], job)
+        rounding_bounds.same_losses([one["loss"]], [other["loss"]], job)
+        rounding_bounds.same_norms([one["grad_norm"]], [other["grad_norm"]], job)
 
 
 def test_in_fp16_a_step_that_overflows_moves_no_schedule(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 import offload
 from offload.errors import StoreError
 from offload.hf import OffloadTrainer
-from tests import models
-from tests.oracle import assert_same_tensors
-from tests.trainers import (
+from tests.support import models
+from tests.support.oracle import assert_same_tensors
+from tests.support.trainer_runs import (
     DISK,
     FEW,
     MEMORY,
@@ -191,13 +191,15 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
             (checkpoint / name).unlink() if left is None else (checkpoint / name).write_bytes(left)
             if left is None and name == "rng_state.pth":
                 continue
-            with pytest.raises(StoreError, match=rf"checkpoint-2 has no whole {name}: .* from the checkpoint before"):
+            with pytest.raises(
+                StoreError, match=rf"checkpoint-2 contains no complete {name}: .* from the checkpoint before"
+            ):
                 resumed(tmp_path, checkpoint)
         (checkpoint / name).write_bytes(whole)
     (checkpoint / "rng_state.pth").unlink()
     with caplog.at_level(logging.WARNING, "offload"):
         resumed(tmp_path, checkpoint)
-    assert "has no rng_state.pth: dropout goes on with other random numbers" in caplog.text
+    assert "contains no rng_state.pth: dropout continues with other random numbers" in caplog.text
 
 
 def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:

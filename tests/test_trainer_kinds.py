@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from offload.hf import OffloadMixin
-from tests import bounds, models
-from tests.trainers import (
+from tests.support import models, rounding_bounds
+from tests.support.trainer_runs import (
     CHECKPOINTING,
     FEW,
     MEMORY,
@@ -65,7 +65,7 @@ def test_evaluation_on_the_way(tmp_path: Path) -> None:
         mine.train()
         assert_same(result(mine), unbroken())
         assert len(evaluations(mine)) == 3
-        bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
+        rounding_bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
 
 
 def test_evaluation_before_training(tmp_path: Path) -> None:
@@ -87,7 +87,9 @@ def test_prediction_by_a_model_that_trains_nothing(tmp_path: Path) -> None:
     with ended(mine):
         predictions = mine.predict(Texts(5)).predictions
         assert mine.engine is not None
-        bounds.same_tensor(torch.from_numpy(predictions), expected.detach(), bounds.step_error(models.GPT2))
+        rounding_bounds.same_tensor(
+            torch.from_numpy(predictions), expected.detach(), rounding_bounds.step_error(models.GPT2)
+        )
 
 
 @pytest.mark.works("Trainers", "a callback that generates between steps", "right")
@@ -172,7 +174,9 @@ def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
         mine.train()
     folder = tmp_path / "out" / "checkpoint-2"
     assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
-    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, "frozen weights are not in it"
+    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < 200_000, (
+        "frozen weights are not in the checkpoint"
+    )
     with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train(resume_from_checkpoint=str(folder))
         assert_same(whole, result(mine))

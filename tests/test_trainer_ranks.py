@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from offload.hf import Accelerator
-from tests import bounds, models
-from tests.oracle import assert_same_tensors
-from tests.rank_pool import RankPool, pool, rank_and_size
+from tests.support import models, rounding_bounds
+from tests.support.oracle import assert_same_tensors
+from tests.support.rank_pool import RankPool, pool, rank_and_size
+from tests.support.trainer_runs import Run, Texts, assert_close, assert_same, config, ended, result, trainer
 from tests.test_trainer_checkpoints import Break
-from tests.trainers import Run, Texts, assert_close, assert_same, config, ended, result, trainer
 
 SAVED = {"save_strategy": "steps", "save_steps": 3}
 
@@ -102,4 +102,4 @@ def test_accelerate_on_two_ranks(two: RankPool, tmp_path: Path) -> None:
     one = accelerated(tmp_path / "one")
     mine, other = two.run(accelerated, tmp_path / "two")
     assert mine == other
-    bounds.same_losses(mine, one, models.GPT2)
+    rounding_bounds.same_losses(mine, one, models.GPT2)

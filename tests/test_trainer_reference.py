@@ -15,8 +15,19 @@ from torch.nn import functional
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import BudgetError, UsageError
 from offload.hf import Accelerator, OffloadMixin
-from tests import models
-from tests.trainers import CHECKPOINTING, FEW, Run, Texts, arguments, assert_close, assert_same, config, result, seeded
+from tests.support import models
+from tests.support.trainer_runs import (
+    CHECKPOINTING,
+    FEW,
+    Run,
+    Texts,
+    arguments,
+    assert_close,
+    assert_same,
+    config,
+    result,
+    seeded,
+)
 
 COLUMNS = ("prompt", "chosen", "rejected")
 

@@ -14,8 +14,8 @@ import offload
 from offload.aio import shared_queue
 from offload.errors import BudgetError, EngineFailed
 from offload.swapper.memory.host_arena import HostBuffer, process_memory
-from tests import models
-from tests.oracle import (
+from tests.support import models
+from tests.support.oracle import (
     assert_same_tensors,
     config,
     least_host_memory,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests import warm
+from tests.support import warm_process
 
 
 def test_the_page_is_of_these_tests() -> None:
-    done = warm.run(["-m", "tests.what_works", "--check"], cwd=Path(__file__).parent.parent)
+    done = warm_process.run(["-m", "tests.support.what_works_page", "--check"], cwd=Path(__file__).parent.parent)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.gpu.work import Save, Work
 
 _ROOT = Path(__file__).resolve().parents[2]
-FILES = ("tests/test_gpu.py", "tests/test_kernels_cuda.py", "tests/test_pinning.py", "tests/test_deepnvme.py")
+FILES = ("tests/test_gpu.py", "tests/test_kernels_cuda.py", "tests/test_pinning.py", "tests/test_deepnvme_files.py")
 _LAST_LINES = 30
 
 

@@ -59,11 +59,11 @@ class Watch:
 
     def __init__(self) -> None:
         self._devices: list[_TimedCuda] = []
-        self._seconds = {"wait": 0.0, "acquire": 0.0}
+        self._seconds = {"wait": 0.0, "change": 0.0}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """What waits without the pager's lock waits for a future (`wait`) or for a change (`acquire`)."""
+        """What waits without the pager's lock waits for a future (`wait`) or for a change (`change`)."""
         plain = InterruptibleLock.without_lock
 
         def timed(monitor: InterruptibleLock, act: Callable[[], _T]) -> _T:
@@ -96,7 +96,7 @@ class Watch:
             for before, after in stalls:
                 after.synchronize()
                 stalled += before.elapsed_time(after) / 1e3
-        waits = Waits(stalled, self._seconds["wait"], self._seconds["acquire"])
+        waits = Waits(stalled, self._seconds["wait"], self._seconds["change"])
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return waits
 

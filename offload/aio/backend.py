@@ -33,7 +33,7 @@ DEFAULTS = {
 
 # The bound on threads that a `depth` asks for; `threads` itself may be larger.
 _MOST_THREADS = 16
-_DESCRIPTORS = "no descriptor is left (ulimit -n)"
+_DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
 class Chosen(NamedTuple):
@@ -108,27 +108,31 @@ def refusal(name: str, error: OSError) -> str:
     # Pairs of system call and errno. One errno has different causes in different calls.
     known = {
         ("io_uring_setup", errno.EPERM): _why_not_permitted(),
-        ("io_uring_setup", errno.ENOSYS): "this kernel has none (Linux 5.1), or a container hides it",
-        ("io_uring_register", errno.ENOSYS): "this kernel's has no plain reads and writes (Linux 5.6)",
-        ("io_uring_register", errno.EINVAL): "this kernel's has no plain reads and writes (Linux 5.6)",
+        ("io_uring_setup", errno.ENOSYS): (
+            "this kernel does not support io_uring (Linux 5.1 does), or a container hides it"
+        ),
+        ("io_uring_register", errno.ENOSYS): "this kernel's io_uring lacks plain reads and writes (Linux 5.6 has them)",
+        ("io_uring_register", errno.EINVAL): "this kernel's io_uring lacks plain reads and writes (Linux 5.6 has them)",
         ("io_uring_setup", errno.EMFILE): _DESCRIPTORS,
         ("eventfd", errno.EMFILE): _DESCRIPTORS,
-        ("io_uring_setup", errno.E2BIG): "its rings are shorter than the depth; ask for less",
+        ("io_uring_setup", errno.E2BIG): "the depth is larger than a ring of this kernel; ask for a smaller one",
         ("pthread_create", errno.EAGAIN): "no more threads may be started (ulimit -u, or a container's limit of pids)",
-        ("io_uring_setup", errno.ENOMEM): "its rings do not fit RLIMIT_MEMLOCK (ulimit -l)",
-        ("io_setup", errno.EAGAIN): "all events of fs.aio-max-nr are taken" + _aio_events(),
-        ("io_setup", errno.ENOSYS): "this kernel has none, or a container hides it",
+        ("io_uring_setup", errno.ENOMEM): "the rings need more locked memory than RLIMIT_MEMLOCK allows (ulimit -l)",
+        ("io_setup", errno.EAGAIN): "all events of fs.aio-max-nr are in use" + _aio_events(),
+        ("io_setup", errno.ENOSYS): "this kernel does not support libaio, or a container hides it",
         ("io_setup", errno.EPERM): "a seccomp filter forbids it",
-        ("io_submit", errno.EINVAL): "this kernel's cannot poll (Linux 4.18)",
+        ("io_submit", errno.EINVAL): "this kernel's libaio cannot poll (Linux 4.18 can)",
     }
     why = known.get((str(call), code or 0), "")
-    return f"no {name}: {call} says {errno.errorcode.get(code or 0, str(code))}" + (f", {why}" if why else "")
+    return (f"{name} is not available: {call} failed with {errno.errorcode.get(code or 0, str(code))}") + (
+        f", {why}" if why else ""
+    )
 
 
 def _why_not_permitted() -> str:
     disabled = _read("/proc/sys/kernel/io_uring_disabled")
     if disabled not in ("", "0"):
-        return f"the system has it switched off (kernel.io_uring_disabled is {disabled})"
+        return f"the system disables io_uring (kernel.io_uring_disabled is {disabled})"
     return "a seccomp filter forbids it, as Docker's default profile does"
 
 

@@ -15,6 +15,7 @@ from typing import Protocol
 from offload.aio._native import Flight, Queue
 from offload.aio.file import DirectFile, Piece
 from offload.errors import IoError, UsageError
+from offload.interrupts import interruptible
 
 _TIMED_OUT = -1
 
@@ -91,6 +92,7 @@ class IoFuture:
         """Returns True if the request has ended, successfully or not."""
         return self._flight.done()
 
+    @interruptible
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the request and returns the number of bytes that were moved.
 
@@ -122,7 +124,7 @@ class IoFuture:
             IoError: the request failed.
         """
         if not self._checksum:
-            raise ValueError("there is no checksum: ask for it with checksum=True")
+            raise ValueError("no checksum was computed: pass checksum=True with the request")
         self.wait()
         return self._flight.crc
 
@@ -281,4 +283,6 @@ def _call(future: IoFuture, function: Callback) -> None:
 
 def of_the_parent(pid: int) -> UsageError:
     """Returns the error for a forked child that uses a queue of its parent, process `pid`."""
-    return UsageError(f"this queue belongs to process {pid}; a forked child has none of its threads")
+    return UsageError(
+        f"this queue belongs to process {pid}; a forked child does not inherit its threads; open a queue in the child"
+    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from offload.aio import File, Priority
@@ -26,3 +27,13 @@ class Queue(Protocol):
     def write(
         self, file: File, offset: int, buffer: memoryview, *, priority: Priority = ..., checksum: bool = ...
     ) -> Future: ...
+
+
+def wait_for_all(futures: Iterable[Future]) -> None:
+    """Waits until every request has ended, so that its buffer may be freed. Errors of the requests are ignored.
+
+    Called after an error, which is the one to report, or where nobody needs the bytes any more.
+    """
+    for future in futures:
+        with contextlib.suppress(OSError):
+            future.wait()

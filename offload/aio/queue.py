@@ -13,7 +13,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from offload.aio.backend import open_native
+from offload.aio.file import DirectFile
 from offload.aio.future import Callbacks, File, IoFuture, exiting, of_the_parent
+from offload.aio.stripes import StripedFile
 from offload.errors import UsageError
 from offload.sizes import GIB, PAGE
 
@@ -64,6 +66,9 @@ class IoQueue:
         ConfigError: the backend is unknown or refused by this system.
     """
 
+    _opened = False
+    """True once `__init__` has succeeded. Of the class, because a call with wrong arguments does not begin it."""
+
     def __init__(
         self,
         backend: str = "auto",
@@ -85,7 +90,7 @@ class IoQueue:
         self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
         self._callbacks = Callbacks(self._queue)
-        self._closed = False
+        self._closed, self._opened = False, True
         # A weak set: being listed for `_close_all` does not keep a queue alive.
         _open_queues.add(self)
 
@@ -145,7 +150,7 @@ class IoQueue:
         """
         return self._submit("write", file, offset, buffer, priority, checksum, None)
 
-    def register(self, *things: Buffer | File) -> int:
+    def register(self, *things: Buffer | DirectFile | StripedFile) -> int:
         """Registers memory and files that many requests will use with the kernel, until the queue is closed.
 
         The kernel then need not look them up for each block. Waits for the blocks that the driver threads are moving.
@@ -165,7 +170,7 @@ class IoQueue:
         self._check_open()
         done = 0
         for thing in things:
-            if hasattr(thing, "parts"):
+            if isinstance(thing, DirectFile | StripedFile):
                 for part in thing.parts():
                     own = part.descriptors
                     for descriptor in (own.direct, own.buffered):
@@ -205,8 +210,8 @@ class IoQueue:
 
         Does nothing in a forked child. Called from a callback, does not wait for callbacks.
         """
-        # The attribute is missing if `__init__` raised. A forked child contains none of the threads that it would join.
-        if not hasattr(self, "_callbacks") or os.getpid() != self._pid:
+        # A forked child contains none of the threads that it would join.
+        if not self._opened or os.getpid() != self._pid:
             return
         self._closed = True
         self._queue.close()  # also waits if another thread is closing the queue already
@@ -215,7 +220,7 @@ class IoQueue:
     def __del__(self) -> None:
         # Neither takes the lock of the callbacks nor joins their thread. The garbage collector may run this while the
         # current thread holds the lock, or while the callback thread waits for it. The callback thread ends by itself.
-        if hasattr(self, "_callbacks") and not sys.is_finalizing() and os.getpid() == self._pid:
+        if self._opened and not sys.is_finalizing() and os.getpid() == self._pid:
             self._closed = True
             self._queue.close()
 

@@ -135,7 +135,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
     in_memory: dict[float, list[Turn]] = {each: [] for each in plan.compute_ms}
     rates: dict[float, list[Rates]] = {each: [] for each in plan.compute_ms}
     with contextlib.ExitStack() as stack:
-        tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their homes")
+        tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
         drive = stack.enter_context(_drive(plan))

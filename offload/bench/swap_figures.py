@@ -242,7 +242,7 @@ def in_words(plan: Plan, row: Row) -> str:
         )
     return (
         f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "
-        f"larger --host-memory (where it does not help, something besides uses the cores)"
+        f"larger --host-memory (if this does not help, another process uses the cores)"
     )
 
 

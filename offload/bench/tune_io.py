@@ -126,7 +126,7 @@ def check_writable(source: Path, target: Path) -> None:
         load_config(read_json(source))
         # Comments are lost when JSON is parsed, and the user's file must not lose them silently.
         if target.resolve() == source.resolve() and not _is_plain(source.read_text(encoding="utf-8-sig")):
-            raise ConfigError(f"{source} has comments, which writing it again would lose; give --output")
+            raise ConfigError(f"{source} contains comments, which writing the file again would lose; give --output")
     folder = target.resolve().parent
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}")

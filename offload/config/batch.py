@@ -73,8 +73,8 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
         world_size: number of ranks.
     """
     parts = [
-        f"{count_of(batch.total, 'sample')} a step = {batch.micro} of a micro-batch * {batch.accumulation} of them * "
-        f"{count_of(world_size, 'rank')}"
+        f"{count_of(batch.total, 'sample')} a step = {batch.micro} in a micro-batch * "
+        f"{count_of(batch.accumulation, 'micro-batch', 'micro-batches')} * {count_of(world_size, 'rank')}"
     ]
     # DeepSpeed changed this default, so a file without the key may train differently than before.
     if "gradient_clipping" not in config.model_fields_set:
@@ -95,7 +95,7 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
     block, _, key = name.rpartition(".")
     # Defaults of params depend on the type of the optimizer or schedule, so the attributes of the block lack them.
     if block == "optimizer.params" and config.optimizer is not None:
-        return "that of the optimizer given" if key == "lr" else config.optimizer.settings.get(key)
+        return "that of optimizer=" if key == "lr" else config.optimizer.settings.get(key)
     if block == "scheduler.params" and config.scheduler is not None:
         return getattr(schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params), key)
     value: Any = config
@@ -107,5 +107,5 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
 def _words(value: Any) -> str:
     """Returns `value` for people, as in the line of `effective`."""
     if value is None:
-        return "(decided here)"
+        return "(chosen by this library)"
     return "(its defaults)" if isinstance(value, Block) else json.dumps(value)

@@ -10,16 +10,16 @@ from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration
 
-A DeepSpeed JSON file works as it is. This page lists every key that has an effect, with its default, and every key
-that is accepted without one. An unknown key is an error that names the nearest one; at the top level, where other tools
-keep their blocks, a key that is like no known key is named in a line at the start instead. `"auto"` and `null` mean
-the default, integers may be written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are
-allowed; quotes and commas, which HJSON leaves out too, are required. In place of a path the content may come in
-base64, as DeepSpeed's autotuner passes it. A learning rate of `"auto"` must come from `--lr` or from an optimizer
-that is passed to `offload.initialize`. Older names hold: `bfloat16` for `bf16`, and in `zero_optimization`
+A DeepSpeed JSON file works unchanged. This page lists every key that has an effect, with its default, and every key
+that is accepted without an effect. An unknown key is an error that names the nearest known key. At the top level, where
+other tools keep their blocks, a key that resembles no known key is named in a log line instead. `"auto"` and `null`
+mean the default; integers may be written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are
+allowed; quotes and commas, which HJSON leaves out, are required. Instead of a path, the content may be passed in
+base64, as DeepSpeed's autotuner does. A learning rate of `"auto"` must come from `--lr` or from an optimizer
+that is passed to `offload.initialize`. Older names are accepted: `bfloat16` for `bf16`, and in `zero_optimization`
 `cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.
 
-`python -m offload.config` writes this page from `offload/config`.
+This file is written by `python -m offload.config` from `offload/config`.
 """
 
 
@@ -39,9 +39,11 @@ def document() -> str:
     return "\n".join(
         [
             *tables,
-            "## Accepted without effect\n\nThey tune what this library sizes by itself, or switch on what is not here "
-            "and would not change a bit; one warning at the start names those that a file has:\n\n" + "\n".join(tuning),
-            "\n## Refused unless switched off\n\nWithout them training would be another one:\n\n" + "\n".join(refused),
+            "## Accepted without effect\n\nThese keys tune sizes that this library chooses itself, or switch on "
+            "features that it lacks and that change no result. One warning at the start names those in a file:\n\n"
+            + "\n".join(tuning),
+            "\n## Refused unless switched off\n\nWithout these features the training would be different:\n\n"
+            + "\n".join(refused),
             "",
         ]
     )

@@ -50,17 +50,17 @@ _EXPECTED = {
     "model_type": "should be a block, as {...}",
     "dict_type": "should be a block, as {...}",
     "tuple_type": "should be a list",
-    "missing": "is needed",
+    "missing": "is required",
     "string_too_short": "should not be empty",
 }
 # By key, or by the beginning of a dotted key.
 _ADVICE = {
     "gradient_clipping": "0 switches clipping off",
     "gradient_allreduce_op": "for a sum multiply the loss by the number of ranks",
-    "managed_gradient_accumulation": "to say where a step ends, call engine.set_gradient_accumulation_boundary",
+    "managed_gradient_accumulation": "to mark the end of a step, call engine.set_gradient_accumulation_boundary",
     "offload.run": "it names a folder: letters, digits, '.', '_' and '-', the first a letter or digit",
     "offload.durability": 'give "auto", "step", "none", or {"every": 10}, which commits every tenth step',
-    "scheduler.params.total_num_steps": 'give the steps of the whole training; "auto" is for `offload train` to fill',
+    "scheduler.params.total_num_steps": 'give the steps of the complete training; only `offload train` fills "auto"',
     "optimizer.type": "set one of these, or pass optimizer= to offload.initialize",
 }
 
@@ -89,7 +89,7 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
     expected = _EXPECTED.get(first["type"], expected)
     if first["type"] == "string_too_short" and re.search(r"nvme_path\.\d+$", key):
         key = key.rpartition(".")[0]  # a single folder may be given without a list
-        expected = "should be a folder on the drive, or a list of such, one for each drive"
+        expected = "should be a folder on the drive, or a list of folders, one for each drive"
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     if first["type"] == "model_type" and not path:
         advice = _instead(key, first["input"]) or advice

@@ -174,8 +174,8 @@ def _parse(text: str, name: str) -> Any:
         return json.loads(_LAST_COMMA.sub(blank, _COMMENT.sub(blank, text)), object_pairs_hook=pairs)
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Of HJSON, comments and a "
-            f"comma after the last item are taken: put keys and words in quotes, and commas between items"
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. Comments and a comma after "
+            f"the last item are allowed, other HJSON is not: put keys and strings in quotes, and commas between items"
         ) from error
     except RecursionError as error:
         raise ConfigError(f"{name} is not a config: its blocks are nested too deeply") from error
@@ -196,7 +196,7 @@ def _in_new_form(content: Mapping[str, Any]) -> dict[str, Any]:
         for old, new in _OLD_SWITCHES.items():
             if _is_on(zero.pop(old, False)):
                 if zero.get(new) is not None:
-                    raise ConfigError(f"zero_optimization has both {old} and {new}; leave {old} out")
+                    raise ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
                 zero[new] = {"device": "cpu"}
     return content
 
@@ -236,7 +236,7 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
             # At the top level another tool's block or a note: no error, as in DeepSpeed.
             found.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
         elif name in kept or (name != key and name in content):
-            raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is there too; keep one of them')
+            raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
         elif _means_default(value, name, model):
             found.auto.extend([f"{path}{name}"] * (value is not None))
         else:

@@ -55,7 +55,7 @@ class Config(Block):
         "fp8": missing("asks for matrix products in fp8", 'set "bf16"'),
         "compile": missing("has DeepSpeed compile the model", "call torch.compile on the model, or remove it"),
         "hybrid_engine": missing(
-            "has kernels of DeepSpeed generate", "model.generate works under the engine without it; remove it"
+            "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
         ),
         "load_universal_checkpoint": missing(
             "is checkpoint.load_universal of DeepSpeed, and reads a universal checkpoint",
@@ -69,7 +69,7 @@ class Config(Block):
         "pipeline": missing("splits the layers over ranks"),
         "sequence_parallel_size": missing("splits each sequence over ranks", "leave it out, or set it to 1"),
         "data_parallel_size": (
-            "is the number of processes, which the launcher says (torchrun --nproc-per-node); remove it"
+            "is the number of processes, which the launcher sets (torchrun --nproc-per-node); remove it"
         ),
     }
     # Older spellings that DeepSpeed still accepts.
@@ -93,7 +93,7 @@ class Config(Block):
     activation_checkpointing: ActivationCheckpointing = Field(ActivationCheckpointing(), description="see below")
     checkpoint: Checkpoint = Field(Checkpoint(), description="see below")
     torch_autocast: TorchAutocast = Field(
-        TorchAutocast(), description="fp32 weights, and torch's autocast round each forward"
+        TorchAutocast(), description="fp32 weights, and torch's autocast around each forward"
     )
     data_types: DataTypes = Field(DataTypes(), description="see below")
     aio: Aio = Field(Aio(), description="see below")
@@ -103,9 +103,9 @@ class Config(Block):
         "and 10 with one of the next two",
     )
     wall_clock_breakdown: bool = Field(
-        False, description="measure the phases of a step and what it waits for; see guides/monitor-a-run.md"
+        False, description="measure the phases and the waits of a step; see guides/monitor-a-run.md"
     )
-    memory_breakdown: bool = Field(False, description="have the peaks of memory in the line")
+    memory_breakdown: bool = Field(False, description="add the peaks of memory to the line")
     tensorboard: TensorBoard = Field(TensorBoard(), description="see below")
     csv_monitor: CsvMonitor = Field(CsvMonitor(), description="see below")
     wandb: Wandb = Field(Wandb(), description="see below")
@@ -168,12 +168,16 @@ class Config(Block):
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
         lines = (
-            (tuning, f"decided by this library itself, so without effect: {', '.join(sorted(tuning))}"),
-            (unsupported, f"not supported and ignored: {', '.join(sorted(unsupported))}"),
+            (
+                tuning,
+                "config keys without effect, since this library chooses these values itself: "
+                f"{', '.join(sorted(tuning))}",
+            ),
+            (unsupported, f"config keys that are not supported and are ignored: {', '.join(sorted(unsupported))}"),
             (
                 zero.stage < 3 and zero.offload_param.device != "none",
                 f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
             ),
-            (named and not on_disk, "nvme_path is ignored: no state lives on nvme"),
+            (named and not on_disk, "nvme_path is ignored: no state is stored on nvme"),
         )
         return tuple(line for holds, line in lines if holds)

@@ -37,6 +37,7 @@ from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
+from offload.interrupts import defer_signals, uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.notices import tell
 from offload.sizes import format_size
@@ -131,7 +132,6 @@ class EngineCore(EngineCallbacks):
             EngineFailed: if an error has stopped the engine.
         """
         self.ending.check()
-        self.components.pager.check_whole()
         self.components.pager.check()
 
     def enter(self) -> None:
@@ -153,13 +153,15 @@ class EngineCore(EngineCallbacks):
             UsageError: if a forward or a backward is running.
         """
         if inside_backward() or self.components.hooks.running:
-            raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
+            raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
         if self.components.update_worker is not None:
             self.components.update_worker.finish()
 
+    @uninterrupted
     def _begin(self) -> None:
         """Checks the engine, clears what an aborted call left, and delivers the state blob for which a commit waits."""
+        defer_signals()
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
@@ -181,6 +183,7 @@ class EngineCore(EngineCallbacks):
 
     # -- steps --------------------------------------------------------------------------------------
 
+    @uninterrupted
     def end_step(self) -> None:
         """Performs an optimizer step. `Engine.step` and the user's `optimizer.step()` both call this method."""
         with self.components.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
@@ -196,6 +199,7 @@ class EngineCore(EngineCallbacks):
         if self.components.meter is not None:
             self.components.meter.end_step(self.boundary.stepped())
 
+    @uninterrupted
     def forget_gradients(self) -> None:
         """Drops the gradients since the last optimizer step, and their micro-batches, on all ranks."""
         self.enter()
@@ -229,9 +233,10 @@ class EngineCore(EngineCallbacks):
         if self.components.update_worker is not None:
             self.components.update_worker.finish(commit=False)
 
+    @uninterrupted
     def apply_edits(self, unit: int, edits: Sequence[Edit]) -> None:
         components = self.components
-        assert components.update_worker is not None, "an engine that trains nothing refuses edits before it comes here"
+        assert components.update_worker is not None, "an engine that trains nothing refuses edits earlier"
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
@@ -255,19 +260,18 @@ class EngineCore(EngineCallbacks):
         if self.micro.count and not self._missed_gradient_reported:
             self._missed_gradient_reported = True
             tell(
-                f"`.grad` of {name} is None, as of every parameter: gradients are in the engine. "
-                f"offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
-                f"their norm after it (docs/guides/inspect-and-edit-parameters.md)"
+                f"`.grad` of {name} is None for every parameter, because gradients are in the engine. "
+                "offload.safe_get_full_grad(parameter) reads one before step(), engine.get_global_grad_norm() gives "
+                "their norm after it (docs/guides/inspect-and-edit-parameters.md)"
             )
 
     def give_cache(self) -> None:
         components = self.components
-        components.pager.check_whole()
         # The waits below would raise this engine's failure in the thread of another, sound engine.
         if components.pager.failed:
             return
         logger.info(
-            "%s of host memory go from one engine of this process to another",
+            "%s of host memory move from one engine of this process to another",
             format_size(components.arena.classes.cache),
         )
         if components.update_worker is not None:

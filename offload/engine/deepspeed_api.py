@@ -140,7 +140,9 @@ class DeepSpeedApi:
         groups = self.optimizer.param_groups
         rates: list[Any] = list(lr) if isinstance(lr, list | tuple) else [lr] * len(groups)
         if len(rates) != len(groups):
-            raise UsageError(f"set_lr expects one number, or {len(groups)}, one for each group, got {len(rates)}")
+            raise UsageError(
+                f"set_lr expects one number, or {len(groups)} numbers, one for each group, got {len(rates)}"
+            )
         # All values are checked before the first is set, so that a refused call changes nothing.
         for rate in rates:
             if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:

@@ -94,7 +94,9 @@ class Engine(PersistenceApi):
             # `self.module` would call this method again while the constructor has not set it yet.
             module = self.__dict__.get("module")
             if module is None or name.startswith("_") or not hasattr(module, name):
-                model = "" if module is None else f", nor has its model (engine.module), {type(module).__name__}"
+                model = (
+                    "" if module is None else (f", and neither does its model (engine.module), {type(module).__name__}")
+                )
                 raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
             return getattr(module, name)
 
@@ -113,9 +115,9 @@ class Engine(PersistenceApi):
             UsageError: always.
         """
         raise UsageError(
-            "an engine is not compiled as a whole, since weights come and go between its blocks: call block.compile() "
-            "for each block of the model before offload.initialize, as `for block in model.layers: block.compile()`, "
-            "with the backend and other keywords there"
+            "an engine cannot be compiled as one graph, because weights are paged between its blocks: call "
+            "block.compile() for each block of the model before offload.initialize, as `for block in model.layers: "
+            "block.compile()`, with the backend and other keywords there"
         )
 
     def backward(
@@ -223,10 +225,13 @@ class Engine(PersistenceApi):
             The mean loss of the micro-batches on this rank, () fp32, on the device of the losses.
 
         Raises:
-            UsageError: if `data_iter` is no iterator, or if the model returns no loss of one element.
+            UsageError: if `data_iter` is no iterator, if the model returns no loss of one element, or inside of
+                `no_sync`.
             NumericsError: as in `step`.
         """
         batch.check_batches(data_iter)
+        # Otherwise the loop below would take all the data without a step.
+        self._core.micro.check_no_sync()
         # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
@@ -251,7 +256,9 @@ class Engine(PersistenceApi):
         self._core.enter_between_steps("set_train_batch_size")
         if self.micro_batches:
             ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
-            raise UsageError(f"set_train_batch_size is for between steps, {ran} of this one ran: call it after step()")
+            raise UsageError(
+                f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
+            )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
         kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
         self._core.state.change_settings(resized(self._choices, train_batch_size, self.world_size, kept))

@@ -7,22 +7,25 @@ from typing import Any
 
 from offload.errors import UsageError
 
-_LAUNCHER = "the launcher says how ranks find each other (torchrun --master-port); leave it out"
-_RANKS = "layers and sequences are not split over ranks here; leave it out"
-_CONFIG = 'the config says where weights live ("offload_param"); leave it out'
+_LAUNCHER = "the launcher connects the ranks (torchrun --master-port); leave this argument out"
+_RANKS = "layers and sequences are not split over ranks; leave this argument out"
+_CONFIG = 'the config places the weights ("offload_param"); leave this argument out'
 _ADVICE = {
     "mpu": _RANKS,
     "mesh_param": _RANKS,
     "data_parallel_group": _RANKS,
     "distributed_port": _LAUNCHER,
-    "dist_init_required": "expected None, True or False: ranks are joined where torchrun has started them",
+    "dist_init_required": "expected None, True or False: initialize joins the ranks that torchrun has started",
     "remote_device": _CONFIG,
-    "dtype": 'the config says the dtype ("bf16", "fp16"); leave it out',
-    "modifier_rank": "expected None or 0: changes of the first rank count; make them there",
+    "dtype": 'the config sets the dtype ("bf16", "fp16"); leave this argument out',
+    "modifier_rank": "expected None or 0: the changes of rank 0 apply; make them there",
     "custom_load_fn": "weights are read by name; load others by offload.load_pretrained or load_state_dict",
-    "allreduce_gradients": "gradients of all ranks are reduced at each boundary, where no_sync() does not delay it",
-    "release_loss": "the loss is yours; delete it yourself, or leave it out",
-    "lr_kwargs": "the schedule's step() is called without arguments; step one of your own, and pass no lr_scheduler",
+    "allreduce_gradients": "gradients of all ranks are reduced at each boundary unless no_sync() delays the reduction",
+    "release_loss": "the engine does not hold the loss; delete it yourself, or leave this argument out",
+    "lr_kwargs": (
+        "the schedule's step() is called without arguments; to pass arguments, step a schedule of your own, and pass "
+        "no lr_scheduler"
+    ),
 }
 _DEFAULTS = {"modifier_rank": 0, "allreduce_gradients": True, "release_loss": False}
 """DeepSpeed's defaults that describe what this library does anyway."""

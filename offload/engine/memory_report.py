@@ -19,11 +19,10 @@ class MemoryReport(dict[str, Any]):
     def __str__(self) -> str:
         host, device = self["host"], self["device"]
         lines = [
-            f"resident {format_size(host['rss'])} = {format_size(host['base'])} before training"
-            f" + {format_size(host['arena'])} of the host budget"
-            f" + {format_size(host['device_arena'])} of a device that is the CPU"
-            f" + {format_size(host['other_engines'])} of other engines"
-            f" + {format_size(host['other'])} beside"
+            f"resident {format_size(host['rss'])} = {format_size(host['base'])} before training + "
+            f"{format_size(host['arena'])} of the host budget + {format_size(host['device_arena'])} of a device that "
+            f"is the CPU + {format_size(host['other_engines'])} of other engines + {format_size(host['other'])} of "
+            "everything else"
         ]
         lines += [
             f"  {name}: {format_size(each['used'])} of {format_size(each['budget'])} in use, "
@@ -32,8 +31,8 @@ class MemoryReport(dict[str, Any]):
             if each["budget"]
         ]
         lines.append(
-            f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget"
-            f" ({format_size(device['in_use'])} in use) + {format_size(device['other'])} beside"
+            f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
+            f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
         return "\n".join(lines)
 

@@ -71,8 +71,7 @@ class OptimizerStates:
             return
         if State.PACKED in self._mode.moments:
             raise UsageError(
-                "the states of an optimizer without a kernel can be looked at, and not be set: engine.load_checkpoint "
-                "loads them"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []
@@ -82,8 +81,8 @@ class OptimizerStates:
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
                 got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
-                    f"state {number}, of parameter {place.name}, must have {', '.join(names)}, each a tensor of shape "
-                    f"{list(shape)}; its {name} is {got}"
+                    f"state {number}, of parameter {place.name}, must contain {', '.join(names)}, each a tensor of "
+                    f"shape {list(shape)}; its {name} is {got}"
                 )
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
@@ -114,5 +113,5 @@ class OptimizerStates:
 
     def _place(self, parameter: nn.Parameter) -> ParamHandle:
         place = self._looking.place(parameter)
-        assert place is not None, "the groups hold what the engine took over"
+        assert place is not None, "the groups contain the parameters of the engine"
         return place

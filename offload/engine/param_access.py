@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from offload.aio import aligned_empty
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
@@ -81,7 +81,9 @@ class ParamAccess:
             return State.PACKED
         if name not in self._states:
             known = ", ".join(f'"{known}"' for known in (*self._states, *by_torch)) or "none"
-            raise UsageError(f"this engine's optimizer keeps no state {name!r}; it keeps for each parameter: {known}")
+            raise UsageError(
+                f"the optimizer of this engine keeps no state {name!r}; the states of a parameter are: {known}"
+            )
         return self._states[name]
 
     def read_state(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
@@ -111,7 +113,7 @@ class ParamAccess:
     def check_idle(self, place: ParamHandle, call: str) -> None:
         """Raises `UsageError` if the model runs, or if the parameter is gathered. `call` names the public function."""
         if self._components.hooks.running:
-            raise UsageError(f"{call} is for between steps, not for inside of a forward or a backward")
+            raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         if place.gathered:
             raise UsageError(f"{call}: {place.name} is gathered; leave `with offload.gathered(...)` first")
 
@@ -152,7 +154,7 @@ class ParamAccess:
             piece = self._piece(place)
             self._read_piece(place, state, piece, whole[piece.position : piece.position + piece.numel])
 
-        with self._together("look at a parameter", place, state) as everyone:
+        with self._together("access a parameter", place, state) as everyone:
             if not any(everyone.settle(lambda: self._has(place, state))):
                 return None
             everyone.settle(mine)
@@ -179,7 +181,7 @@ class ParamAccess:
         self._check_room(place, self._numel(place))
         if state is State.PACKED:
             raise UsageError(
-                "what an optimizer without a kernel keeps can be looked at, and not be set; load_checkpoint loads it"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             self._finish()
@@ -200,7 +202,7 @@ class ParamAccess:
         if not self._settled(place, state):
             return None
         if state is State.GRAD:
-            with self._together("look at a parameter", place, state) as everyone:
+            with self._together("access a parameter", place, state) as everyone:
                 if not any(everyone.settle(lambda: self._has(place, state))):
                     return None
         piece = self._piece(place)
@@ -234,7 +236,7 @@ class ParamAccess:
 
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
         # from there: one path for edits.
-        with self._together("set a part of a parameter", place, state) as everyone:
+        with self._together("set a shard of a parameter", place, state) as everyone:
             everyone.settle(mine)
             self._complete(place, whole)
         self.write(place, state, whole.view(self._shape(place)))
@@ -328,9 +330,7 @@ class ParamAccess:
             for future in futures:
                 future.wait()
         finally:
-            for future in futures:  # no buffer is freed under a read
-                with contextlib.suppress(OSError):
-                    future.wait()
+            wait_for_all(futures)  # no buffer is freed under a read
         values.copy_(join(found) if state is State.WEIGHT else found[state])
 
     def _set_gradient(self, place: ParamHandle, values: torch.Tensor) -> None:
@@ -365,7 +365,7 @@ class ParamAccess:
         return self._segment(place).numel
 
     def _check_values(self, place: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
-        part = "" if shape == self._shape(place) else f"this rank's part of the {self._numel(place)} elements of "
+        part = "" if shape == self._shape(place) else f"this rank's shard of the {self._numel(place)} elements of "
         expected = f"values of {part}parameter {place.name} must be a tensor of shape {list(shape)} in fp32"
         if not isinstance(values, torch.Tensor):
             raise UsageError(f"{expected}, got {type(values).__name__}")
@@ -380,5 +380,5 @@ class ParamAccess:
         if need > free:
             raise BudgetError(
                 f"parameter {place.name} takes {format_size(need)} of RAM in fp32, {format_size(free)} is free; lower "
-                f'"host_memory" in the "offload" block, or end what else needs memory'
+                '"host_memory" in the "offload" block, or end other programs that use memory'
             )

@@ -213,8 +213,8 @@ class PersistenceApi(DeepSpeedApi):
         self._core.enter_between_steps("save_16bit_model")
         if not self.zero_gather_16bit_weights_on_model_save() and self.zero_optimization_stage() == 3:
             logger.warning(
-                "save_16bit_model has written nothing, as stage3_gather_16bit_weights_on_model_save: false asks for; "
-                "take it out of the config, or call save_pretrained"
+                "save_16bit_model wrote nothing, because the config sets stage3_gather_16bit_weights_on_model_save to "
+                "false; take that key out of the config, or call save_pretrained"
             )
             return False
         frozen = not exclude_frozen_parameters

@@ -23,6 +23,7 @@ from torch import nn
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
+from offload.interrupts import restore_signals
 from offload.notices import tell
 from offload.swapper.store import Store
 
@@ -57,7 +58,7 @@ class Shutdown:
     def check(self) -> None:
         """Raises `UsageError` in a forked child and after the end."""
         if os.getpid() != self._pid:
-            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use it")
+            raise UsageError(f"this engine belongs to process {self._pid}; a forked child cannot use an engine")
         if not self._alive:
             raise UsageError("this engine was destroyed")
 
@@ -120,9 +121,6 @@ class Shutdown:
         if self._closed or os.getpid() != self._pid:
             return
         finished = False
-        if self._alive:
-            # A Ctrl-C may have come in the middle of a change of the pager: nothing may be committed then.
-            self._components.pager.check_whole()
         try:
             if self._alive and not self._components.pager.failed:
                 self._finish()
@@ -193,13 +191,13 @@ class Shutdown:
         if store is None or folder is None:
             return
         if store.durable is None:
-            tell(f"nothing is committed in {folder}; `offload rm {folder}` deletes it")
+            tell(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
             return
-        made = f", the last that was committed of {steps}" if store.durable.epoch != steps else ""
-        goes = "the next start that does not resume it is refused" if keep else "the next start replaces it"
+        made = f", the last committed one of {steps}" if store.durable.epoch != steps else ""
+        goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
         tell(
-            f'the run is left in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" goes on with it, '
-            f"{goes}; `offload rm {folder}` deletes it"
+            f'the run is kept in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" resumes the run, '
+            f"{goes}; `offload rm {folder}` deletes the run"
         )
 
     # -- closing ------------------------------------------------------------------------------------
@@ -224,6 +222,7 @@ class Shutdown:
         # The registration would keep the memory of the engine alive until the process exits.
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
+        restore_signals()
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
         if components.ranks is not None:

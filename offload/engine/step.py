@@ -96,8 +96,8 @@ class OptimizerStep:
         try:
             self._apply(components.update_worker, norm, known.present, self._order(), refused=refusal is not None)
         except BaseException as error:
-            # Ctrl-C: counters, gradients and scheduled updates may disagree. Nothing may be committed after it, and the
-            # last commit stays valid.
+            # Counters, gradients and scheduled updates may disagree, also after a Ctrl-C at a wait of LAMB's norms.
+            # Nothing may be committed after it, and the last commit stays valid.
             components.pager.fail(error)
             raise
         if refusal is not None:
@@ -129,21 +129,17 @@ class OptimizerStep:
         # What an aborted backward has added counts, as in torch.
         components.gradients.end_backward()
         known = components.gradients.known
-        try:
-            if components.agreement is None:
-                return known()
-            settings = self._optimizer.checksum(self._clip)
-            return components.agreement.step(self._micro.count, state.global_steps, settings, known)
-        except KeyboardInterrupt as error:  # a gradient in flight from the device may be partly added
-            components.pager.fail(error)
-            raise
+        if components.agreement is None:
+            return known()
+        settings = self._optimizer.checksum(self._clip)
+        return components.agreement.step(self._micro.count, state.global_steps, settings, known)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""
         unforeseen = self._components.pager.counts().unforeseen
         if unforeseen > self._unforeseen:
             more = unforeseen - self._unforeseen
-            logger.debug("step %d: %d uses of units came otherwise than foreseen", self._state.global_steps + 1, more)
+            logger.debug("step %d: %d uses of units were mispredicted", self._state.global_steps + 1, more)
             self._unforeseen = unforeseen
         return self._components.pager.end_step()
 
@@ -164,8 +160,8 @@ class OptimizerStep:
         if not scaler.exhausted:
             return None
         return (
-            f"The loss scale is {scaler.scale:g} already, the least that it may be: lower the learning rate, look at "
-            f"the batch, or train in bf16"
+            f"The loss scale is {scaler.scale:g} already, its minimum: lower the learning rate, look at the batch, or "
+            "train in bf16"
         )
 
     def _apply(
@@ -203,7 +199,7 @@ class OptimizerStep:
         else:
             self._components.gradients.clear()
             now = state.loss_scale
-            to = "" if loss_scale == now else f"; the loss scale goes from {loss_scale:g} to {now:g}"
+            to = "" if loss_scale == now else f"; the loss scale changes from {loss_scale:g} to {now:g}"
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         updater.schedule(updates, state.global_steps)
         self.applied = finite

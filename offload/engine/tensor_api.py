@@ -305,8 +305,8 @@ def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
         if place is not None:
             _ = place.engine  # raises, since the engine was destroyed
         raise UsageError(
-            f"{call} expects a parameter of a model under an engine; this one, of shape {list(parameter.shape)}, is of "
-            f"none: take it from engine.module"
+            f"{call} expects a parameter of a model under an engine; this parameter, of shape "
+            f"{list(parameter.shape)}, belongs to no engine: take the parameter from engine.module"
         )
     # A running model uses the parameter's device buffer, and a gathered one has memory that the user may be changing.
     owner[0].check_idle(owner[1], call)

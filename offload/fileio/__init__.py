@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from offload.fileio.atomic_write import atomic_write, replace_durably, sync_folder, write_new
+from offload.fileio.atomic_write import atomic_write, keep_mode_and_owner, replace_durably, sync_folder, write_new
 from offload.fileio.cache_file import cache_file
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
 
@@ -12,6 +12,7 @@ __all__ = [
     "atomic_write",
     "cache_file",
     "holder_of",
+    "keep_mode_and_owner",
     "replace_durably",
     "sync_folder",
     "this_process",

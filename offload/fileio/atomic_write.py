@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 from pathlib import Path
 
 
@@ -28,11 +29,12 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
             file.write(text)
         return
     path = path.resolve()
-    new = path.with_name(f".{path.name}.{os.getpid()}")
+    # Of this thread: two that write the same file must not share it.
+    new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     try:
         with new.open("w", encoding="utf-8", newline="") as file:
             if path.exists():
-                _keep_mode_and_owner(path, file.fileno())
+                keep_mode_and_owner(path.stat(), file.fileno())
             file.write(text)
             file.flush()
             if durable:
@@ -45,12 +47,17 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
         new.unlink(missing_ok=True)
 
 
-def _keep_mode_and_owner(path: Path, descriptor: int) -> None:
-    """Gives the open file of `descriptor` the mode of the file at `path`, and its owner if that is permitted."""
-    before = path.stat()
-    os.fchmod(descriptor, stat.S_IMODE(before.st_mode))
-    with contextlib.suppress(PermissionError):  # another user's file; this process then owns the new one
-        os.fchown(descriptor, before.st_uid, before.st_gid)
+def keep_mode_and_owner(before: os.stat_result, new: int | Path) -> None:
+    """Gives a new file or folder the mode of the one that it replaces, and the owner if that is permitted.
+
+    Args:
+        before: `stat` of the one that is replaced.
+        new: Descriptor or path of the new one.
+    """
+    with contextlib.suppress(PermissionError):  # another user's; this process then owns the new one
+        os.chown(new, before.st_uid, before.st_gid)
+    # Second, because a change of the owner clears bits of the mode.
+    os.chmod(new, stat.S_IMODE(before.st_mode))
 
 
 def replace_durably(new: Path, path: Path) -> None:
@@ -62,7 +69,7 @@ def replace_durably(new: Path, path: Path) -> None:
 def write_new(path: Path, data: bytes) -> None:
     """Writes a file that must not exist yet and syncs its bytes.
 
-    The name of the file is durable only after `sync_folder` of its folder. After an error the incomplete file remains.
+    The name of the file is durable only after `sync_folder` of its folder. After an error nothing is left.
 
     Raises:
         OSError: If the file cannot be written; `FileExistsError` if the name is taken.
@@ -74,6 +81,9 @@ def write_new(path: Path, data: bytes) -> None:
         while done < len(data):
             done += os.write(descriptor, memoryview(data)[done:])
         os.fsync(descriptor)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     finally:
         os.close(descriptor)
 

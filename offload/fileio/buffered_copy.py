@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from offload.aio import aligned_empty
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.sizes import MIB
 
 T = TypeVar("T")
@@ -77,6 +76,4 @@ def flow(
     finally:
         # After an error the kernel may still access the buffers of requests in flight, so all are awaited.
         for _, _, futures in (*reading, *writing):
-            for future in futures:
-                with contextlib.suppress(OSError):  # the first error is the one that is raised
-                    future.wait()
+            wait_for_all(futures)

@@ -37,7 +37,7 @@ def check_log(log: Path) -> None:
         with log.open(errors="replace") as file:
             first = file.readline()
         if first.strip() and not step_of(first):
-            raise ConfigError(f"{log} is no log of a run, and would be overwritten; give another file")
+            raise ConfigError(f"{log} is not the log of a run, and would be overwritten; give another file")
 
 
 def cut_log(path: Path, steps: int) -> None:

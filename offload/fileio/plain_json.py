@@ -43,7 +43,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
         return value
     # A list that contains itself would recurse for ever.
     if not depth:
-        raise UsageError(f"{name} is nested more than {_DEPTH} deep, perhaps in itself; {advice}")
+        raise UsageError(f"{name} is nested more than {_DEPTH} levels deep, or contains itself; {advice}")
 
     def inner(item: Any, key: Any) -> Any:
         return _encode(item, f"{name}[{key!r}]", advice, depth - 1)
@@ -56,7 +56,9 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
         raise UsageError(f"{name} is a {type(value).__module__}.{type(value).__qualname__}; {advice}")
     for key in value:
         if key is not None and not isinstance(key, bool | int | float | str):
-            raise UsageError(f"{name} has the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}")
+            raise UsageError(
+                f"{name} contains the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}"
+            )
         _check_digits(key, f"a key of {name}")
     pairs = [[_encode(key, name, advice, depth), inner(item, key)] for key, item in value.items()]
     if isinstance(value, Counter):
@@ -75,7 +77,7 @@ def _check_digits(value: Any, name: str) -> None:
         except ValueError:
             raise UsageError(
                 f"{name} is a whole number of {value.bit_length()} bits, which is more than the "
-                f"{sys.get_int_max_str_digits()} digits that Python writes as text; keep hex(x), a string, in its place"
+                f"{sys.get_int_max_str_digits()} digits that Python writes as text; store the string hex(x) instead"
             ) from None
 
 

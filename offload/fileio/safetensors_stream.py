@@ -113,10 +113,10 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
             start, end = entry["data_offsets"]
             # A truncated file shows here, before any tensor is read.
             if end - start != tensor.nbytes or start < 0 or _LENGTH.size + length + end > size:
-                raise ValueError(f"{name} lies at {start} to {end}, in a file of {size} bytes")
+                raise ValueError(f"{name} is stored at {start} to {end}, in a file of {size} bytes")
             places[name] = TensorLocation(tensor, _LENGTH.size + length + start)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise StoreError(f"{path} is no whole safetensors file: {error}") from error
+        raise StoreError(f"{path} is not a complete safetensors file: {error}") from error
     return places, metadata
 
 

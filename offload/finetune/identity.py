@@ -58,7 +58,7 @@ def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
     if before.get("weights", mine.weights) == mine.weights and (mine.weights or before.get("model") == mine.model):
         return None
     same = before.get("model") == mine.model
-    return f"--model was {before.get('model')}, {'whose files are others now' if same else f'is {mine.model}'}"
+    return f"--model was {before.get('model')}, {'whose files have changed' if same else f'is {mine.model}'}"
 
 
 def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
@@ -73,7 +73,7 @@ def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
         f"{name} was {text.get(name)}, is {value}" for name, value in mine.text.items() if text.get(name) != value
     ]
     if changed:
-        yield f"the data are others ({', '.join(changed)})"
+        yield f"the data differ ({', '.join(changed)})"
     settings = before.get("settings", mine.settings)
     for name in dict.fromkeys((*settings, *mine.settings)):
         if settings.get(name) != mine.settings.get(name):

@@ -217,7 +217,7 @@ def _engine(
         # Another dropout mask on each rank.
         torch.manual_seed(config.offload.seed + rank)
     if engine.resumable is None and options.resume in ("auto", "must"):
-        say(f"--resume {options.resume}: no step of this run is committed, so a run that is stopped begins again")
+        say(f"--resume {options.resume}: no step of this run is committed, so a stopped run starts again")
     if options.log is not None and rank == 0:
         cut_log(options.log, engine.global_steps)
     return engine
@@ -281,8 +281,8 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
             other = other_model(mine, before)
             if other is not None:
                 raise StoreError(
-                    f"the run in {engine.resumable} is another job's: {other}; give that model, another --run, or "
-                    f"--resume restart"
+                    f"the run in {engine.resumable} belongs to another job: {other}; give that model, another --run, "
+                    f"or --resume restart"
                 )
             # The engine reports these itself.
             kept = before | {"settings": mine.settings, "steps": mine.steps}
@@ -341,14 +341,13 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         others = [*differences(mine, job)]
         if others:
             raise StoreError(
-                f"{ended}, and was not this job: {'; '.join(others)}. Give another --run, or --resume restart to begin "
-                f"this one in its place"
+                f"{ended}, and was another job: {'; '.join(others)}. Give another --run, or --resume restart to "
+                f"replace that run"
             )
         if mine.output is not None and not has_model(Path(mine.output)):
             raise StoreError(
-                f"{ended}, and the model that it saved in {mine.output} is not there any more; --resume restart trains "
-                f"it again"
+                f"{ended}, and its model in {mine.output} does not exist any more; --resume restart trains it again"
             )
     output = None if mine.output is None else Path(mine.output)
-    again = "--resume restart begins it again" + (", with another --output" if output is not None else "")
+    again = "--resume restart starts it again" + (", with another --output" if output is not None else "")
     return Finished(f"{ended}; nothing to do. {again}", run, mine.steps, output)

@@ -38,10 +38,10 @@ def parse_lora(text: str) -> Lora:
         name, equals, value = (each.strip() for each in part.partition("="))
         if name not in Lora._fields or not equals or not value or name in said:
             fields = ", ".join(Lora._fields)
-            raise ConfigError(f"--lora takes {fields}, each once and with its value, got {part!r}; like {_EXAMPLE}")
+            raise ConfigError(f"--lora takes {fields}, each once and with its value, got {part!r}; example: {_EXAMPLE}")
         said[name] = value
     if "r" not in said:
-        raise ConfigError(f"--lora needs a rank r; like {_EXAMPLE}")
+        raise ConfigError(f"--lora needs a rank r; example: {_EXAMPLE}")
     r = _number(said, "r", 0)
     if r < 1 or r != int(r):
         raise ConfigError(f"--lora r must be a whole number of at least 1, got {said['r']}")
@@ -98,7 +98,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
             adapted: nn.Module = peft.get_peft_model(model, settings)
         except ValueError as error:
             raise ConfigError(
-                f"peft makes no adapters for this model: {error}; give targets, like {_EXAMPLE}"
+                f"peft makes no adapters for this model: {error}; give targets; example: {_EXAMPLE}"
             ) from error
     return adapted
 

@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path) -> Any:
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
     # Some classes build an empty one without any file.
     if not found.tokenize("what a tokenizer makes of words"):
-        raise ConfigError(f"{folder} has no tokenizer: put the files of one there, such as tokenizer.json")
+        raise ConfigError(f"{folder} contains no tokenizer: put the files of a tokenizer there, such as tokenizer.json")
     return found
 
 
@@ -85,11 +85,14 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
             return model, f"weights of {folder}, from {count_of(len(files), 'safetensors file')}"
         if any(folder.glob("*.bin")):
             model = auto.from_pretrained(str(folder), **_ONLY_OURS)
-            return model, f"weights of {folder}, from .bin files, which are in RAM as a whole; safetensors are streamed"
+            return (
+                model,
+                f"weights of {folder}, from .bin files, which are read into RAM at once; safetensors are streamed",
+            )
         shape = transformers.AutoConfig.from_pretrained(str(folder), **_ONLY_OURS)
         with init(content):
             fresh: nn.Module = auto.from_config(shape)
-        return fresh, f"{folder} has no weights: its model is trained from scratch"
+        return fresh, f"{folder} contains no weights: its model is trained from scratch"
     # Errors of this library name the cause already; all others get the folder's name below.
     except OffloadError:
         raise
@@ -104,7 +107,9 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
     check_positions(config, seq_len)
     # On a GPU such a token would be an asynchronous assertion failure, without a usable message.
     if largest_id >= config.vocab_size:
-        raise ConfigError(f"the text has token {largest_id}, the model's vocabulary only {config.vocab_size}")
+        raise ConfigError(
+            f"the text contains token {largest_id}, the model's vocabulary ends before {config.vocab_size}"
+        )
 
 
 def make_ready(model: Any, gradient_checkpointing: bool) -> None:

@@ -254,7 +254,9 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
     if rise > steps:
-        raise ConfigError(f"--warmup {rise} is more than the steps, which are {steps}: the rate would never be reached")
+        raise ConfigError(
+            f"--warmup {rise} is more than the {steps} steps: the learning rate would never reach its peak"
+        )
     first = 1 / rise if rise > 1 else 1.0
     params: dict[str, Any] = {"warmup_num_steps": max(rise, 1), "warmup_type": "linear"}
     if options.schedule == "constant":
@@ -361,23 +363,25 @@ def check(options: Options) -> None:
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
     if options.seq_len < 2:
-        raise ConfigError("--seq-len must be at least 2: a model learns to foresee the next token")
+        raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
     if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
-        raise ConfigError(f"--warmup is a share of the steps below 1, or a number of steps, got {options.warmup}")
+        raise ConfigError(
+            f"--warmup must be a fraction of the steps below 1, or a number of steps, got {options.warmup}"
+        )
     if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
         raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
     if options.steps is not None and options.epochs is not None:
-        raise ConfigError("--steps and --epochs both say how long training is; give one of them")
+        raise ConfigError("--steps and --epochs both set the length of the training; give one of them")
     if options.text and options.data:
-        raise ConfigError("--text and --data are two ways to read: stretches of text, or documents; give one of them")
+        raise ConfigError("--text and --data are two ways to read: segments of text, or documents; give one of them")
     if options.eval_data and options.eval_every == 0:
-        raise ConfigError("--eval-data with --eval-every 0, which evaluates never; leave one of them out")
+        raise ConfigError("--eval-data is not used with --eval-every 0, which never evaluates; leave one of them out")
     if (
         options.log is not None
         and options.trace is not None
         and Path(options.trace).absolute() == options.log.absolute()
     ):
-        raise ConfigError(f"--log and --trace are two files, both are {options.log}; give two")
+        raise ConfigError(f"--log and --trace need two files, got {options.log} for both")
     if options.save_every is not None and options.output is None:
         raise ConfigError("--save-every writes the model below --output; give both")
 
@@ -393,8 +397,10 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
     path = ("offload", "durability")
     wish = _get(content, path)
     if wish == "none":
-        raise ConfigError("--keep with durability none: nothing could be exported or resumed; leave one of them out")
+        raise ConfigError(
+            "--keep does not go with durability none: nothing could be exported or resumed; leave one of them out"
+        )
     if wish not in (None, "auto"):
         return ()
     _set(content, path, "step")
-    return ("--keep: durability is step, since nothing else could be exported or resumed",)
+    return ("--keep sets durability to step, since only committed steps can be exported or resumed",)

@@ -27,7 +27,7 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
     if folder is None:
         return
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that is not there")
+        raise ConfigError(f"--output {folder} is not a folder; give a folder, or a name that does not exist")
     if folder.exists() and not may_be_there and any(not path.name.startswith(_TRIED) for path in folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -36,7 +36,7 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
         os.rmdir(tempfile.mkdtemp(prefix=_TRIED, dir=above))
     except OSError as error:
         raise ConfigError(
-            f"--output {folder} cannot be written: nothing can be made in {above} ({error.strerror}); give another "
+            f"--output {folder} cannot be written: no folder can be made in {above} ({error.strerror}); give another "
             f"folder"
         ) from error
 
@@ -62,7 +62,9 @@ def check_apart(folder: Path | None, config: Config) -> None:
     for drive in config.drives:
         run = Path(drive).resolve() / config.offload.run
         if run in (folder.resolve(), *folder.resolve().parents):
-            raise ConfigError(f"--output {folder} lies in the run's own folder {run}, which goes; give another folder")
+            raise ConfigError(
+                f"--output {folder} is in the run's own folder {run}, which the run deletes; give another folder"
+            )
 
 
 def has_model(folder: Path) -> bool:

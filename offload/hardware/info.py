@@ -39,10 +39,13 @@ def machine() -> dict[str, Any]:
 
 
 def io() -> dict[str, Any]:
-    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits."""
-    # Each backend is opened and closed; the first that works is the choice of "auto".
+    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits.
+
+    Raises `ConfigError` if this system refuses every backend.
+    """
+    with IoQueue() as queue:  # where no backend works, the error that says why
+        taken = queue.backend
     refused = refusals()
-    taken = next(name for name in BACKENDS if refused[name] is None)
     return {
         "backend": taken,
         "why": "; ".join(words for name in BACKENDS[: BACKENDS.index(taken)] if (words := refused[name]))
@@ -90,13 +93,13 @@ def advice(facts: dict[str, Any]) -> list[str]:
     about_io, found = facts["io"], []
     if about_io["backend"] != BACKENDS[0]:
         found.append(
-            f"I/O goes by {about_io['backend']}, which takes more processor time than io_uring: {about_io['why']}"
+            f"I/O uses {about_io['backend']}, which takes more processor time than io_uring: {about_io['why']}"
         )
     pages = about_io["huge_pages"]
     if not pages["granted"]:
         found.append(
-            "buffers lie on 4 KiB pages, from which O_DIRECT moved 0.6 to 0.75 of the bytes a second on the drives "
-            f"that were tried (docs/benchmarks): transparent huge pages are {pages['setting'] or 'not there'}; "
+            "buffers are on 4 KiB pages, from which O_DIRECT moved 0.6 to 0.75 of the bytes a second on the drives "
+            f"that were measured (docs/benchmarks): transparent huge pages are {pages['setting'] or 'missing'}; "
             "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
         )
     # Registration saves the look-up of pages for each block. Other backends than io_uring have none.
@@ -105,7 +108,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
         got, asked = format_size(known["got_bytes"]), format_size(known["asked_bytes"])
         found.append(
             f"only {got} of {asked} of memory can be registered for I/O: RLIMIT_MEMLOCK (ulimit -l) or an older "
-            "kernel; it costs about a tenth of I/O's processor time"
+            "kernel is the limit; I/O takes about a tenth more processor time"
         )
     found += _of_machine(facts)
     for each in facts["drives"]:
@@ -116,7 +119,7 @@ def advice(facts: dict[str, Any]) -> list[str]:
         if not each["o_direct"]:
             found.append(f"{each['path']} ({each['file_system']}) has no O_DIRECT: swap files there use RAM as a cache")
         if each["file_system"] in ("tmpfs", "ramfs"):
-            found.append(f"{each['path']} is memory, not a drive: swap files there save none")
+            found.append(f"{each['path']} is memory, not a drive: swap files there save no memory")
     return found
 
 
@@ -124,7 +127,7 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
     """Returns advice on processor and GPUs."""
     found, cards = [], facts["gpus"]
     if facts["kernels"]["isa"] == "scalar":
-        found.append(f"kernels go without vector instructions, many times slower: {facts['kernels']['why']}")
+        found.append(f"kernels run without vector instructions, many times slower: {facts['kernels']['why']}")
     if "NVIDIA GPU" in (cards["why"] or ""):
         found.append(f"{cards['why']}: install a torch that is built with CUDA, and the driver")
     for each in cards["devices"]:
@@ -136,9 +139,9 @@ def _of_machine(facts: dict[str, Any]) -> list[str]:
 def _of_disk_to_change(path: str, disk: dict[str, Any]) -> list[str]:
     """Returns advice on a disk that stores `path`."""
     if disk["rotational"]:
-        return [f"{path} lies on {disk['name']}, which turns: paging wants an SSD"]
+        return [f"{path} is on {disk['name']}, a rotating disk: paging needs an SSD"]
     if _narrow(disk["link"]):
-        return [f"{path} lies on {disk['name']} with {_of_link(disk['link'])}: another slot moves more bytes a second"]
+        return [f"{path} is on {disk['name']} with {_of_link(disk['link'])}: another slot moves more bytes a second"]
     return []
 
 
@@ -188,7 +191,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("  by default", f"{shape['threads']} x {shape['depth']} blocks of {format_size(shape['block_bytes'])}"),
         ("CRC-32C", about_io["crc32c"]),
         ("2 MiB pages", ("granted" if pages["granted"] else "not granted") + f" (setting: {pages['setting']})"),
-        ("registered memory", f"{format_size(known['got_bytes'])} of {format_size(known['asked_bytes'])} asked for"),
+        ("registered memory", f"{format_size(known['got_bytes'])} of {format_size(known['asked_bytes'])} requested"),
         ("lockable memory", "no limit" if locked is None else format_size(locked)),
         ("libaio events", f"{events['taken']} of {events['most']} taken"),
     ]
@@ -238,7 +241,7 @@ def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _of_disk(disk: dict[str, Any]) -> str:
     """Returns model, kind and link of a disk in words."""
-    kind = {True: "turns", False: "solid state", None: ""}[disk["rotational"]]
+    kind = {True: "rotating", False: "solid state", None: ""}[disk["rotational"]]
     how = "" if disk["link"] is None else _of_link(disk["link"])
     return ", ".join(filter(None, (disk["model"], kind, how))) or "nothing known"
 

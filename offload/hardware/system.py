@@ -39,11 +39,11 @@ def arithmetic() -> dict[str, Any]:
     supported = _native.supported_isas()
     return {
         "isa": isa_from(os.environ, supported),
-        "why": "OFFLOAD_ISA asks for it" if asked else "the best that this processor has",
+        "why": "set by OFFLOAD_ISA" if asked else "the best that this processor has",
         "supported": supported,
         "features": features(text("/proc/cpuinfo")),
         "threads": kernels.thread_count(),
-        "threads_why": "OFFLOAD_THREADS asks for it" if threads else "the cores that this process may use",
+        "threads_why": "set by OFFLOAD_THREADS" if threads else "the cores that this process may use",
     }
 
 

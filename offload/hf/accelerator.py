@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
             raise UsageError(
                 f"prepare expects one model that trains and one optimizer in one call, got {len(models)} and "
                 f"{len(optimizers)}: prepare(model, optimizer, loader). A second model that trains needs an "
-                f"Accelerator of its own; one that does not, requires_grad_(False)"
+                f"Accelerator of its own; a model that does not train needs requires_grad_(False)"
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
         # References were built first and share the device memory of the config with the model that trains.
@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):
         config = self._config(None)
         if self.engine is not None and value_of(config, "offload.device_memory") is not None:
             raise UsageError(
-                "the model that trains has all of device_memory already: call prepare_model(model, "
+                "the model that trains occupies all of device_memory already: call prepare_model(model, "
                 'evaluation_mode=True) before prepare, or take "device_memory" out of the "offload" block'
             )
         model.requires_grad_(False)
@@ -217,7 +217,7 @@ class Accelerator(accelerate.Accelerator):
             optimizer = mine
         elif isinstance(optimizer, Optimizer):
             raise UsageError(
-                "this optimizer is of an engine that the Accelerator does not have; prepare the engine too"
+                "this optimizer belongs to an engine that the Accelerator does not have; prepare the engine too"
             )
         return super().prepare_optimizer(optimizer, device_placement)
 
@@ -249,7 +249,7 @@ class Accelerator(accelerate.Accelerator):
                 )
         if value_of(content, "torch_autocast.enabled"):
             raise ConfigError(
-                "torch_autocast acts round engine(...), and what prepare gives back is the model; make the engine by "
+                "torch_autocast applies to calls of engine(...), and prepare returns the model; make the engine by "
                 "offload.initialize, and prepare(engine, optimizer, loader)"
             )
         said = [Said("gradient_accumulation_steps", self.gradient_accumulation_steps, "that of the Accelerator")]
@@ -353,8 +353,8 @@ class Accelerator(accelerate.Accelerator):
         if self.engine is None:
             return super().save_state(*args, **kwargs)
         raise UsageError(
-            "weights and states are in the engine: call accelerator.engine.save_checkpoint(folder), with what the "
-            "script counts as client_state, or register a schedule by engine.register_for_checkpointing"
+            "weights and states are in the engine: call accelerator.engine.save_checkpoint(folder), with the "
+            "script's counters as client_state, or register a schedule by engine.register_for_checkpointing"
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:

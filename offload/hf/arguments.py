@@ -23,7 +23,7 @@ _REFUSED = {
     "fsdp": "the engine shards what FSDP would; leave fsdp out",
     "parallelism_config": "the engine is data-parallel; leave it out",
     "auto_find_batch_size": "the engine begins with one batch size; set per_device_train_batch_size",
-    "torch_compile": "weights come and go; compile blocks of the model before it is given to the Trainer",
+    "torch_compile": "weights are paged; compile blocks of the model before the Trainer receives it",
     "fp16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
     "bf16_full_eval": "an evaluation runs in the dtype of the training; leave it out",
 }
@@ -41,7 +41,7 @@ def check_arguments(args: Any) -> None:
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
         if value:
-            raise ConfigError(f"OffloadTrainer does not go together with {name}={value!r}: {reason}")
+            raise ConfigError(f"OffloadTrainer cannot be combined with {name}={value!r}: {reason}")
     # The Trainer would wrap the model in `nn.DataParallel`, which copies every parameter to each GPU.
     if args.n_gpu > 1:
         raise ConfigError(
@@ -63,7 +63,7 @@ def check_model(model: Any) -> None:
         raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
     if model is not None and any(handle_of(parameter) is not None for parameter in model.parameters()):
         raise ConfigError(
-            "this model is under an engine already; give OffloadTrainer a model that is not, it makes the engine itself"
+            "this model is under an engine already; OffloadTrainer makes the engine itself: give it another model"
         )
 
 
@@ -71,7 +71,7 @@ def check_optim(name: str) -> None:
     """Raises `ConfigError` for an optimizer of the arguments that an engine does not support."""
     if name not in OPTIMIZERS:
         raise ConfigError(
-            f'optim="{name}" cannot be done on states that are paged; expected one of {", ".join(OPTIMIZERS)}, or a '
+            f'optim="{name}" is not supported on paged states; expected one of {", ".join(OPTIMIZERS)}, or a '
             f'block "optimizer" in offload_config, which also knows Lion and Lamb'
         )
 
@@ -124,7 +124,7 @@ def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
         said.append(Said("fp16.enabled", bool(args.fp16), "fp16"))
     said.append(Said("offload.device", args.device.type, "the device of the arguments"))
     # The Trainer resumes from its own checkpoints, so commits of the engine would only cost writes.
-    said.append(Said("offload.durability", "none", "what a Trainer can go on from, its checkpoints"))
+    said.append(Said("offload.durability", "none", "the durability of a Trainer, which resumes from its checkpoints,"))
     return said
 
 
@@ -135,7 +135,7 @@ def _check_resume(block: Mapping[str, Any]) -> None:
     for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
         if block.get(key) not in fine:
             raise ConfigError(
-                f"offload.{key} is {block[key]!r}, but OffloadTrainer goes on from its checkpoints, "
+                f"offload.{key} is {block[key]!r}, but OffloadTrainer resumes from its checkpoints, "
                 f"train(resume_from_checkpoint=True), and not from swap files: remove the key, and set save_steps to "
-                f"what a kill may cost"
+                f"the steps that a kill may lose"
             )

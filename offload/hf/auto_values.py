@@ -57,7 +57,7 @@ def filled(content: Mapping[str, Any], said: Iterable[Said]) -> dict[str, Any]:
             wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
     if wrong:
         raise ConfigError(
-            f"the config and the script do not say the same: {'; '.join(wrong)}. Make them equal, or set the key in "
+            f"the config and the script disagree: {'; '.join(wrong)}. Make them equal, or set the key in "
             f'the config to "auto", which takes the value of the script'
         )
     return result

@@ -266,10 +266,10 @@ class OffloadMixin(_Base):
         """
         folder = Path(resume_from_checkpoint)
         if not folder.is_dir():
-            raise StoreError(f"resume_from_checkpoint is {folder}, which is no folder")
+            raise StoreError(f"resume_from_checkpoint is {folder}, which is not a folder")
         if (folder / _STOCK_OPTIMIZER).exists() and not _has_engine(folder):
             raise StoreError(
-                f"{folder} is a checkpoint of the stock Trainer, whose optimizer.pt an engine does not read: begin "
+                f"{folder} is a checkpoint of the stock Trainer, whose optimizer.pt an engine does not read: start "
                 f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
         _check_whole(folder, self.args)
@@ -280,7 +280,9 @@ class OffloadMixin(_Base):
             return
         assert self.engine is not None
         if not _has_engine(Path(checkpoint)):
-            logger.warning("%s holds weights alone (save_only_model): the optimizer begins anew", checkpoint)
+            logger.warning(
+                "%s contains only weights (save_only_model): the optimizer starts with empty states", checkpoint
+            )
             super()._load_from_checkpoint(checkpoint)
             return
         self.engine.load_checkpoint(checkpoint)
@@ -312,8 +314,8 @@ def _has_engine(folder: Path) -> bool:
         return True
     if left := sorted(folder.glob("global_step*")):
         raise StoreError(
-            f"{folder} has the engine's states in {left[-1].name}, but not the file {LATEST} that names it; write it: "
-            f"echo {left[-1].name} > {folder / LATEST}"
+            f"{folder} contains the engine's states in {left[-1].name}, but not the file {LATEST} that names them; "
+            f"write this file: echo {left[-1].name} > {folder / LATEST}"
         )
     return False
 
@@ -335,12 +337,14 @@ def _check_whole(folder: Path, args: Any) -> None:
         there = (folder / name).exists()
         if (there and not _is_whole(folder / name)) or (not there and name in needed):
             raise StoreError(
-                f"{folder} has no whole {name}: the save was cut short, or the file is lost; remove the folder and go "
-                f"on from the checkpoint before, or begin with its weights, from_pretrained({str(folder)!r}), and "
-                f"without resume_from_checkpoint"
+                f"{folder} contains no complete {name}: the save was cut short, or the file is lost; remove the "
+                f"folder and resume from the checkpoint before, or start with its weights, "
+                f"from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
     if goes_on and not (folder / rng).exists():
-        logger.warning("%s has no %s: dropout goes on with other random numbers than the unbroken run", folder, rng)
+        logger.warning(
+            "%s contains no %s: dropout continues with other random numbers than the uninterrupted run", folder, rng
+        )
 
 
 def _is_whole(path: Path) -> bool:

@@ -131,7 +131,7 @@ class CPUAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             for option in ("amsgrad", "maximize"):
                 if group.pop(option, False):
-                    raise ConfigError(f"the state has {option}=True, which the kernel does not do")
+                    raise ConfigError(f"the state has {option}=True, which the kernel does not support")
             if "decoupled_weight_decay" in group:
                 group["decoupled"] = group.pop("decoupled_weight_decay")
             for name, value in self.defaults.items():

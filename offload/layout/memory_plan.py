@@ -110,9 +110,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
         return WantedSlots(count=1 if on_disk else 0, must=True)
     if config.offload.wants_store:
         if not config.drives:
-            raise ConfigError(
-                '"durability" asks for a store, but no nvme_path is given; set one in the "offload" block'
-            )
+            raise ConfigError('"durability" needs a store, but no "nvme_path" is given; set one in the "offload" block')
         return WantedSlots(count=2, must=True)
     # The store of a resumed run is durable, and must not become one that is written in place.
     if resume:

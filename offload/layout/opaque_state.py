@@ -93,7 +93,9 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
     expected = {each.name: each for each in kept}
     other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
     if other is not None:
-        raise TypeError(f"{other.name} is {_words(other)} now, it was {_words(expected.get(other.name))} in a dry run")
+        raise TypeError(
+            f"{other.name} is {_words(other)} now and was {_words(expected.get(other.name))} in the dry run"
+        )
     for there, each, place in _places(kept, memory):
         value = state.get(each.name)
         there.fill_(value is not None)

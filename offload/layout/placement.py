@@ -169,7 +169,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
     if budget > machine.free_host:
         raise BudgetError(
             f'"host_memory" is {format_size(budget)}, but only {format_size(machine.free_host)} is free on this '
-            f"machine; lower it, or leave it out to take what is needed"
+            f"machine; lower it, or leave it out for a budget of the bytes needed"
         )
     asked = configured(parts, wish, mode.weight_dtype.itemsize)
     # Of our rules the device has a kernel for AdamW only; all other gradients are needed on the host.
@@ -178,7 +178,9 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
     tiers = _that_fit(parts, mode, wish, machine, asked, budget)
     notices: list[str] = []
     if moved := differences(parts, asked, tiers):
-        notices.append(f"host memory of {format_size(budget)} has no room for all that is at home there: {moved}")
+        notices.append(
+            f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
+        )
     need = _needs(parts, mode, wish, machine, tiers)
     classes = _cut(parts, wish, mode, tiers, need, budget)
     promoted: tuple[tuple[int, State], ...] = ()
@@ -187,7 +189,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
         promoted = to_raise(tiers, parts, budget - sum(classes))
         higher = with_home(tiers, promoted, Tier.HOST)
         if moved := differences(parts, tiers, higher):
-            notices.append(Remark(f"host memory of {format_size(budget)} has room for more: {moved}"))
+            notices.append(Remark(f"host memory of {format_size(budget)} has room for more states; moved: {moved}"))
         tiers = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
@@ -197,7 +199,7 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
             f"host budget of {format_size(sum(classes))}; {format_size(machine.free_host)} is free: lower "
-            f'"device_memory" or "host_memory", or move homes from the device to cpu or nvme'
+            f'"device_memory" or "host_memory", or move states from the device to cpu or nvme'
         )
     tile_numel, tile_buffers, scratch_nbytes = tiles(parts, mode, tiers, classes.tiles)
     return Placement(
@@ -249,23 +251,23 @@ def _that_fit(
 def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
     """Returns the error that names the budget, the smallest one that works and each class's bytes of the latter."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
-    pipeline = "which takes whole units" if mode.optimizer == TORCH else "sub_group_size makes it smaller"
+    pipeline = "which holds complete units" if mode.optimizer == TORCH else "a smaller sub_group_size lowers this"
     what = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
-        f"{format_size(least.weights)} for leases of weights, {format_size(least.gradients + least.staging)} for "
-        f"gradients on their way, {format_size(least.homes)} for gradients and states at home there{advice}"
+        f"{format_size(least.weights)} for host buffers of weights, {format_size(least.gradients + least.staging)} for "
+        f"gradients in transit, {format_size(least.homes)} for gradients and states stored in host memory{advice}"
     )
     if wish.host_memory is None:
         return BudgetError(
-            f"this model needs {format_size(sum(least))} of host memory with its states where they are configured, "
-            f"{format_size(machine.free_host)} is free, of which at most 80 % may be taken: {what}; move states to "
-            f'nvme, or take more by setting "host_memory" in the "offload" block'
+            f"this model needs {format_size(sum(least))} of host memory with its states in the configured tiers, "
+            f"{format_size(machine.free_host)} is free, of which at most 80 % is used by default: {what}; move states "
+            f'to nvme, or set a larger "host_memory" in the "offload" block'
         )
     others = ""
     if machine.other_engines:
         others = (
-            f", less {format_size(machine.other_engines)} for other engines of this process (destroy() gives back what "
-            f"one has)"
+            f", less {format_size(machine.other_engines)} for other engines of this process (destroy() frees the "
+            f"budget of an engine)"
         )
     need = sum(least) + machine.other_engines
     return BudgetError(
@@ -347,7 +349,7 @@ def _cut_device(
             '"device_memory"',
             wish.device_memory,
             least,
-            "it must hold the states at home there, the largest unit and, with several ranks, twice its gradients",
+            "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients",
         )
         room = max(0, wish.device_memory // PAGE * PAGE - fixed)
         if wish.live is not None:

@@ -168,9 +168,11 @@ def _check(ranks: int, nodes: int) -> None:
 
 
 def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
-    print(f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk a machine:")
+    print(
+        f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk of one machine:"
+    )
     # Printed, not returned, as DeepSpeed's functions do.
-    print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | homes")
+    print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | tiers")
     for each in found:
         sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk))
         print(f"{sizes} | offload_param={each.weights}, offload_optimizer={each.states}")

@@ -35,14 +35,14 @@ _HEAD = f"""# Three models on three GPUs
 Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; nothing here was measured. One GPU,
 {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
 bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
-largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is the time
-until all drives have reached their rated bytes, training day and night. "limit" is the resource that takes most of a
-step's seconds, and its share.
+largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is the time until
+all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
+seconds, and its share.
 
 Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
 60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](../guides/plan-a-run.md).
 
-| model | GPU | drives | homes (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
+| model | GPU | drives | tiers (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 

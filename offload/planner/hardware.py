@@ -268,7 +268,7 @@ def described(
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
         assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
     else:
-        assumed.append("drives read and write at once what they do one after the other")
+        assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
     bandwidth = memory or _RAM_BANDWIDTH
     return Hardware(
         name=found.name,
@@ -316,9 +316,11 @@ def probed(
     gpu_memory = int(_USABLE_RAM * found.machine["gpu_memory_bytes"])
     assumed = ["nothing else runs on the machine", *found.doubts]
     if not gpu:
-        assumed.append(f"each use of a unit is handed its weights in {_HANDED_SECONDS * 1e3:.1f} ms")
+        assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
-        assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer moves what elementwise work does")
+        assumed.append(
+            f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer runs at the rate of elementwise work"
+        )
     return Hardware(
         name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
         dtype=dtype,

@@ -108,8 +108,8 @@ def _that_fits(
     # A config whose number of layers has no effect cannot be reduced either.
     if one.parameters >= shape.parameters or least[0] > most[0]:
         raise ConfigError(
-            f"the least of {shape.name} that can be run takes {format_size(int(least[0]))}, and "
-            f"{format_size(most[0])} may be taken: give a smaller --batch-size or --seq-len, or leave out --measure"
+            f"the smallest part of {shape.name} that can run takes {format_size(int(least[0]))}, and "
+            f"{format_size(most[0])} may be used: give a smaller --batch-size or --seq-len, or leave out --measure"
         )
     # Both limits apply, bytes and seconds, each interpolated linearly between one layer and all layers.
     taken = min(_layers_within(layers, *each) for each in zip(least, whole, most, strict=True))
@@ -122,7 +122,7 @@ def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> 
         return from_name(shape.name, shape.sequence, dtype, units, layers)
     except ConfigError as error:
         raise ConfigError(
-            f"{shape.name} is too large to be run as a whole, and a part of it cannot be: {error}; leave out --measure"
+            f"{shape.name} is too large to run, and cannot be cut to fewer layers: {error}; leave out --measure"
         ) from error
 
 

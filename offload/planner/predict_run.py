@@ -58,7 +58,7 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
     device = compute_device(config.offload.device)
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
         raise ConfigError(
-            f"the run computes on {device.type}, and the probe was of another device: run `offload probe --device "
+            f"the run computes on {device.type}, and the probe measured another device: run `offload probe --device "
             f"{device.type}`"
         )
     drives = config.drives if config.wants_store else ()

@@ -120,10 +120,10 @@ def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
     most = max(have, 0) // activations(shape, load._replace(batch=1))
     advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
     if not load.recompute:
-        advice += ", or compute them again (--gradient-checkpointing)"
+        advice += ", or recompute them in backward (--gradient-checkpointing)"
     return BudgetError(
-        f"activations of {load.batch} x {shape.sequence} tokens take {format_size(activations(shape, load))}, beside "
-        f"the budgets {format_size(max(have, 0))} are free; {advice}"
+        f"activations of {load.batch} x {shape.sequence} tokens take {format_size(activations(shape, load))}, and "
+        f"{format_size(max(have, 0))} is free beside the budgets; {advice}"
     )
 
 

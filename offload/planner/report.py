@@ -10,7 +10,14 @@ from offload.sizes import format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
-_NAMES = {"grad": "gradient", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_NAMES = {
+    "grad": "gradient",
+    "exp_avg": "first moment",
+    "exp_avg_sq": "second moment",
+    "weights on their way": "weights in transit",
+    "weights kept (cache)": "weights in the cache",
+    "gradients on their way": "gradients in transit",
+}
 
 
 class Asked(NamedTuple):
@@ -96,7 +103,7 @@ def heading(planned: Planned) -> list[str]:
         f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
-        f"{', activations computed again' if load.recompute else ''}",
+        f"{', activations recomputed' if load.recompute else ''}",
         *planned.memory.notices,
     ]
 
@@ -141,8 +148,8 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(memory.least_host)
     told = [
-        f"host budget {format_size(memory.host)}; the least that works is {least}, recommended "
-        f"{format_size(advice.host)}; peak above what the process has before {format_size(planned.host_peak)}",
+        f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
+        f"the memory of the process before the run {format_size(planned.host_peak)}",
         f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
         f"{format_size(memory.export)} more",
@@ -161,14 +168,14 @@ def _of_time(planned: Planned) -> list[str]:
     waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
     told = [
         f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; {_words(timing)}",
-        f"  work: {busy}; waits: {waited or 'none'}; the least that its order allows is "
+        f"  work: {busy}; waits: {waited or 'none'}; the lower bound by its order is "
         f"{_seconds(timing.formula_seconds)}",
     ]
     enough = _hiding(planned)
     have = planned.load.batch * planned.shape.sequence
     # The hint is of use only if a larger micro-batch can be reached.
     if not timing.hidden and enough is not None and enough > have:
-        told.append(f"  from {enough:,} tokens in a micro-batch on, {have:,} now, all I/O could hide behind compute")
+        told.append(f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute")
     return told
 
 
@@ -207,7 +214,7 @@ def _untold(planned: Planned, advice: Advice) -> list[str]:
         return []
     if planned.timing.hidden:
         return ["nothing to change: compute limits"]
-    return ["nothing that was tried is more than a twentieth faster"]
+    return ["no change that was tried is more than 5 % faster"]
 
 
 def _hiding(planned: Planned) -> int | None:

@@ -127,7 +127,7 @@ def _check(step: Step, file: Path | None) -> None:
     if step.durability is not None and step.durability not in _DURABILITIES:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
     if file is not None and (step.dtype or step.durability):
-        raise ConfigError("--dtype and --durability are the config's where one is given; change it there")
+        raise ConfigError("--dtype and --durability cannot be given beside --config; set them in the config")
 
 
 def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
@@ -168,7 +168,7 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
     link = None if machine.link is None else parse_rate(machine.link)
     if machine.gpu is not None:
         if machine.paths:
-            raise ConfigError("--nvme-path is a drive of the probed machine; with --gpu describe drives by --drive")
+            raise ConfigError("--nvme-path names a drive of the probed machine; with --gpu describe drives by --drive")
         return described(machine.gpu, ram, drives, memory, link, dtype, autocast)
     found = kept()
     if found is None:
@@ -204,7 +204,7 @@ def parse_tbw(text: str) -> int:
     plain = re.fullmatch(r"\s*[0-9]+(\.[0-9]+)?\s*", text)
     nbytes = parse_size(f"{text.strip()}TB" if plain else text)
     if not nbytes:
-        raise ConfigError(f"expected what a drive may be written, such as 1200TB, got {text!r}")
+        raise ConfigError(f"expected the rated endurance of a drive, such as 1200TB, got {text!r}")
     return nbytes
 
 

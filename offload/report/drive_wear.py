@@ -48,8 +48,9 @@ def warning(use: Use, share: float, seconds_left: float) -> str | None:
         return None
     assert use.rated_bytes is not None
     return (
-        f"warning: {use.path}: this run will have written {format_decimal(use.at_end_bytes)} to it in "
-        f"{format_time(seconds_left)}, {use.share:.1%} of the {format_decimal(use.rated_bytes)} that it is rated for "
-        f"(drive_tbw); asked to warn from {share:.0%} on (drive_share). More micro-batches a step write less for each "
-        f"sample; states in RAM without a commit each step (offload_optimizer cpu, durability) are not written"
+        f"warning: {use.path}: at its end, in {format_time(seconds_left)}, this run will have written "
+        f"{format_decimal(use.at_end_bytes)} to this drive, {use.share:.1%} of its rated "
+        f"{format_decimal(use.rated_bytes)} (drive_tbw); the warning is set to {share:.0%} (drive_share). More "
+        f"micro-batches a step write less for each sample. States in RAM without a commit each step "
+        f"(offload_optimizer cpu, durability) are not written"
     )

@@ -50,7 +50,7 @@ def read_log(path: Path) -> Log:
         # A kill may have cut a line within a character, so decoding replaces errors.
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"cannot read the log {path}: {error.strerror}; give what `--log` has written") from error
+        raise ConfigError(f"cannot read the log {path}: {error.strerror}; give a file that `--log` wrote") from error
     found: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
     truncated_lines = again = 0
@@ -76,7 +76,7 @@ def read_log(path: Path) -> Log:
             abouts.append((step, values["about"]))
     if not found:
         raise ConfigError(
-            f"{path} has no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
+            f"{path} contains no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
         )
     return Log(
         path=path,

@@ -199,7 +199,9 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
         Series(_legend(name), color, [row.get(name, 0.0) if row else None for row in each])
         for name, color in _COLORS.items()
     ]
-    whole = lines("A whole step", steps, [_series(log, "step", "--blue", "seconds")], seconds_unit, resumed=log.resumed)
+    whole = lines(
+        "Complete step", steps, [_series(log, "step", "--blue", "seconds")], seconds_unit, resumed=log.resumed
+    )
     parted = stack("Parts of a step", steps, layers, seconds_unit, log.resumed)
     worker = [
         _series(log, "kernels", "--green", "update_kernels_seconds"),
@@ -213,7 +215,7 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
         worker,
         seconds_unit,
         log.resumed,
-        "It costs time only where the model waits for it.",
+        "The worker costs time only while the model waits for it.",
     )
     return [_parts_table(found), parted, whole, beside]
 
@@ -254,7 +256,7 @@ def _moved(log: Log) -> list[Block]:
     ]
     device = [
         _series(log, "weights to the device", "--yellow", "uploaded_bytes"),
-        _series(log, "gradients from it", "--violet", "gradients_bytes"),
+        _series(log, "gradients from the device", "--violet", "gradients_bytes"),
     ]
     return [
         lines("Drives, a step", steps, drive, bytes_unit, resumed=marks),
@@ -268,7 +270,7 @@ def _memory(log: Log, found: Mapping[str, Any]) -> list[Block]:
     ram = [("host budget", about["host_budget_bytes"])] if isinstance(about.get("host_budget_bytes"), int) else []
     host = [_series(log, "RAM of the process", "--blue", "host_peak_bytes")]
     device = [_series(log, "allocated on the device", "--blue", "device_peak_bytes")]
-    note = "The most so far. Beside the budget it holds Python, torch and, on a CPU, activations."
+    note = "The peak so far. Besides the budget it includes Python, torch and, on a CPU, activations."
     return [
         lines("Peak of RAM", steps, host, bytes_unit, resumed=log.resumed, bounds=ram, note=note),
         lines("Peak of device memory", steps, device, bytes_unit, resumed=log.resumed),
@@ -294,7 +296,7 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
 
 
 def _drive_row(each: Mapping[str, Any]) -> Row:
-    rated = "not known: drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
+    rated = "unknown: set drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
     used = "" if each["share"] is None else f"{each['share']:.2%}"
     known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
     sizes = ["" if nbytes is None else format_decimal(nbytes) for nbytes in known]
@@ -308,7 +310,7 @@ def _window(window: Window) -> list[Block]:
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
     )
-    return [rows(window), Table(head=("something of it was under way", "time", "share"), rows=busy)]
+    return [rows(window), Table(head=("busy with", "time", "share"), rows=busy)]
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:

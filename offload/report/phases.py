@@ -21,11 +21,11 @@ PARTS: Mapping[str, str] = {
 """Phases of a step, in the order in which they are shown, with a description of each."""
 
 ADVICE: Mapping[str, str] = {
-    "compute": "a faster device, or less to recompute (activation checkpointing); paging is not what limits",
+    "compute": "a faster device, or less to recompute (activation checkpointing); paging is not the limit",
     "optimizer": "more processor cores, or more micro-batches a step (gradient_accumulation_steps)",
     "reads": 'more "host_memory", which keeps weights; a larger micro-batch; another drive in nvme_path',
     "writes": 'more micro-batches a step; another drive in nvme_path; "durability": {"every": 10}',
-    "memory": 'more "host_memory": all of it belongs to reads and writes in progress',
+    "memory": 'more "host_memory": reads and writes in progress occupy all of it',
     "uploads": 'more "device_memory", so that weights stay on the device',
     "loop": "a loader with workers; less to do between steps (evaluations, saves)",
 }

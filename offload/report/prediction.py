@@ -94,7 +94,7 @@ def read_plan(path: Path) -> dict[str, Any]:
         return known | {"parts_seconds": plain(step.get("parts_seconds"))}
     except OSError as error:
         raise ConfigError(
-            f"cannot read the plan {path}: {error.strerror}; give what `offload plan --json` prints"
+            f"cannot read the plan {path}: {error.strerror}; give the output of `offload plan --json`"
         ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} is no plan: expected what `offload plan --json` prints") from error
+        raise ConfigError(f"{path} is not a plan: expected the output of `offload plan --json`") from error

@@ -88,7 +88,9 @@ def read_window(path: Path) -> Window:
     first = min((event["pid"] for event in events if event.get("ph") == "X"), default=None)
     spans = [_span(event) for event in events if event.get("ph") == "X" and event["pid"] == first]
     if not spans:
-        raise ConfigError(f"{path} has no span: expected the file that `offload train --trace FILE` writes at its end")
+        raise ConfigError(
+            f"{path} contains no span: expected the file that `offload train --trace FILE` writes at its end"
+        )
     complete = not any(event.get("ph") == "i" for event in events)
     start, end, title = _step(spans)
     # A window of zero length could not be scaled.
@@ -107,7 +109,7 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
         raise ConfigError(f"cannot read the time line {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, zlib.error) as error:
         raise ConfigError(
-            f"{path} is no time line: expected the JSON that `offload train --trace FILE` writes at its end, "
+            f"{path} is not a time line: expected the JSON that `offload train --trace FILE` writes at its end, "
             f"got {type(error).__name__}: {error}"
         ) from error
 
@@ -144,7 +146,7 @@ def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
     steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]
     if not steady:
-        return min(s.start for s in spans), max(s.end for s in spans), "the whole run"
+        return min(s.start for s in spans), max(s.end for s in spans), "the complete run"
     # `median_low` is one of the values, so a step of exactly this duration exists.
     middle = statistics.median_low([end - start for start, end, _ in steady])
     return next(each for each in steady if each[1] - each[0] == middle)
@@ -186,7 +188,7 @@ def rows(window: Window) -> Markup:
         width=_WIDTH,
         height=y + 22,
         body=Markup("".join(parts)),
-        note="Point at a span for its name, bytes and time. Spans that overlap stand below each other.",
+        note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other.",
     )
 
 

@@ -99,7 +99,7 @@ def export(
 def check_target(out: Path) -> None:
     """Raises `StoreError` if an export to `out` would change something that exists."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise StoreError(f"{out} is there already; give a folder that is not there, or an empty one")
+        raise StoreError(f"{out} exists already; give a folder that does not exist, or an empty one")
     # A mount point cannot be renamed, so the folder could not be put in place at the end.
     if out.is_mount():
         raise StoreError(f"{out} is a drive's root, which cannot be replaced; give a folder in it")

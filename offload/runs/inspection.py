@@ -26,6 +26,7 @@ from offload.engine.checkpoint.files import (
 )
 from offload.errors import StoreError
 from offload.swapper.store import rank_folders
+from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.inspection import Commit, Found, Wrong, allocated_nbytes, is_rank, is_run, leftovers, look
 from offload.swapper.store.rank_folder import holder
 
@@ -79,7 +80,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
         "made_by": None,
         "drives": [],
         "allocated_bytes": sum(rank["allocated_bytes"] for rank in ranks),
-        "finished": _finished(path / "finished.json"),
+        "finished": _finished(path / FINISHED),
         "leftovers": leftovers(path, found),
         "ranks": ranks,
         "missing_ranks": [],

@@ -73,9 +73,9 @@ class Report(NamedTuple):
             if len(each.damages) > most:
                 found.append(f"rank {each.rank}: and {len(each.damages) - most} more")
             if each.epoch is None:
-                found.append(f"rank {each.rank}: no commit is whole; it cannot be resumed, go back to a checkpoint")
+                found.append(f"rank {each.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
             else:
-                state = "whole" if each.compared else "could not be read"
+                state = "intact" if each.compared else "could not be read"
                 state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
                 words = f"step {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
@@ -129,7 +129,7 @@ class CheckpointReport(NamedTuple):
         found = [f"damaged: {wrong}" for wrong in self.wrong[:most]]
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
-        state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "whole"
+        state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "intact"
         return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
@@ -284,7 +284,11 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         # The rank misses the commit that the others hold; its own newest is compared, so that the report is complete.
         commit = found.whole[0]
         have = ", ".join(str(c.record.serial) for c in found.commits)
-        wrong.append(Wrong(str(found.folder), f"it holds commits {have}; the last that is whole elsewhere is {serial}"))
+        wrong.append(
+            Wrong(
+                str(found.folder), f"the folder contains commits {have}; the last complete commit elsewhere is {serial}"
+            )
+        )
     record = commit.record
     try:
         with found.open_states() as file:
@@ -348,13 +352,15 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
         progress: Called with the number of bytes after each comparison.
     """
     commit_before = f"the commit before, step {commit.record.epoch},"
-    either = "the step after the last commit has begun to write over it, or it is damaged"
+    either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
     if commit.blob is None:
-        return f"{commit_before} is not whole: its blob.{commit.record.blob} is not what was written; {either}"
+        return f"{commit_before} is not intact: its blob.{commit.record.blob} differs from the bytes written; {either}"
     looking = _damages(found, commit, file, queue, progress)
     try:
         first = next(looking, None)
-        return f"{commit_before} is whole too" if first is None else f"{commit_before} is not whole: {first}; {either}"
+        return (
+            f"{commit_before} is intact too" if first is None else f"{commit_before} is not intact: {first}; {either}"
+        )
     finally:
         # The first damage is enough. The generator's pending reads must end before the file is closed.
         looking.close()

@@ -92,7 +92,7 @@ class Schedule(abc.ABC):
             self.optimizer.param_groups[-1]["lr"] = self.get_lr()[-1]
         except ConfigError as error:
             self.base_lrs = before
-            raise UsageError(f"{type(self).__name__} has no learning rate for a further group: {error}") from error
+            raise UsageError(f"{type(self).__name__} has no learning rate for a new group: {error}") from error
 
     def _note_rates(self) -> None:
         """Records the own learning rate of groups that are new."""

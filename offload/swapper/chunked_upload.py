@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 
@@ -62,12 +62,8 @@ def stream(
                 last = device.upload(whole[stretch.start : stretch.stop], source, after)
                 copied[lease.offset] = last
     finally:
-        for _, _, future in reading:
-            try:
-                future.wait()
-            except OSError:
-                pass  # the first error is the one raised
-    assert last is not None, "a partition that has no bytes needs no lease"
+        wait_for_all(future for _, _, future in reading)
+    assert last is not None, "an empty partition needs no host buffer"
     last.wait()  # the caller reuses the host buffers
     return last
 

@@ -101,7 +101,7 @@ class DeviceCache:
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
                 entry.tier_buffer = arena.take(entry.size.part_nbytes)
-                assert entry.tier_buffer is not None, "the device arena was sized for every home"
+                assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
                 if entry.size.stays:
                     entry.slice = entry.tier_buffer
 
@@ -114,10 +114,10 @@ class DeviceCache:
             held = [e.size.name or "the root" for e in self._table.entries if e.slice is not None and e is not entry]
             free = self._arena.nbytes - self._arena.used_bytes
             raise BudgetError(
-                f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, whose "
-                f"budget of {format_size(self._arena.nbytes)} is held by {', '.join(held) or 'nothing'} "
-                f"({format_size(free)} are free); "
-                f'raise "device_memory" in the "offload" block, or checkpoint smaller regions'
+                f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
+                f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
+                f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
+                "regions"
             )
         return piece
 
@@ -201,7 +201,7 @@ class DeviceCache:
                 # UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_part(entry, piece))
             self.gather(entry, piece, entry.copied)
-        except Exception as error:  # copies in flight may still write to the buffer, so it is never reused
+        except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
         entry.slice = piece
@@ -253,7 +253,7 @@ class DeviceCache:
         self._table.move(entry, Residency.UPLOADING)
         whole, share = self._arena.view(piece), entry.size.share
         try:
-            with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in pieces", entry.size.part_nbytes):
+            with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in chunks", entry.size.part_nbytes):
                 entry.uploaded = self._table.changed.without_lock(
                     lambda: stream(read, leases, whole, share, self._device, piece.after)
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from offload.aio import Priority
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.sizes import PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -38,7 +38,7 @@ class HostCache:
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
                 entry.lease = host.homes.take(entry.size.part_nbytes)
-                assert entry.lease is not None, "the class of homes was sized for every home"
+                assert entry.lease is not None, "the arena class of the host tier was sized for every unit in that tier"
 
     # -- allocation and eviction --------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class HostCache:
         self.waiting_for_buffer += 1
         self._table.notify()
         try:
-            self._table.wait(f"waits for a lease for {entry.size.title}")
+            self._table.wait(f"waits for a host buffer for {entry.size.title}")
         finally:
             self.waiting_for_buffer -= 1
 
@@ -137,7 +137,7 @@ class HostCache:
         assert transfer is not None
         failure: Exception | None = None
         try:
-            with self._table.whole(), self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
+            with self._table.timeline.span(Row.WAITS, f"waits for read of {entry.size.title}"):
                 self._table.changed.without_lock(transfer.future.wait)
         except Exception as error:  # not KeyboardInterrupt: the read continues, and a later call delivers it
             failure = error
@@ -198,7 +198,6 @@ class HostCache:
 
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Evicts all host buffers of weights; see `Pager.give_cache`."""
-        self._table.in_critical_section = True
         drop_spare()
         while not self._table.failure and self._host.weights.space.used_bytes:
             for entry in self._table.entries:
@@ -207,10 +206,9 @@ class HostCache:
                 if self._may_take_lease_of(entry):
                     self._take_lease(entry)
             if self._host.weights.space.used_bytes:
-                self._table.wait("waits for a unit that is streamed")
+                self._table.wait("waits for a streamed unit")
         if not self._table.failure:
             self._host.drop_cache()
-        self._table.in_critical_section = False
 
     def close(self) -> None:
         """Waits for reads in flight and releases their buffers.
@@ -220,8 +218,5 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                try:
-                    transfer.future.wait()
-                except OSError:
-                    pass
+                wait_for_all([transfer.future])
                 transfer.lease.release()

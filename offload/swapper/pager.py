@@ -36,6 +36,7 @@ import torch
 
 from offload.aio import Priority
 from offload.errors import EngineFailed
+from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Having, Peers
 from offload.swapper.host_cache import HostCache
@@ -104,6 +105,7 @@ class Pager:
 
     # -- the thread that runs the model -------------------------------------------------------------
 
+    @uninterrupted
     def acquire(self, unit: int, ahead: bool = True) -> torch.Tensor:
         """Pins `unit` on the device and returns its weights.
 
@@ -123,7 +125,6 @@ class Pager:
         """
         entry = self._entries[unit]
         with self.lock:
-            self.table.in_critical_section = True
             entry.pins += 1  # from here on nobody drops it
             try:
                 if entry.pins == 1:
@@ -136,20 +137,19 @@ class Pager:
                     self._fetch(entry)
                     if ahead:
                         self._prefetcher.run()
-            except Exception:
+            except BaseException:  # also a Ctrl-C at a wait
                 entry.pins -= 1
-                self.table.in_critical_section = False
                 raise
             assert entry.slice is not None
             view, uploaded = self.arena.view(entry.slice), entry.uploaded
-            self.table.in_critical_section = False
         try:
             self._device.hold(uploaded)
-        except Exception:  # `uploaded` is the event of a gather to which another rank did not contribute
+        except BaseException:  # `uploaded` is the event of a gather to which another rank did not contribute
             self.release(unit)
             raise
         return view
 
+    @uninterrupted
     def release(self, unit: int) -> None:
         """Ends one use. The device buffer stays allocated until its memory is needed."""
         with self.lock:
@@ -163,14 +163,16 @@ class Pager:
                 self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
             ) and self._slices.idle(entry):
                 self._slices.drop(entry)
-            self.notify()  # after an interrupt in this block, `UnitViews.whole` finds a wrong number of pins
+            self.notify()
 
+    @uninterrupted
     def hold(self, unit: int) -> None:
         """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
         with self.lock:
             uploaded = self._entries[unit].uploaded
         self._device.hold(uploaded)
 
+    @uninterrupted
     def serve_gather(self, unit: int) -> None:
         """Takes part in a gather of `unit` that another rank needs, with this rank's shard of the unit."""
         with self.lock:
@@ -186,21 +188,7 @@ class Pager:
         """Returns the number of updates of a unit; see `UnitEntry.updates`."""
         return self._entries[unit].updates
 
-    @property
-    def pins(self) -> int:
-        """The number of open uses of all units."""
-        with self.lock:
-            return sum(entry.pins for entry in self._entries)
-
-    def set_pins(self, units: Sequence[int]) -> None:
-        """Ends the uses that an aborted forward or backward left open; one stays for each entry of `units`."""
-        with self.lock:
-            for entry in self._entries:
-                if entry.pins:
-                    entry.read = self._device.computed()
-                entry.pins = units.count(entry.index)
-            self.notify()
-
+    @uninterrupted
     def read_weights(self, unit: int, receive: Callable[[torch.Tensor], None]) -> None:
         """Calls `receive` with the newest weights of `unit`, (nbytes,) uint8 on the device, pinned meanwhile."""
         weights = self.acquire(unit, ahead=False)
@@ -271,13 +259,13 @@ class Pager:
 
     def _with_ranks(self, ask: Callable[[], _T]) -> _T:
         """Waits for the other ranks without the lock, and serves them meanwhile."""
-        with self.table.whole():
-            return self.changed.without_lock(ask)
+        return self.changed.without_lock(ask)
 
     def _has_all(self) -> bool:
         """Returns whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
 
+    @uninterrupted
     def grow_device(self, nbytes: int, kept: Sequence[int] = ()) -> list[torch.Tensor]:
         """Grows the device arena, between steps.
 
@@ -294,11 +282,13 @@ class Pager:
         with self.lock:
             return self._slices.grow(nbytes, kept)
 
+    @uninterrupted
     def begin(self, kind: PassKind) -> None:
         """Starts the access order of a forward: of a training step, or of an evaluation."""
         with self.lock:
             self.table.access_order.begin(kind)
 
+    @uninterrupted
     def end_forward(self) -> None:
         """Ends the outermost forward, and with it an evaluation; the next pass is one of training again."""
         with self.lock:
@@ -306,10 +296,11 @@ class Pager:
                 self.table.access_order.finish()
                 self.table.access_order.begin(PassKind.TRAIN)
 
+    @uninterrupted
     def end_step(self) -> tuple[int, ...]:
         """Ends the uses of a step and returns their order, which predicts the next step."""
         with self.lock:
-            self.table.access_order.begin(PassKind.TRAIN)  # an evaluation that was interrupted did not end
+            self.table.access_order.begin(PassKind.TRAIN)  # an evaluation that was aborted did not end
             self.table.access_order.finish()
             return self.table.access_order.order
 
@@ -320,6 +311,7 @@ class Pager:
 
     # -- updates and loads --------------------------------------------------------------------------
 
+    @uninterrupted
     def begin_updates(self, units: Sequence[int]) -> None:
         """Forbids every read of `units` until their weights are ready. No use of them may be open."""
         with self.lock:
@@ -331,6 +323,7 @@ class Pager:
         """Notes whether bytes that the last commit names were written over, by a load that is not committed yet."""
         self.table.rewritten = rewritten
 
+    @uninterrupted
     def begin_load(self) -> None:
         """Forbids reads of weights until `end_load`, and frees all cached copies; no use may be open."""
         self.begin_updates(range(len(self._entries)))
@@ -340,6 +333,7 @@ class Pager:
                     self._leases.finish_read(entry)
                 self._leases.forget(entry)
 
+    @uninterrupted
     def end_load(self) -> None:
         """Ends a load: all weights are new, in their tiers and in the newest slots of the store."""
         with self.lock:
@@ -370,17 +364,13 @@ class Pager:
         """Raises `EngineFailed`, with its cause, after an error on a background thread."""
         self.table.check()
 
-    def check_whole(self) -> None:
-        """Stops the engine if a Ctrl-C came in the middle of a change; for the thread that runs the model."""
-        with self.lock:
-            if self.table.in_critical_section and self.table.failure is None:
-                self.table.fail(KeyboardInterrupt("in the middle of a change of the pager"))
-
+    @uninterrupted
     def fail(self, error: BaseException) -> None:
         """Stops the engine: every waiter and every later call raises `EngineFailed` from `error`."""
         with self.lock:
             self.table.fail(error)
 
+    @uninterrupted
     def give_cache(self, drop_spare: Callable[[], None]) -> None:
         """Frees every host buffer of weights, for another engine of the process. No update may be under way.
 
@@ -392,6 +382,7 @@ class Pager:
         with self.lock:
             self._leases.give_cache(drop_spare)
 
+    @uninterrupted
     def close(self) -> None:
         """Waits for reads in flight and frees all buffers. The update worker must have ended."""
         with self.lock:

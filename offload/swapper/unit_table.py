@@ -1,16 +1,13 @@
 """The pager's table: the entries of all units, the access order, and the one lock that guards both.
 
-[Note: critical section] A Ctrl-C may come between any two lines of the thread that runs the model. While that thread
-waits for a lock, a read or an update, which takes nearly all of its time, the table is consistent and the call can be
-abandoned. Between waits `in_critical_section` is set. If the flag is still set at the next call, `Pager.check_whole`
-stops the engine; the last commit is intact.
+A call is abandoned only while it waits for a lock, a read or an update, by an error or a Ctrl-C. The table is
+consistent there; between waits every change is `uninterrupted`.
 """
 
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,7 +28,7 @@ class MemoryCounters:
 
     def __init__(self, host: HostArena, device: DeviceArena, timeline: Timeline) -> None:
         self._host, self._device, self._timeline = host, device, timeline
-        self._titles = {name: f"leases of {name}" for name in host.regions}
+        self._titles = {name: f"host buffers of {name}" for name in host.regions}
 
     def count(self) -> None:
         """Records the present values. The caller holds the pager's lock."""
@@ -69,8 +66,6 @@ class UnitTable:
         self.timeline = timeline
         self._memory = memory
         self.failure: BaseException | None = None
-        self.in_critical_section = False
-        """True while the caller's thread is in the middle of a change; see [Note: critical section]."""
         self._committed = committed
         self.rewritten = False
         """True if a load that is not committed yet has overwritten bytes that the last commit names."""
@@ -91,22 +86,8 @@ class UnitTable:
 
     def wait(self, what: str) -> None:
         """Waits for a change without the lock. The table must be consistent; `what` is the title on the time line."""
-        # The flag is restored, not set: a thread that serves a gather of another rank waits here with the flag unset.
-        in_critical_section, self.in_critical_section = (
-            self.in_critical_section,
-            False,
-        )
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
-        self.in_critical_section = in_critical_section
-
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Clears `in_critical_section` for the body: a wait of another kind, during which the table is consistent."""
-        in_critical_section, self.in_critical_section = self.in_critical_section, False
-        # No `finally`: after an exception the flag stays False, since the caller abandons the call during the wait.
-        yield
-        self.in_critical_section = in_critical_section
 
     def fail(self, error: BaseException, entry: UnitEntry | None = None) -> None:
         """Stops the engine: every waiter and every later `check` raises `EngineFailed` from the first `error`.
@@ -133,10 +114,10 @@ class UnitTable:
 def _what_is_left(table: UnitTable, committed: bool) -> str:
     """Returns a sentence about the state from which a later process can resume, after the table's failure."""
     if not committed:
-        return "nothing was committed, so start again, or from a checkpoint"
+        return "nothing was committed, so start anew, or from a checkpoint"
     if table.rewritten:
         return (
-            "a load was replacing frozen weights, so the last committed step is not whole: start the run over and "
+            "a load was replacing frozen weights, so the last committed step is incomplete: start the run over and "
             "load the checkpoint again"
         )
     error = table.failure
@@ -144,8 +125,8 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (
-                'start again with "resume": "auto", which checks everything and takes the commit before if that is '
-                "whole; else go back to a checkpoint"
+                'start again with "resume": "auto", which checks every byte and falls back to the previous commit if '
+                "that one is intact; otherwise go back to a checkpoint"
             )
         error = error.__cause__
     return "the last committed step is intact"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 bench = typer.Typer(
-    help="Measure the parts, each against a bound or a peer in the same run.",
+    help="Measure components, each against a bound or a peer in the same run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -136,7 +136,7 @@ class SwapOptions:
     """Options of `offload bench swap` as they are typed; None where nothing was."""
 
     paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")]
-    units: Annotated[int, typer.Option(help="Layers of the model that is not there.")] = 16
+    units: Annotated[int, typer.Option(help="Layers of the simulated model.")] = 16
     unit_size: Annotated[str, typer.Option(help="Bytes of a layer's weights, two for each parameter.")] = "64MiB"
     compute_ms: Annotated[
         list[float] | None,
@@ -146,8 +146,8 @@ class SwapOptions:
         ),
     ] = None
     accumulation: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1
-    weights: Annotated[str, typer.Option(help="Home of the weights: none, cpu, nvme.")] = "nvme"
-    states: Annotated[str, typer.Option(help="Home of the optimizer states: none, cpu, nvme.")] = "nvme"
+    weights: Annotated[str, typer.Option(help="Tier of the weights: none, cpu, nvme.")] = "nvme"
+    states: Annotated[str, typer.Option(help="Tier of the optimizer states: none, cpu, nvme.")] = "nvme"
     durability: Annotated[
         str, typer.Option(help="step: two slots of all states; none: one, in place; auto: step where it fits.")
     ] = "auto"

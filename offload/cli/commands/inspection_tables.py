@@ -12,7 +12,7 @@ from rich.table import Table
 from offload.sizes import count_of, format_decimal, format_size
 
 ONE_SLOT = (
-    ": written in place, nothing is committed; the files have no name, and their room is free when the process ends"
+    ": written in place, nothing is committed; the files have no name, and their space is freed when the process ends"
 )
 
 
@@ -85,7 +85,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
         rows.append(("finished", f"at step {note.get('steps', '?')}, {note.get('date', 'date unknown')}"))
     if run["missing_ranks"]:
         # Each machine of a run across machines shows only the ranks on its own drives.
-        rows.append(("not here", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
+        rows.append(("missing", f"rank {', '.join(map(str, run['missing_ranks']))}: lost, or on another machine"))
     rows += [("left over", path) for path in run["leftovers"]]
     for name, value in rows:
         # rich would read a "[" in a path as markup.
@@ -101,7 +101,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
         rows.append(("other format", rank["other_format"]))
     if rank["drive"]:
         # A drive after the first contains a part of the rank's states, but no commits.
-        rows.append(("part", f"drive {rank['drive']}; the commits lie on the first"))
+        rows.append(("drive", f"number {rank['drive']} of the run; the commits are stored on the first"))
     for commit in rank["commits"]:
         words = f"step {commit['epoch']}, {commit['time']}, {_age(commit['age_seconds'])} ago, blob {commit['blob']}"
         rows.append((f"commit {commit['serial']}", f"{words} ({format_size(commit['blob_bytes'])})"))
@@ -113,7 +113,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
     # Without a commit the list of written bytes is empty.
     for drive, nbytes in zip(rank["drives"], rank["written_bytes"], strict=False):
         rated = rank["rated_bytes"]
-        share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} it is rated for"
+        share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} that it is rated for"
         rows.append(("written", f"{format_decimal(nbytes)} to {drive['path']} in the life of the run{share}"))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in rank["damaged"]]
     for name, value in rows:

@@ -57,7 +57,7 @@ def info(
 def tune(
     paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")],
     config: Annotated[
-        Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; made where it is missing.")
+        Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; created if it is missing.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the config here instead.")] = None,
     size: Annotated[str, typer.Option(help="Bytes of the file that is tried.")] = "512MiB",
@@ -76,7 +76,7 @@ def tune(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         if output is not None and config is None:
-            raise ConfigError("--output is where --config is written to; give both")
+            raise ConfigError("--output is the copy of --config that is written; give both")
         there = config is not None and config.exists()
         wanted = load_config(read_json(config)).offload.io_backend if config is not None and there else "auto"
         # The queue resolves "auto" to the backend that works on this machine, and is closed before the trials.
@@ -95,7 +95,7 @@ def tune(
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
             # A mistyped --config would otherwise go unnoticed.
-            alone = "" if there else f": {config} was not there, so the block is alone in it"
+            alone = "" if there else f": {config} did not exist, so the file contains only this block"
             console.print(f"written to {output or config}{alone}", markup=False)
 
 
@@ -108,5 +108,5 @@ def _tell_tuned(console: Console, found: Any) -> None:
         name = format_size(trial.block_bytes)
         table.add_row(name, str(trial.depth), f"{trial.rate.read / 1e9:.2f}", f"{trial.rate.write / 1e9:.2f}")
     console.print(table)
-    console.print(f"by {found.backend}; as good as the best, with the least in flight:")
+    console.print(f"of the settings as fast as the best, the one with the least in flight ({found.backend}):")
     console.print(json.dumps({"aio": found.aio}, indent=2), markup=False)

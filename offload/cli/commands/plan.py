@@ -18,7 +18,7 @@ from offload.sizes import parse_size
 if TYPE_CHECKING:
     from offload.planner.recommend import Planned
 
-_MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "What is told"
+_MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "Output"
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def probe(
     size: Annotated[
         str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
     ] = "256MiB",
-    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Keep the result for `offload plan`.")] = True,
+    keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Store the result for `offload plan`.")] = True,
     json_output: Json = False,
 ) -> None:
     """Measure this machine, in under a minute: drives, memory, copies, matrix products and optimizer in each dtype.
@@ -71,7 +71,7 @@ def probe(
     console.print(table, markup=False)
     for doubt in found.doubts:
         console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
-    console.print(f"measured in {found.seconds:.0f} s" + (f", kept in {where}" if where else ""), soft_wrap=True)
+    console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {where}" if where else ""), soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,9 @@ class PlanOptions:
         ),
     ] = None
     parameters: Annotated[
-        str | None, option(_MODEL, "--parameters", "Instead of a model: how many, as 13B or 350M.")
+        str | None, option(_MODEL, "--parameters", "Instead of a model: number of parameters, as 13B or 350M.")
     ] = None
-    layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: layers.")] = None
+    layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: number of layers.")] = None
     gpu: Annotated[
         str | None,
         option(
@@ -107,16 +107,16 @@ class PlanOptions:
         ),
     ] = None
     memory_bandwidth: Annotated[
-        str | None, option(_MACHINE, "--memory-bandwidth", "Of a described machine's RAM, as 80GB/s.")
+        str | None, option(_MACHINE, "--memory-bandwidth", "Bandwidth of a described machine's RAM, as 80GB/s.")
     ] = None
-    pcie: Annotated[str | None, option(_MACHINE, "--pcie", "Copies to a described GPU, as 25GB/s.")] = None
+    pcie: Annotated[str | None, option(_MACHINE, "--pcie", "Bandwidth of copies to a described GPU, as 25GB/s.")] = None
     nvme_path: Annotated[
         list[str] | None,
         option(_MACHINE, "--nvme-path", "Folders on probed drives; may repeat. [default: the last]", metavar="PATH"),
     ] = None
     config: Annotated[
         Path | None,
-        option(_STEP, "--config", "DeepSpeed JSON file to plan for. [default: homes that fit]", "--deepspeed"),
+        option(_STEP, "--config", "DeepSpeed JSON file to plan for. [default: tiers that fit]", "--deepspeed"),
     ] = None
     dtype: Annotated[
         str | None,
@@ -139,7 +139,7 @@ class PlanOptions:
         option(
             _STEP,
             "--gradient-checkpointing/--no-gradient-checkpointing",
-            "Whether activations are computed again in backward. [default: where they do not fit]",
+            "Recompute activations in backward. [default: if they do not fit]",
             "--recompute/--no-recompute",
             "--activation-checkpointing/--no-activation-checkpointing",
         ),
@@ -148,17 +148,17 @@ class PlanOptions:
         bool,
         option(_TOLD, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
     ] = False
-    tokens: Annotated[str | None, option(_TOLD, "--tokens", "To train on, as 1B: says how long that takes.")] = None
+    tokens: Annotated[str | None, option(_TOLD, "--tokens", "Tokens to train on, as 1B: predicts the time.")] = None
     tbw: Annotated[
         str | None,
-        option(_TOLD, "--tbw", "What each drive may be written, as 1200TB. [default: what SMART tells]"),
+        option(_TOLD, "--tbw", "Rated endurance of each drive, as 1200TB. [default: by SMART]"),
     ] = None
     write: Annotated[
         Path | None,
         option(
             _TOLD,
             "--write",
-            "Write the config, ready to train with, as `offload train` would by default.",
+            "Write a config to train with, with the defaults of `offload train`.",
             "--output",
             metavar="FILE",
         ),

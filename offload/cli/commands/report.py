@@ -16,13 +16,13 @@ from offload.sizes import count_of
 
 
 def report(
-    log: Annotated[Path, typer.Argument(help='What `offload train --log`, or the key "log", has written.')],
+    log: Annotated[Path, typer.Argument(help='The log that `offload train --log`, or the key "log", wrote.')],
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What --trace has written: one step of it is drawn.")
+        Path | None, typer.Option(metavar="FILE", help="The time line that --trace wrote: one step of it is drawn.")
     ] = None,
     plan: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="What `offload plan --json` has printed: shown beside what came."),
+        typer.Option(metavar="FILE", help="The output of `offload plan --json`: shown beside the measurements."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="The page. [default: LOG with .html]")
@@ -45,9 +45,11 @@ def report(
     with errors(BAD_INPUT):
         place = output or log.parent / f"{log.stem}.html"
         if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
-            raise ConfigError(f"the page would take the place of {place}; give another --output")
+            raise ConfigError(f"the page would replace {place}; give another --output")
         if _is_strange(place):
-            raise ConfigError(f"{place} exists and is no page of offload report; give another --output, or remove it")
+            raise ConfigError(
+                f"{place} exists and is not a page of offload report; give another --output, or remove it"
+            )
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
         found = figures(steps, None if plan is None else read_plan(plan))

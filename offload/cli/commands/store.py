@@ -75,9 +75,9 @@ def verify(path: Saved, json_output: Json = False) -> None:
 
 def export(
     path: Saved,
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not be there, or be empty.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Of the weights. fp32 gives the exact masters. [default: as they train]")
+        Dtype | None, typer.Option(help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Bytes of a file at most.")] = "5GB",
     tokenizer: Annotated[
@@ -133,24 +133,24 @@ def rm(
     with errors(BAD_INPUT):
         if json_output and not yes:
             # A question would mix with the JSON object on stdout.
-            raise UsageError("--json asks nothing: say --yes as well")
+            raise UsageError("--json never asks: give --yes as well")
         _check_folder(path)
         removal = find_removal(path)
         if not json_output:
             for folder in removal.folders:
                 typer.echo(f"  {folder}")
             for file in removal.files:
-                typer.echo(f"  {file}{' (a kill has left it)' if file.suffix == '.tmp' else ''}")
+                typer.echo(f"  {file}{' (left by a kill)' if file.suffix == '.tmp' else ''}")
         if not yes:
             size = format_size(removal.nbytes)
-            typer.confirm(f"Delete {path} ({size}) and all that it could be resumed from?", abort=True)
+            typer.confirm(f"Delete {path} ({size}) with all commits of the run?", abort=True)
         # The folders are searched again under the lock: the list above may be outdated.
         done = remove_run(path)
         if json_output:
             print(json.dumps(done._asdict(), default=str))
         elif done.strangers:
             names = ", ".join(done.strangers[:_SHOWN])
-            typer.echo(f"{path} stays: it holds what is not of the run: {names}")
+            typer.echo(f"{path} is kept: it contains files that are not of the run: {names}")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ Home = Literal["none", "cpu", "nvme"]
 # Groups of the help, in the order of the fields below. Each option lists its own name first, then the names of Hugging
 # Face's arguments, which work but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
-_PLACES, _RUN, _TOLD = "Where things lie", "Break off and go on", "What is told"
+_PLACES, _RUN, _TOLD = "Placement", "Run and resume", "Logging"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class TrainOptions:
         option(
             _MODEL,
             "--output",
-            "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not be "
-            "there, or be empty.",
+            "Write the model after the last step, or its adapters, and the tokenizer, for from_pretrained; must not "
+            "exist, or be empty.",
             "--output-dir",
             "--save",
             metavar="FOLDER",
@@ -70,7 +70,10 @@ class TrainOptions:
     save_every: Annotated[
         int | None,
         option(
-            _MODEL, "--save-every", "Write it each so many steps, too, in checkpoint-N of that folder.", "--save-steps"
+            _MODEL,
+            "--save-every",
+            "Write the model every so many steps, too, in checkpoint-N of that folder.",
+            "--save-steps",
         ),
     ] = None
     data: Annotated[
@@ -78,7 +81,7 @@ class TrainOptions:
         option(
             _DATA,
             "--data",
-            'Documents, whole in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
+            'Documents, complete in rows of --seq-len: a *.jsonl file with {"text"}, {"messages"} or {"prompt", '
             '"completion"} a line, *.parquet or *.csv with such columns, a text file, or a folder of these; may '
             "repeat.",
             "--train-file",
@@ -90,7 +93,7 @@ class TrainOptions:
         option(
             _DATA,
             "--text",
-            "Random stretches of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
+            "Random segments of a text file, or of a folder of *.py, *.txt, *.md; may repeat. "
             "[default: Python's own library]",
             metavar="PATH",
         ),
@@ -100,7 +103,7 @@ class TrainOptions:
         option(
             _DATA,
             "--eval-data",
-            "What to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most "
+            "Data to evaluate on, read as --data or --text is; may repeat. [default: every twentieth sequence, at most "
             "16, which are then not learned from]",
             "--validation-file",
             metavar="PATH",
@@ -140,7 +143,7 @@ class TrainOptions:
     ] = None
     schedule: Annotated[
         Literal["cosine", "constant"] | None,
-        option(_STEPS, "--schedule", "What the rate does after its warm-up. [default: cosine]", "--lr-scheduler-type"),
+        option(_STEPS, "--schedule", "Learning rate after the warm-up. [default: cosine]", "--lr-scheduler-type"),
     ] = None
     warmup: Annotated[
         float | None,
@@ -153,7 +156,7 @@ class TrainOptions:
         ),
     ] = None
     weight_decay: Annotated[
-        float | None, option(_STEPS, "--weight-decay", "Of matrices; biases and norms have none. [default: 0.1]")
+        float | None, option(_STEPS, "--weight-decay", "Decay of matrices; biases and norms have none. [default: 0.1]")
     ] = None
     grad_clip: Annotated[
         float | None,
@@ -176,16 +179,16 @@ class TrainOptions:
         option(
             _PLACES,
             "--config",
-            "DeepSpeed JSON file, whose values count instead of these defaults. An option that is typed overrules it, "
-            "with a line.",
+            "DeepSpeed JSON file, whose values replace these defaults. An option of the command line overrules the "
+            "file, with a log line.",
             "--deepspeed",
         ),
     ] = None
     offload_param: Annotated[
-        Home | None, option(_PLACES, "--offload-param", "Home of the weights. [default: nvme]")
+        Home | None, option(_PLACES, "--offload-param", "Tier of the weights. [default: nvme]")
     ] = None
     offload_optimizer: Annotated[
-        Home | None, option(_PLACES, "--offload-optimizer", "Home of the optimizer states. [default: nvme]")
+        Home | None, option(_PLACES, "--offload-optimizer", "Tier of the optimizer states. [default: nvme]")
     ] = None
     nvme_path: Annotated[
         list[str] | None,
@@ -201,7 +204,7 @@ class TrainOptions:
         option(
             _PLACES,
             "--dtype",
-            "Dtype of the weights; auto: bf16 where this machine multiplies it as fast as fp32, else fp32. "
+            "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. "
             "[default: auto]",
         ),
     ] = None
@@ -217,9 +220,7 @@ class TrainOptions:
     ] = None
     resume: Annotated[
         Literal["never", "auto", "must", "restart"] | None,
-        option(
-            _RUN, "--resume", "Go on with the run of that name: never, auto or must; or restart it. [default: never]"
-        ),
+        option(_RUN, "--resume", "Resume the run of that name: never, auto or must; or restart it. [default: never]"),
     ] = None
     durability: Annotated[
         str | None,
@@ -227,29 +228,27 @@ class TrainOptions:
             _RUN,
             "--durability",
             "step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
-            "[default: step where it fits]",
+            "[default: step if it fits]",
             metavar="WORD|STEPS",
         ),
     ] = None
     keep: Annotated[bool, option(_RUN, "--keep", "Keep the swap files after the last step.")] = False
     log: Annotated[
         Path | None,
-        option(
-            _TOLD, "--log", "Write a JSON object a step. A resumed run goes on with the file, another starts it over."
-        ),
+        option(_TOLD, "--log", "Write a JSON object a step. A resumed run appends to the file, a new run replaces it."),
     ] = None
     log_every: Annotated[
         int | None,
         option(
             _TOLD,
             "--log-every",
-            "Print a line each so many steps. [default: every few seconds; in a terminal one line that moves]",
+            "Print a line every so many steps. [default: every few seconds; in a terminal one line that moves]",
             "--logging-steps",
         ),
     ] = None
     trace: Annotated[
         Path | None,
-        option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped where it ends in .gz."),
+        option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped if the name ends in .gz."),
     ] = None
     json_output: Json = False
 

@@ -40,8 +40,8 @@ class StepLog:
         except OSError as error:
             self._close()
             self._say(
-                f"warning: cannot write the log {self._path}: {error.strerror}; training goes on, and nothing more is "
-                f"written to it"
+                f"warning: cannot write the log {self._path}: {error.strerror}; training continues, and nothing more "
+                f"is written to the log"
             )
 
     def _close(self) -> None:

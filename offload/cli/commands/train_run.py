@@ -36,7 +36,7 @@ _LISTS = {
 """Lists in the output of `--json`, each with the field of the step reports that fills the list."""
 
 
-_NOT_BEGUN = "stopped before the first step; what was committed before is as it was"
+_NOT_BEGUN = "stopped before the first step; earlier commits are unchanged"
 
 
 class Stopped(KeyboardInterrupt):
@@ -169,7 +169,7 @@ class Training:
         if ended:
             self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
         elif engine.global_steps:
-            self.console.print(f"going on after step {engine.global_steps}", markup=False)
+            self.console.print(f"resuming after step {engine.global_steps}", markup=False)
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
             self._kept(job),
@@ -242,12 +242,12 @@ class Training:
             print(f"error: {error}", file=sys.stderr)
         if job.folder:
             print(
-                f"stopped; the last committed step is kept in {job.folder}: go on with the same command and "
-                f"--resume auto, or delete it with: offload rm {job.folder}",
+                f"stopped; the last committed step is kept in {job.folder}: resume with the same command and "
+                f"--resume auto, or delete the run with: offload rm {job.folder}",
                 file=sys.stderr,
             )
         else:
-            print("stopped; nothing is kept: no step was committed to go on from", file=sys.stderr)
+            print("stopped; nothing is kept: no step was committed to resume from", file=sys.stderr)
 
     def _facts(self, job: Any) -> _Facts:
         """Returns the numbers of the run; must be called before the engine is closed."""

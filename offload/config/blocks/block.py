@@ -13,7 +13,7 @@ def words_of(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
-CHANGES_TRAINING = "would change what is learned and is not supported; remove it, or switch it off"
+CHANGES_TRAINING = "changes the training and is not supported; remove it, or switch it off"
 
 
 def missing(what: str, instead: str = "remove it, or switch it off") -> str:

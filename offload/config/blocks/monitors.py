@@ -16,7 +16,7 @@ class _Folder(Block):
 
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether they are written")
+    enabled: bool = Field(False, description="whether these files are written")
     output_path: Annotated[str, BeforeValidator(expanded)] = Field("runs", description="folder of all jobs")
     job_name: str | None = Field(None, description="folder in it; default: the name of the run")
 
@@ -34,8 +34,8 @@ class Wandb(Block):
 
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
-    enabled: bool = Field(False, description="whether they are sent")
+    enabled: bool = Field(False, description="whether the numbers are sent")
     project: str = Field("offload", description="project")
-    team: str | None = Field(None, description="whose project it is; default: that of the login")
+    team: str | None = Field(None, description="owner of the project; default: that of the login")
     group: str | None = Field(None, description="group of runs")
     name: str | None = Field(None, description="name of the run; default: one that wandb makes")

@@ -14,13 +14,13 @@ class Debug(Block):
     """Switches that find faults."""
 
     poison: bool = Field(False, description="fill freed device memory with NaN and place weights at random addresses")
-    overlap: bool = Field(True, description="run updates while the next forward does")
+    overlap: bool = Field(True, description="run updates while the next forward runs")
 
 
 class Every(Block):
     """How often a step is committed, in place of a word."""
 
-    every: Count = Field(description="steps from one commit to the next: a kill loses those since the last")
+    every: Count = Field(description="steps from one commit to the next; a kill loses the steps since the last commit")
 
 
 class OffloadBlock(Block):
@@ -32,17 +32,15 @@ class OffloadBlock(Block):
         "default", description="name of the run: its folder under each nvme_path"
     )
     nvme_path: Paths = Field(
-        (), description="folder or list of folders for swap files, where the blocks above name none"
+        (), description="folder or list of folders for swap files, used if the blocks above name none"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="compute device; auto takes cuda where there is one"
-    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="compute device; auto: cuda if there is one")
     host_memory: Memory | None = Field(
         None,
-        description="host budget of the process, as '16GiB'; default: what is needed, at most 80 % of what is free",
+        description="host budget of the process, as '16GiB'; default: as needed, at most 80 % of the free memory",
     )
     device_memory: Memory | None = Field(
-        None, description="device budget for weights; default: states at home there and three of the largest unit"
+        None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
     )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
@@ -51,14 +49,15 @@ class OffloadBlock(Block):
     )
     resume: Literal["never", "auto", "must", "restart"] = Field(
         "never",
-        description="whether to go on with the run that the swap files hold; restart: begin anew in its place; never: "
-        "the same, but only where `destroy()` has closed it, and where it was killed an error",
+        description="auto: resume the run in the swap files, if there is one; must: an error if there is none; "
+        "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
+        "by `destroy()`",
     )
     seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
-        "auto", description="how swap files are reached; auto takes the first that the system grants"
+        "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
@@ -69,13 +68,13 @@ class OffloadBlock(Block):
     )
     drive_tbw: Annotated[Number, Field(gt=0)] | None = Field(
         None,
-        description="what each drive is rated to bear, in TB written (its data sheet's TBW; the least of several); "
+        description="rated endurance of each drive, in TB written (its data sheet's TBW; the least of several); "
         "see concepts/drive-wear.md",
     )
     drive_share: Annotated[Ratio, Field(gt=0)] = Field(
-        0.1, description="share of that from which on a run is warned of"
+        0.1, description="fraction of drive_tbw above which a run is warned"
     )
-    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="what a gradient norm of inf or NaN does")
+    on_nonfinite: Literal["raise", "skip"] = Field("raise", description="response to a gradient norm of inf or NaN")
     debug: Debug = Field(Debug(), description="see below")
 
     @property

@@ -41,7 +41,7 @@ class OptimizerParams(Block):
     }
     INSTEAD: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
 
-    lr: Number | None = Field(None, description="learning rate; needed unless optimizer= is passed")
+    lr: Number | None = Field(None, description="learning rate; required unless optimizer= is passed")
     betas: tuple[Beta, Beta] | None = Field(
         None,
         description="Adam, AdamW, Lamb, Lion: decay of the moments, each at least 0 and below 1; default [0.9, 0.999], "
@@ -97,10 +97,10 @@ class OptimizerBlock(Block):
         known = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
             if name != "lr" and name not in known and getattr(self.params, name) is not None:
-                raise ValueError(f"has params.{name}, which {self.type} has not; it has {', '.join(('lr', *known))}")
+                raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *known))}")
         settings = self.settings
         if settings.get("nesterov") and (not settings["momentum"] or settings["dampening"]):
-            raise ValueError("has params.nesterov, which needs a momentum above 0 and a dampening of 0")
+            raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")
         return self
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field
 from offload.config.blocks.block import Block, missing, words_of
 from offload.config.blocks.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
 
-_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, said in a line"
+_AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, with a log line"
 
 
 class Bf16(Block):
@@ -24,7 +24,7 @@ class Bf16(Block):
     INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(
-        False, description='whether the mode is on; "auto": off, but for `offload train` and `offload.auto_dtype`'
+        False, description='whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`'
     )
     auto_cast: bool | None = Field(None, description=_AUTO_CAST)
 
@@ -38,16 +38,16 @@ class Fp16(Block):
 
     enabled: bool = Field(False, description="whether the mode is on")
     auto_cast: bool | None = Field(None, description=_AUTO_CAST)
-    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, found while training")
+    loss_scale: Number = Field(0.0, description="factor of the loss; 0: dynamic, adjusted while training")
     initial_scale_power: Annotated[Elements, Field(le=32)] = Field(
         16, description="a dynamic scale begins with 2 to that power"
     )
     loss_scale_window: Count = Field(1000, description="steps without an overflow after which the scale doubles")
-    hysteresis: Count = Field(2, description="overflows up to which the scale stays; that one halves it")
+    hysteresis: Count = Field(2, description="number of overflows of which the last halves the scale")
     consecutive_hysteresis: bool = Field(
-        False, description="whether a step without an overflow gives the hysteresis back, not only a whole window"
+        False, description="whether each step without an overflow resets the hysteresis; false: only a window of them"
     )
-    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="the least that a dynamic scale becomes")
+    min_loss_scale: Annotated[Number, Field(gt=0)] = Field(1.0, description="lower bound of a dynamic scale")
 
 
 class TorchAutocast(Block):
@@ -58,7 +58,7 @@ class TorchAutocast(Block):
 
     enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
     dtype: Annotated[Literal["bf16", "fp16"], spelling(DTYPE_NAMES)] = Field(
-        "bf16", description="what is cast to; fp16 is refused: it needs a loss scale, which the fp16 block has"
+        "bf16", description="dtype of autocast; fp16 is refused: it needs a loss scale, which the fp16 block has"
     )
 
 
@@ -68,12 +68,12 @@ class DataTypes(Block):
     INSTEAD: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 
     param_dtype: SumDtype | None = Field(
-        None, description="dtype of the weights, which bf16 or fp16 say: another than theirs is an error"
+        None, description="dtype of the weights; an error if it is not that of the blocks bf16 and fp16"
     )
     grad_accum_dtype: SumDtype | None = Field(
         None,
-        description="dtype in which micro-batches are added: fp32 by default, that of the weights for a single one",
+        description="dtype in which micro-batches are added: fp32 by default, that of the weights for one micro-batch",
     )
     buffer_dtype: SumDtype | None = Field(
-        None, description="dtype of floating-point buffers (BatchNorm's statistics): as they are by default"
+        None, description="dtype of floating-point buffers (BatchNorm's statistics): unchanged by default"
     )

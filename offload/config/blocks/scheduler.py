@@ -33,8 +33,8 @@ class OneCycleParams(ScheduleParams):
 
     ORDERED = (("cycle_min_lr", "cycle_max_lr"), ("cycle_min_mom", "cycle_max_mom"))
 
-    cycle_min_lr: Rates = Field(description="learning rate at both ends of the cycle; needed")
-    cycle_max_lr: Rates = Field(description="learning rate in the middle; needed")
+    cycle_min_lr: Rates = Field(description="learning rate at both ends of the cycle; required")
+    cycle_max_lr: Rates = Field(description="learning rate in the middle; required")
     decay_lr_rate: Number = Field(
         0.0, description="after the cycle: cycle_min_lr / (1 + decay_lr_rate * steps / decay_step_size)"
     )
@@ -51,10 +51,10 @@ class OneCycleParams(ScheduleParams):
     )
 
 
-_MAX_LR = 'where it rises to; "auto": each group\'s own learning rate'
+_MAX_LR = 'learning rate at the end of the warm-up; "auto": each group\'s own learning rate'
 _WARM_UP = "steps of the warm-up, 1 counts as 2"
 _WARMUP_TYPE = "log: fast at first; linear: evenly"
-_TOTAL = "steps of the whole training; needed, but for `offload train`, which gives its --steps"
+_TOTAL = "steps of the complete training; required, except in `offload train`, which sets its --steps"
 
 
 class WarmupParams(ScheduleParams):
@@ -80,9 +80,9 @@ class WarmupCosineParams(ScheduleParams):
     """WarmupCosineLR: rises to each group's own learning rate, and falls along a cosine."""
 
     total_num_steps: Count = Field(description=_TOTAL)
-    warmup_min_ratio: Ratio = Field(0.0, description="share of the learning rate at which the warm-up begins")
+    warmup_min_ratio: Ratio = Field(0.0, description="fraction of the learning rate at which the warm-up begins")
     warmup_num_steps: Count = Field(1000, description=_WARM_UP)
-    cos_min_ratio: Ratio = Field(1e-4, description="share of the learning rate at which the cosine ends")
+    cos_min_ratio: Ratio = Field(1e-4, description="fraction of the learning rate at which the cosine ends")
     warmup_type: WarmupType = Field("log", description=_WARMUP_TYPE)
 
 
@@ -123,4 +123,4 @@ class SchedulerBlock(Block):
         description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "
         f"torch.optim.lr_scheduler {', '.join(f'`{name}`' for name in TORCH_SCHEDULES)}"
     )
-    params: dict[Any, Any] = Field({}, description="see below; those of torch's schedules are torch's")
+    params: dict[Any, Any] = Field({}, description="see below; torch's schedules take torch's arguments")

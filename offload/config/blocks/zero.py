@@ -12,23 +12,23 @@ from offload.config.blocks.values import Count, Elements, Names, Number, Paths, 
 
 
 class OffloadParam(Block):
-    """Where the weights live."""
+    """Tier of the weights."""
 
     TUNING = ("pin_memory",)
     INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
-    device: Tier = Field("none", description="home of the weights: none (compute device), cpu, nvme")
+    device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
     max_in_cpu: Elements | None = Field(
         None,
-        description="elements of weights on nvme that have room in host memory too; default: what host_memory leaves",
+        description="elements of weights on nvme that are also cached in host memory; default: as host_memory allows",
     )
-    buffer_count: Count | None = Field(None, description="with buffer_size: another way to say max_in_cpu")
-    buffer_size: Count | None = Field(None, description="elements; units may be larger than that")
+    buffer_count: Count | None = Field(None, description="with buffer_size: another way to set max_in_cpu")
+    buffer_size: Count | None = Field(None, description="elements of a buffer; units may be larger")
 
 
 class OffloadOptimizer(Block):
-    """Where the optimizer states live."""
+    """Tier of the optimizer states."""
 
     TUNING = words_of(
         """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
@@ -36,24 +36,24 @@ class OffloadOptimizer(Block):
     )
     INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
-    device: Tier = Field("none", description="home of residual and moments: none (compute device), cpu, nvme")
+    device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
     ratio: Annotated[Number, Field(le=1)] = Field(
-        1.0, description="share of the states that goes there, by bytes; the first units' stay on the compute device"
+        1.0, description="fraction of the states in this tier, by bytes; those of the first units stay on the device"
     )
 
 
 class LeafModule(Block):
     """Modules that move as one unit."""
 
-    REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give whole names in "names"'}
+    REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
 
     classes: Names = Field((), description="class names of modules that are one unit each")
     names: Names = Field((), description="names of modules that are one unit each")
 
 
 class ZeroOptimization(Block):
-    """ZeRO: what is partitioned, and where it lives."""
+    """ZeRO: partitioning and tiers."""
 
     TUNING = words_of(
         """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
@@ -99,24 +99,25 @@ class ZeroOptimization(Block):
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"
     )
     stage3_prefetch_bucket_size: Elements | None = Field(
-        None, description="elements brought ahead at most, one unit at least; 0: none; default: what memory allows"
+        None, description="elements prefetched at most, one unit at least; 0: none; default: as memory allows"
     )
     stage3_param_persistence_threshold: Elements = Field(
         0, description="units of at most so many elements stay on the compute device"
     )
     stage3_max_live_parameters: Count | None = Field(
-        None, description="elements on the compute device at most, beside those at home there; one unit at least"
+        None, description="elements on the compute device at most, beside those whose tier is none; one unit at least"
     )
     stage3_max_reuse_distance: Elements | None = Field(
-        None, description="a unit leaves the device at once if more elements are used before it is used again"
+        None, description="a unit is evicted after its use if more elements than this are used before its next use"
     )
     stage3_gather_16bit_weights_on_model_save: bool | None = Field(
-        None, description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: it writes"
+        None,
+        description="false: save_16bit_model writes nothing in stage 3, as in DeepSpeed; default: the model is written",
     )
 
 
 class Aio(Block):
-    """How swap files are read and written; `offload tune` finds what suits a drive."""
+    """Access to the swap files; `offload tune` measures the best values for a drive."""
 
     TUNING = ("single_submit", "overlap_events", "use_gds")
     OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}

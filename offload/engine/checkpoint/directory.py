@@ -72,13 +72,16 @@ def only_save(folder: Path, tag: str, lock: Path | None = None) -> Iterator[None
             held = DirLock(path, f" ({tag})", mode=0o666, tries=_TRIES)
         except LockHeldError as error:
             raise StoreError(
-                f"{folder} is being saved to by {error.holder}: save again when that is done, or give each run a "
-                f"folder of its own"
+                f"{error.holder} is saving into {folder}: save again when that save has ended, or give each run a "
+                "folder of its own"
             ) from None
     # Some network file systems have no locks. A warning is better than no save at all.
     if held.refused is not None:
         logger.warning(
-            "%s cannot be locked (%s): nothing else may save into %s now", path, held.refused.strerror, folder
+            "%s cannot be locked (%s): make sure that no other process saves into %s now",
+            path,
+            held.refused.strerror,
+            folder,
         )
     try:
         yield
@@ -168,28 +171,30 @@ def check_free(checkpoint: Path, latest: bool) -> None:
         raise StoreError(f"{checkpoint} is a symbolic link, which a save does not replace: choose another tag")
     if checkpoint.exists():
         if not is_checkpoint(checkpoint):
-            raise StoreError(f"{checkpoint} is there and is no checkpoint of offload: choose another tag, or remove it")
+            raise StoreError(
+                f"{checkpoint} exists and is not a checkpoint of offload: choose another tag, or remove that path"
+            )
         if others := strangers(checkpoint):
             raise StoreError(
-                f"{checkpoint} would be replaced, and {', '.join(others)} in it is not of a checkpoint: move it out, "
-                f"or choose another tag"
+                f"{checkpoint} would be replaced, but {', '.join(others)} in it does not belong to a checkpoint: move "
+                "that out, or choose another tag"
             )
     for path in (aside(checkpoint, "partial"), aside(checkpoint, "old"), aside(checkpoint, "removed")):
         if os.path.lexists(path) and not _is_left(path):
             raise StoreError(
-                f"{path} has a name that a save of {checkpoint.name} needs, and is not what a save has left: move it, "
-                f"or choose another tag"
+                f"{path} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that "
+                "path, or choose another tag"
             )
     new = _new_latest(checkpoint)
     if os.path.lexists(new) and not _is_left_latest(new):
         raise StoreError(
-            f"{new} has a name that a save of {checkpoint.name} needs, and is not what a save has left: move it, or "
-            f"choose another tag"
+            f"{new} has a name that a save of {checkpoint.name} needs, but was not left by a save: move that path, or "
+            "choose another tag"
         )
     if latest and (folder / LATEST).is_dir():
         raise StoreError(
-            f"{folder / LATEST} is a folder, and the file that names the newest checkpoint must be there: move it, or "
-            f"save to another folder"
+            f"{folder / LATEST} is a folder, but must be the file that names the newest checkpoint: move the folder, "
+            "or save to another folder"
         )
 
 
@@ -250,7 +255,7 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                 else:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("what a save has left cannot be put away: %s", error)
+                logger.warning("files that a save has left cannot be removed: %s", error)
         partial.mkdir()
     return partial
 
@@ -321,7 +326,7 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
             remove(folder / tag)
             gone.append(tag)
         except (OSError, StoreError) as error:
-            logger.warning("keep_last=%d: the checkpoint %s stays: %s", keep, tag, error)
+            logger.warning("keep_last=%d: the checkpoint %s is kept: %s", keep, tag, error)
     return gone
 
 
@@ -339,10 +344,10 @@ def remove(checkpoint: Path) -> None:
         if checkpoint.is_symlink():
             raise StoreError(f"{checkpoint} is a symbolic link")
         if others := strangers(checkpoint):
-            raise StoreError(f"{', '.join(others)} in {checkpoint} is not of a checkpoint")
+            raise StoreError(f"{', '.join(others)} in {checkpoint} does not belong to a checkpoint")
         if os.path.lexists(going):
             if not _is_left(going):
-                raise StoreError(f"{going} is in its way, and is not what a save has left")
+                raise StoreError(f"{going} is in the way, and was not left by a save")
             _delete(going)
         os.rename(checkpoint, going)
         sync_folder(checkpoint.parent)

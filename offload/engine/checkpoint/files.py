@@ -84,15 +84,15 @@ class Manifest(NamedTuple):
         try:
             content = json.loads(data)
             if not isinstance(content, dict) or content.get("kind") != _KIND:
-                raise ValueError(f"it is not the manifest of an {_KIND}")
+                raise ValueError(f"the file is not the manifest of an {_KIND}")
             if content["format"] != FORMAT:
                 raise ValueError(
-                    f"it is of format {content['format']}, this version of offload reads format {FORMAT}; load it with "
-                    f"the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
+                    f"the format is {content['format']}; this version of offload reads format {FORMAT}; load the "
+                    f"checkpoint with the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
                 )
             # The format is checked before: another version may compute another checksum.
             if content.pop("crc32c") != _sum_of(content):
-                raise ValueError("its checksum is not the one written: the file is damaged")
+                raise ValueError("the file does not match its checksum, so it is damaged")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
             return cls(**{key: content[key] for key in cls._fields if key != "files"}, files=files)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -153,19 +153,19 @@ def check_tag(tag: Any) -> str:
     name = str(tag)
     if not name or name.startswith(".") or "/" in name or name == LATEST:
         raise UsageError(
-            f"the tag {name!r} cannot name a folder of its own: give a name without a slash that does not begin with a "
-            f"dot and is not {LATEST!r}, such as global_step100"
+            f"the tag {name!r} cannot name a folder: give a name without a slash that does not begin with a dot and "
+            f"is not {LATEST!r}, such as global_step100"
         )
     # Such names are valid for the system, but unreadable in messages and in `latest`.
     if name != name.strip() or any(unicodedata.category(each) in ("Cc", "Cs", "Zl", "Zp") for each in name):
         raise UsageError(
-            f"the tag {name!r} cannot name a folder of its own: it begins or ends with white space, or has control "
-            f"characters or half of a character in it; give a name such as global_step100"
+            f"the tag {name!r} cannot name a folder: it begins or ends with white space, or contains control "
+            "characters or half of a character; give a name such as global_step100"
         )
     if (nbytes := len(name.encode())) > _LONGEST:
         raise UsageError(
-            f"the tag {name!r} cannot name a folder of its own: it has {nbytes} bytes, of {_LONGEST} that a file "
-            f"system takes beside what a save adds; give a shorter name"
+            f"the tag {name!r} cannot name a folder: it is {nbytes} bytes long, and a save needs names of at most "
+            f"{_LONGEST}; give a shorter name"
         )
     return name
 
@@ -184,13 +184,13 @@ def check_folder(folder: Any, name: str) -> Path:
     if not isinstance(path, str):
         raise UsageError(f"{name} must be a path, a str or a pathlib.Path, got {type(folder).__name__}: {folder!r}")
     if not path:
-        raise UsageError(f'{name} is an empty string; give a folder, "." for the one that this process is in')
+        raise UsageError(f'{name} is an empty string; give a folder, such as "." for the working directory')
     try:
         if b"\0" not in os.fsencode(path):
             return Path(path)
     except UnicodeError:
         pass
-    raise UsageError(f"{name} is {path!r}, which no file system can hold: it has a zero or half of a character in it")
+    raise UsageError(f"{name} is {path!r}, which is not a valid path: it contains a zero byte or half of a character")
 
 
 def aside(checkpoint: Path, what: str) -> Path:
@@ -229,7 +229,7 @@ def refuse_rank(folder: Path) -> None:
         if is_rank(folder) or (isinstance(content, dict) and {"extents", "stripes"} <= content.keys()):
             raise StoreError(
                 f"{folder} holds the swap files of one rank of a run, not a checkpoint: give the run's folder, "
-                f'{folder.resolve().parent}, to offload inspect, verify and export; to train on, say "resume": "auto"'
+                f'{folder.resolve().parent}, to offload inspect, verify and export; to resume, set "resume": "auto"'
             )
 
 
@@ -254,10 +254,10 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
     Raises:
         StoreError: If the named checkpoint does not exist, or `load_dir` holds the swap files of a rank.
     """
-    folder, named = Path(load_dir), "asked for"
+    folder, named = Path(load_dir), "the caller asked for"
     if tag is None:
         try:
-            tag, named = _read_latest(folder), f"named by {folder / LATEST}"
+            tag, named = _read_latest(folder), f"{folder / LATEST} names"
         except FileNotFoundError:
             # No `latest`: the user may have named the checkpoint itself.
             if may_be_checkpoint(folder):
@@ -272,7 +272,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
         return str(aside(path, "old"))
     if not path.is_dir():
         there = ", ".join(checkpoints(folder)) or "none"
-        raise StoreError(f"there is no checkpoint {tag} in {folder}, as {named}; those that are there: {there}")
+        raise StoreError(f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {there}")
     return str(path)
 
 
@@ -284,8 +284,8 @@ def _read_latest(folder: Path) -> str:
     except UsageError:
         there = ", ".join(checkpoints(folder)) or "none"
         raise StoreError(
-            f"{folder / LATEST} should hold the tag of a checkpoint, it holds {text[:100]!r}; give a tag of those that "
-            f"are there: {there}"
+            f"{folder / LATEST} must contain the tag of a checkpoint, but contains {text[:100]!r}; give the tag of a "
+            f"checkpoint in the folder: {there}"
         ) from None
 
 
@@ -309,5 +309,5 @@ def wrong_files(checkpoint: Path, manifest: Manifest) -> dict[str, str]:
             found[name] = f"cannot be read: {error.strerror}"
         else:
             if size != saved.nbytes:
-                found[name] = f"has {size} bytes, not {saved.nbytes}"
+                found[name] = f"contains {size} bytes, expected {saved.nbytes}"
     return found

@@ -124,19 +124,21 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
                 # All ranks' files have equal tensors and thus equal headers, so that the locations of one hold for all.
                 found, _ = read_header(folder / name)
                 if {key: place.tensor for key, place in found.items()} != expected:
-                    raise ValueError(f"{name} holds other tensors than the manifest says")
+                    raise ValueError(f"{name} contains other tensors than the manifest lists")
                 if found.keys() != manifest.files[name].sums.keys():
-                    raise ValueError(f"the manifest has not a checksum of each tensor of {name}")
+                    raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
         # With another number of ranks no saved progress belongs to this rank, and rank 0's serves all.
         own = manifest.world_size == world_size
         name = progress_file(rank if own else 0)
         data = (folder / name).read_bytes()
         if crc32c(data) != manifest.files[name].sums[""]:
-            raise ValueError(f"{name} is damaged: its checksum is not the one written")
+            raise ValueError(f"{name} is damaged: it does not match its checksum")
         contents = safetensors.torch.load(data)
         progress = Snapshot.unpack(contents)
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise StoreError(f"the checkpoint {folder} is not whole: {error}; load another") from error
+        raise StoreError(
+            f"the checkpoint {folder} is incomplete or damaged: {error}; load another checkpoint"
+        ) from error
     saved = places(layouts, tied, manifest.frozen)
     # The checkpoint may have saved a tied parameter under a name that is not the first one in this model.
     saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
@@ -182,17 +184,17 @@ def check_fits(
     difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
     if wish.states and found.mode != held.mode:
         raise StoreError(
-            f"{what} is of mode {found.mode.name}, this engine is of mode {held.mode.name}, so the optimizer's states "
-            f"are not the same: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
+            f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
+            f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
     for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
         kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
         if kept != segment.kept:
             raise StoreError(
-                f"{what} has other states of {segment.name}, {_names(kept)}, than this optimizer keeps, "
+                f"{what} contains the states {_names(kept)} of {segment.name}, this optimizer keeps "
                 f"{_names(segment.kept)}: load the weights alone (load_optimizer_states=False), or give the same "
-                f"optimizer"
+                "optimizer"
             )
 
 
@@ -216,14 +218,15 @@ def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, sched
     facts, what = found.progress.facts, f"the checkpoint {found.folder}"
     if len(facts["groups"]) != groups:
         raise StoreError(
-            f"{what} has {count_of(len(facts['groups']), 'group')} of parameters, this optimizer has {groups}: give it "
-            f"the same, or load the weights alone (load_module_only=True)"
+            f"{what} has {count_of(len(facts['groups']), 'group')} of parameters, this optimizer has {groups}: give "
+            "the optimizer the same groups, or load the weights alone (load_module_only=True)"
         )
     saved = facts["scheduler"]
     if wish.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
         raise StoreError(
-            f"{what} has the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this one has "
-            f"{', '.join(sorted(schedule))}: give the same, or say load_lr_scheduler_states=False"
+            f"{what} contains the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this "
+            f"schedule has {', '.join(sorted(schedule))}: give the same schedule, or pass "
+            "load_lr_scheduler_states=False"
         )
 
 
@@ -264,12 +267,12 @@ def check_bytes(found: FoundCheckpoint, wish: LoadOptions, queue: Queue, rank: i
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
 
     def damaged(path: Path, name: str) -> None:
-        raise StoreError(f"{path} is damaged: the checksum of {name} is not the one written; load another")
+        raise StoreError(f"{path} is damaged: {name} does not match its checksum; load another checkpoint")
 
     try:
         compare_bytes(found, work, queue, damaged)
     except IoError as error:
-        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another") from error
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another checkpoint") from error
 
 
 def compare_bytes(

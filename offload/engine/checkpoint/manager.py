@@ -88,7 +88,7 @@ class Checkpoints:
             ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
             folder = ranks.by_first(lambda: find(load_dir, tag))
             if folder is None:
-                logger.warning("no checkpoint was loaded: there is no %s in %s", LATEST, load_dir)
+                logger.warning("no checkpoint was loaded: %s is not in %s", LATEST, load_dir)
                 return None
             with own_or_shared(components.queue) as queue:
                 found: list[FoundCheckpoint] = []
@@ -159,9 +159,9 @@ class Checkpoints:
             notices += self._state.restore(progress, wish.schedule)
             if not found.own:
                 notices.append(
-                    f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, these are "
-                    f"{components.world_size}: each goes on with the random generators of rank 0, so "
-                    f"dropout draws other numbers"
+                    f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, this run has "
+                    f"{components.world_size}: each rank continues with the random generators of rank 0, so dropout "
+                    "draws other numbers"
                 )
             for notice in notices if self._components.rank == 0 else ():
                 logger.warning(notice)

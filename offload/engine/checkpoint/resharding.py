@@ -48,7 +48,9 @@ class Difference(NamedTuple):
         if strict and self.surplus:
             lines.insert(0, f"Unexpected key(s): {', '.join(self.surplus)}.")
         if lines:
-            advice = "; load_module_strict=False loads what both have" if strict and not self.shapes else ""
+            advice = (
+                ("; load_module_strict=False loads the names that both contain") if strict and not self.shapes else ""
+            )
             raise StoreError(f"{what} does not fit this model{advice}:\n\t" + "\n\t".join(lines))
 
 

@@ -52,10 +52,10 @@ class CheckpointRestorer:
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
-        # Before any write: a damaged store must not change.
-        self._compare_kept()
         written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in self._held.layouts]
         try:
+            # Before any write: a damaged store must not change.
+            self._compare_kept()
             frozen = self._frozen_to_write()
             work = (piece for unit in range(len(self._held.layouts)) for piece in self._work(unit, unit in frozen))
             flow(

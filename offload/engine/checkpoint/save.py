@@ -97,8 +97,8 @@ def _count(keep_last: Any) -> int:
     except TypeError:
         pass
     raise UsageError(
-        f"keep_last is {keep_last!r}; it must be a whole number of at least 1, since the checkpoint that is saved is "
-        f"kept: give one, or None to keep all"
+        f"keep_last must be a whole number of at least 1, got {keep_last!r}: the new checkpoint is always kept; give "
+        "None to keep all"
     )
 
 
@@ -193,8 +193,8 @@ def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
         drop_partial(order.checkpoint)
         raise StoreError(
             f"the checkpoint {order.tag} needs {format_size(short.need)}, {short.path} has {format_size(short.free)} "
-            f"free (it is written beside those that are there); free some room, save elsewhere, or give keep_last a "
-            f"lower number at the next one"
+            "free (the existing checkpoints stay until the new one is written); free some room, save elsewhere, or "
+            "pass a lower keep_last to the next save"
         )
     return partial
 
@@ -241,7 +241,7 @@ def _write(
     """
     if not partial.is_dir():
         raise StoreError(
-            f"rank {ranks.rank} does not see {partial}, which rank 0 has made: save to a folder that all ranks share"
+            f"rank {ranks.rank} does not see {partial}, which rank 0 has created: save to a folder that all ranks share"
         )
     name = states_file(ranks.rank)
     states = _write_states(held, partial / name, _tensors(held, order, ranks.size), queue)
@@ -338,6 +338,6 @@ def _compare(held: LocalShards, piece: _Piece, crc: int, path: Path) -> None:
     expected = held.store.sum_of(piece.unit, piece.state, piece.stop)
     if expected is not None and expected != crc:
         raise StoreError(
-            f"{piece.state.value} of {held.sizes[piece.unit].title} is not what was written to the swap files: they "
-            f"are damaged, and {path.parent} was not saved; go back to an earlier checkpoint"
+            f"{piece.state.value} of {held.sizes[piece.unit].title} does not match its checksum: the swap files are "
+            f"damaged, and {path.parent} was not saved; go back to an earlier checkpoint"
         )

@@ -98,7 +98,7 @@ def next_collective(wishes: Sequence[RankIntent]) -> NextCollective | None:
 
 
 _FACTS = struct.Struct("<dqqq")  # sum of squares, micro-batches, steps, checksum of the optimizer's settings
-_SAME_BATCHES = "each must train on as many micro-batches as the others (drop_last, or a sampler that pads)"
+_SAME_BATCHES = "all ranks must train on equally many micro-batches (drop_last, or a sampler that pads)"
 # Name, column of `_FACTS` and advice for each number that all ranks must share at a step.
 _MUST_AGREE = (
     ("micro-batches since the last boundary", 1, _SAME_BATCHES),
@@ -106,7 +106,7 @@ _MUST_AGREE = (
     (
         "learning rates or other settings of the optimizer (checksums)",
         3,
-        "each holds a part of every parameter, so all must use the same: take a schedule's metric from engine.mean()",
+        "all ranks must use the same settings: take a schedule's metric from engine.mean()",
     ),
 )
 
@@ -206,7 +206,7 @@ class Agreement:
         flags = b"".join(_bitmap(segments) for segments in mine.present)
         content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
         with self._question():
-            rows = self._ranks.collect_bytes(content, "decide on a step")
+            rows = self._ranks.collect_bytes(content, "agree on a step")
         facts = [_FACTS.unpack_from(row) for row in rows]
         for what, column, advice in _MUST_AGREE:
             numbers = [row[column] for row in facts]
@@ -219,7 +219,7 @@ class Agreement:
     def add_up(self, numbers: Sequence[float]) -> list[float]:
         """Returns the sums of `numbers` over all ranks, added in rank order. Only within a `step`."""
         with self._question():
-            rows = self._ranks.collect_bytes(struct.pack(f"<{len(numbers)}d", *numbers), "weigh the parameters")
+            rows = self._ranks.collect_bytes(struct.pack(f"<{len(numbers)}d", *numbers), "add up the norms")
         return [sum(column) for column in zip(*(struct.unpack(f"<{len(numbers)}d", row) for row in rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
@@ -230,7 +230,7 @@ class Agreement:
             return []
         with self._question():
             mine = [[e.start, e.stop, str(e.values.dtype).removeprefix("torch."), e.state.value] for e in edits]
-            what = self._ranks.share(mine, "change weights")
+            what = self._ranks.share(mine, "edit weights")
             agreed: list[Edit] = []
             for position, (start, stop, dtype, state) in enumerate(what[source]):
                 # All ranks take part in the broadcast, and only the source has the values.
@@ -247,7 +247,7 @@ class Agreement:
         value = float(value)
         self._reach(Collective.MEAN, -1)
         with self._question():
-            values: list[float] = self._ranks.share(value, "tell a number")
+            values: list[float] = self._ranks.share(value, "take the mean of a number")
         return sum(values) / len(values)
 
     def forget(self) -> None:
@@ -281,16 +281,16 @@ class Agreement:
             told = "; ".join(
                 f"rank {rank} {'deletes' if wish.ready else 'keeps'} its store" for rank, wish in enumerate(wishes)
             )
-            raise RankError(f"{told}: all must do the same, else nothing can be resumed; all are kept")
+            raise RankError(f"{told}: all ranks must do the same; all stores are kept")
 
     # -- the round ----------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Raises the error of a rank that has left an earlier collective unfinished."""
         if self._agreed >= 0:
-            raise self._ranks.fail(f"it could not take its part in moving {self._names[self._agreed]}")
+            raise self._ranks.fail(f"it could not take part in moving {self._names[self._agreed]}")
         if self._asking:
-            raise self._ranks.fail("it was interrupted while it waited for the others")
+            raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
     def _reach(
         self,
@@ -318,9 +318,9 @@ class Agreement:
                 if choice is None:
                     told = "; ".join(f"rank {rank} {_words(wish, self._names)}" for rank, wish in enumerate(wishes))
                     raise RankError(
-                        f"the ranks have come to different places: {told}. Every rank must make the same steps, and "
-                        f"the same edits between them; `with offload.gathered(..., modify=True)` takes one rank's for "
-                        f"all"
+                        f"the ranks have reached different calls: {told}. Every rank must make the same steps, and "
+                        "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "
+                        "edits on all"
                     )
                 if choice.next is None:
                     if kind is Collective.USE:  # of weights in memory, or this use would be next
@@ -358,11 +358,11 @@ _DOES = {
     Collective.STEP: "is at step()",
     Collective.EDIT: "changes the weights of {}",
     Collective.END: "closes its engine",
-    Collective.MEAN: "tells a number to all",
+    Collective.MEAN: "takes the mean of a number (engine.mean)",
     Collective.FORGET: "drops its gradients (zero_grad)",
     Collective.SAVE: "saves a checkpoint",
     Collective.LOAD: "loads a checkpoint",
-    Collective.LOOK: "looks at a state of a parameter",
+    Collective.LOOK: "accesses a state of a parameter",
 }
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, ranks_store
 from offload.errors import RankError
+from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
 
 logger = logging.getLogger("offload")
@@ -80,7 +81,7 @@ class Ranks:
             for rank in waiting:
                 ended = self._pulse.ended(rank)
                 if ended is not None:
-                    raise RankError(f"rank {rank} has ended before it made its engine: {ended}")
+                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
             now = time.monotonic()
             if now - noticed > _NOTICE:
                 noticed = now
@@ -187,6 +188,7 @@ class Ranks:
         except RuntimeError as error:
             raise self._blame(error) from error
 
+    @interruptible
     def wait(self, work: Any, to: str) -> None:
         """Waits for `work`, and looks for lost ranks each second; raises `RankError` if a rank is lost."""
         began = noticed = time.monotonic()
@@ -223,12 +225,12 @@ class Ranks:
         # A connection breaks before the silence of its rank is long enough to tell, so wait for the heartbeat.
         while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
-        who = "; ".join(gone) or f"a rank that cannot be told does not answer ({error})"
+        who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
         # A rank that could not start would fail again; one that was killed may succeed.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
-            f"{who}. Rank {self.rank} cannot go on alone; every rank keeps its last committed step: "
-            f'{"mend that first, then " if unable else ""}start all of them again, with "resume": "auto"'
+            f"{who}. Rank {self.rank} cannot continue alone; every rank keeps its last committed step: "
+            f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
         if self._on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
@@ -249,7 +251,7 @@ class Ranks:
             elif machine == machine_name() and not is_alive(process):
                 found.append(f"{where} was killed or has crashed")
             elif self._pulse.silent(rank) > silence:
-                found.append(f"{where} has given no sign of life for {self._pulse.silent(rank):.0f} s")
+                found.append(f"{where} has sent no heartbeat for {self._pulse.silent(rank):.0f} s")
         return found
 
     @property

@@ -27,6 +27,7 @@ from offload.engine.gradients.device_totals import DeviceTotals
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -85,8 +86,6 @@ class GradientAccumulator:
         self._on_device = waiting.on_device
         self.totals = DeviceTotals(waiting.totals)
         self._callbacks = callbacks
-        self._leaving = False
-        """True from the start of a total's copy to its removal; still True if an interrupt arrived in between."""
         self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
@@ -96,7 +95,7 @@ class GradientAccumulator:
         for unit, part in enumerate(parts):
             kept = part and not self._spills(unit) and unit not in self._on_device
             lease = arena.homes.take(len(part) * dtype.itemsize) if kept else None
-            assert lease is not None or not kept, "the class of homes was sized for every gradient that has one"
+            assert lease is not None or not kept, "the arena class of the host tier was sized for its gradients"
             self._memory.append(None if lease is None else lease.tensor(dtype))
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
@@ -131,6 +130,7 @@ class GradientAccumulator:
         """The unit whose gradients wait to be reduced with those of other ranks, or -1."""
         return -1
 
+    @uninterrupted
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Sums the gradients of `unit` that the ranks `holders` contribute. Every rank calls this at the same time."""
         raise AssertionError("a process that trains alone reduces nothing")
@@ -167,20 +167,14 @@ class GradientAccumulator:
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts its copy to the host after the last micro-batch."""
-        # An interrupt came during a copy: wait before the memory changes under it.
-        if self._leaving:
-            downloads.drain()
-            self._leaving = False
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
             self._leave(downloads, unit, segment, first)
 
     def _leave(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:
-        """Starts the copy of a total to the host. A second copy is harmless, since a copy stores and never adds."""
-        self._leaving = True
+        """Starts the copy of a total to the host."""
         self._send(downloads, unit, segment, first, self.totals.values(unit, (segment, first)), True)
         self.totals.left(unit, (segment, first))
-        self._leaving = False
 
     def _send(
         self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
@@ -201,7 +195,7 @@ class GradientAccumulator:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         downloads.send(self._titles[unit], values, target, receive)
-        # Recorded after the send: an interrupt before must leave no record. The receiving thread may be first.
+        # Recorded after the send, whose wait an error or a Ctrl-C may end. The receiving thread may be first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -299,6 +293,7 @@ class GradientAccumulator:
         """Returns True if this rank received a gradient of this parameter since the last step."""
         return segment in self._present()[unit]
 
+    @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values`, (n,) on the CPU, with elements [first, first + n) of a segment: all those of this rank."""
         self._bring_totals(unit, segment)
@@ -312,12 +307,12 @@ class GradientAccumulator:
                 some = values[chunk : chunk + CHUNK]
                 some.copy_(self._part(unit, start + chunk, start + chunk + len(some)))
 
+    @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements of `look` by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
         with self._lock:
             squares = self._squares[unit]
-            # The whole dict is replaced in one assignment, which an interrupt cannot split.
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:

@@ -57,8 +57,7 @@ class _Arriving(NamedTuple):
 class DeviceToHost:
     """Owner of the receiving thread. `send`, `drain` and `fetch` are called by one thread at a time.
 
-    A Ctrl-C may arrive between any two lines of these methods: tensors in the queue by then are received, and nothing
-    else.
+    Their callers are `uninterrupted`: a Ctrl-C ends a wait, and what was sent by then is received.
     """
 
     def __init__(

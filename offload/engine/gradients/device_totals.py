@@ -54,7 +54,7 @@ class DeviceTotals:
             memory.add_(values)
         else:
             memory.copy_(values)
-            self._here[unit][stretch] = range(start, start + len(values))  # last: an interrupted copy counts as none
+            self._here[unit][stretch] = range(start, start + len(values))
 
     def values(self, unit: int, stretch: Stretch) -> torch.Tensor:
         """Returns a total as (n,) on the device. Later totals reuse the memory."""

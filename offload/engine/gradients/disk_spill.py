@@ -10,13 +10,14 @@ while the backward runs; only a window that is added to again, by another micro-
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.store.spill_file import SpillFile
 
@@ -38,8 +39,8 @@ class DiskSpill:
     """The gradients of some units, in host buffers and a scratch file.
 
     Any thread may call `part`, one at a time; the update worker calls `read`; all else belongs to the thread that calls
-    `step()`. The holder of the lock waits for I/O at most. An error in `part` is reported to `fail`, since a gradient
-    is lost; the other methods raise in their caller.
+    `step()`. The holder of the lock waits for I/O at most. An error is raised in the caller and reported to `fail`,
+    since a gradient is lost.
     """
 
     def __init__(
@@ -78,32 +79,28 @@ class DiskSpill:
         number = bisect_right(self._windows[unit], start, key=lambda window: window.start) - 1
         window = self._windows[unit][number]
         assert window.start <= start and stop <= window.stop
-        with self._lock:
-            try:
-                lease = self._fetch((unit, number))
-            except BaseException as error:  # also Ctrl-C: the state of writes in flight is unknown then
-                self._fail(error)
-                raise
+        with self._locked():
+            lease = self._fetch((unit, number))
         return lease.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
             start - window.start : stop - window.start
         ]
 
     def flush(self) -> None:
         """Starts to write all windows in HOST, since the updates will read them from the file."""
-        with self._lock:
+        with self._locked():
             for key in list(self._here):
                 self._write(key)
 
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
         """Fills `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
-        with self._lock:
+        with self._locked():
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
         return self.scratch.read(unit, start * self._dtype.itemsize, buffer)
 
     def forget(self, unit: int) -> None:
         """Drops the gradient of a unit; its buffers may be reused."""
-        with self._lock:
+        with self._locked():
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
             for key in [key for key in self._here if key[0] == unit]:
@@ -114,12 +111,18 @@ class DiskSpill:
     def close(self) -> None:
         """Waits for writes in flight, whose errors no longer matter, and frees the space on the drives."""
         with self._lock:
-            for _, future in self._writing.values():
-                try:
-                    future.wait()
-                except OSError:
-                    pass
+            wait_for_all(future for _, future in self._writing.values())
             self.scratch.close()
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Takes the lock for a change of windows. An error inside stops the engine, since it loses a gradient."""
+        with self._lock:
+            try:
+                yield
+            except BaseException as error:  # also Ctrl-C: the state of writes in flight is unknown then
+                self._fail(error)
+                raise
 
     # -- under the lock -----------------------------------------------------------------------------
 

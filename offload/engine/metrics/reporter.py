@@ -138,8 +138,8 @@ def check_monitor(config: Config) -> None:
             there = next(path for path in (folder, *folder.parents) if path.exists())
             if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
                 raise ConfigError(
-                    f'"{key}" cannot be written to {folder}: {there} is no folder that you may write; change its '
-                    f'"output_path"'
+                    f'"{key}" cannot be written to {folder}: {there} is not a folder that you may write; change its '
+                    '"output_path"'
                 )
 
 
@@ -227,7 +227,7 @@ class Reporter:
                 self._shown.write(record)
             except OSError as error:  # the console is gone
                 self._shown = None
-                logger.warning("no more lines about steps: %s", error)
+                logger.warning("steps are no longer logged: %s", error)
         if self._thread is not None:
             self._records.put(record)
 
@@ -247,7 +247,7 @@ class Reporter:
                     writer.write(record)
                 except Exception as error:
                     logger.warning(
-                        'nothing more is written for "%s" after step %d, and training goes on: %s',
+                        'writing to "%s" stopped after step %d, training continues: %s',
                         name,
                         record.step - 1,
                         error,
@@ -265,4 +265,4 @@ def _close(name: str, writer: Writer) -> None:
     try:
         writer.close()
     except Exception as error:
-        logger.warning('"%s" was not closed as it should be: %s', name, error)
+        logger.warning('closing "%s" failed: %s', name, error)

@@ -28,11 +28,11 @@ from offload.timeline import Phase, Row
 
 _WAITS = (
     ("waits for read of ", "wait_for_reads"),
-    ("waits for a unit that is streamed", "wait_for_reads"),
+    ("waits for a streamed unit", "wait_for_reads"),
     ("waits for update of ", "wait_for_updates"),
     ("waits for all updates", "wait_for_updates"),
     ("waits for the commit", "wait_for_commits"),
-    ("waits for a lease for ", "wait_for_memory"),
+    ("waits for a host buffer for ", "wait_for_memory"),
     ("waits for upload of ", "wait_for_uploads"),
 )
 """Sum of each wait of the training thread, by the beginning of the span's name; the first match counts."""

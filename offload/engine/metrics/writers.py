@@ -197,8 +197,8 @@ class Wandb:
             self._run = wandb.init(**settings) if self._own else wandb.run
         except Exception as error:  # wandb raises classes of its own: no login, no server
             raise ConfigError(
-                f"wandb does not begin a run: {error}; log in (`wandb login`), set WANDB_MODE=offline, or leave the "
-                f'"wandb" block out'
+                f"wandb cannot begin a run: {error}; log in (`wandb login`), set WANDB_MODE=offline, or leave the "
+                '"wandb" block out'
             ) from error
 
     def write(self, record: Record) -> None:

@@ -25,7 +25,7 @@ from offload.engine.keywords import refuse
 from offload.engine.model_io.from_pretrained import streaming
 from offload.engine.model_io.name_mapping import Named, Source, name_tensors
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, stored_tensors
-from offload.engine.params.deferred_parameter import make_deferred
+from offload.engine.params.deferred_parameter import Origin, make_deferred
 from offload.engine.params.meta_init import deferring_weights
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.training.snapshot import persistent_buffers
@@ -136,7 +136,8 @@ def load_pretrained(
     if isinstance(model_or_class, nn.Module):
         if kwargs or model_config is not None:
             raise UsageError(
-                f"{next(iter(kwargs), 'model_config')} is for a class that is to be built, and a module was given"
+                f"{next(iter(kwargs), 'model_config')} configures a class that load_pretrained builds, but a module "
+                "was given; leave this argument out"
             )
         model = model_or_class
     else:
@@ -170,13 +171,13 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
         raise UsageError(f"load_pretrained expects a class of transformers or a torch.nn.Module, got {model_class!r}")
     if not (folder / CONFIG).is_file():
         raise StoreError(
-            f"{folder} holds no config.json, so it does not say what model to build: build it inside of offload.init, "
-            f"and give the model"
+            f"{folder} contains no config.json, which names the model to build: build the model inside of "
+            "offload.init, and give the module"
         )
     if unfit := [name for name in _NOT_HERE if name in kwargs]:
         raise UsageError(
             f"{unfit[0]} is for from_pretrained: load_pretrained reads the files of one folder, and the config of the "
-            f"engine says where weights go; leave it out"
+            "engine places the weights; leave this argument out"
         )
     from transformers import AutoConfig, GenerationConfig, PretrainedConfig
 
@@ -201,7 +202,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
         raise
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         name = getattr(model_class, "__name__", model_class)
-        raise ConfigError(f"{name} cannot be built by {folder / CONFIG}: {error}") from error
+        raise ConfigError(f"{name} cannot be built from {folder / CONFIG}: {error}") from error
     built: nn.Module = model.eval()
     return built
 
@@ -222,8 +223,8 @@ def _check_type(model_class: Any, config: Any, folder: Path) -> None:
     wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if wanted is not None and wanted != config.model_type:
         raise ConfigError(
-            f"{folder / CONFIG} is of a {config.model_type} model, and {model_class.__name__} is of {wanted}; "
-            f"give the class of the folder's model, or AutoModelForCausalLM and the like"
+            f"{folder / CONFIG} describes a {config.model_type} model, but {model_class.__name__} takes {wanted}; "
+            "give the class of the folder's model, or AutoModelForCausalLM and the like"
         )
 
 
@@ -263,7 +264,7 @@ def _compare(
     """
     if names and not named.sources:
         raise ConfigError(
-            f"no tensor of {folder} has a name of this {type(model).__name__}: it holds "
+            f"no tensor of {folder} belongs to this {type(model).__name__}: the folder contains "
             f"{', '.join(list(named.unexpected)[:_SHOWN])}, the model has {', '.join(list(names)[:_SHOWN])}"
         )
     mismatched = [
@@ -274,9 +275,9 @@ def _compare(
     if mismatched and not ignore_sizes:
         name, theirs, mine = mismatched[0]
         raise ConfigError(
-            f"in {folder} {count_of(len(mismatched), 'tensor has another shape', 'tensors have other shapes')} than in "
-            f"the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder was "
-            f"written with, or say ignore_mismatched_sizes=True to have them initialized anew"
+            f"in {folder} {count_of(len(mismatched), 'tensor has another shape', 'tensors have other shapes')} than "
+            f"in the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder "
+            "was written with, or pass ignore_mismatched_sizes=True to initialize them anew"
         )
     # With `ignore_sizes` such parameters are treated like missing ones.
     wrong = {name for name, *_ in mismatched}
@@ -303,19 +304,32 @@ def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
     wrong = [dtype for dtype in source.dtypes if tensor.is_floating_point() and dtype not in _READABLE]
     if wrong:
         raise ConfigError(
-            f"{name} lies in the folder as {wrong[0]} (quantized?); weights of bf16, fp16, fp32 or fp64 can be read"
+            f"{name} is stored as {wrong[0]} (quantized?), but only bf16, fp16, fp32 and fp64 can be read; give a "
+            "folder in one of them"
         )
 
 
 def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
     """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
-    # Chunk by chunk, so that two large tensors are never both in memory.
-    for (_, mine), (_, theirs) in zip(one[1].origin.pieces(), other[1].origin.pieces(), strict=True):
-        if not torch.equal(mine, theirs):
-            raise ConfigError(
-                f"{one[0]} and {other[0]} are one parameter of the model, and the folder has other values for the one "
-                f"than for the other; build the model untied: tie_word_embeddings=False"
-            )
+    if not _same_values(one[1].origin, other[1].origin):
+        raise ConfigError(
+            f"{one[0]} and {other[0]} are one parameter of the model, but the folder contains different values "
+            "for them; build the model untied: tie_word_embeddings=False"
+        )
+
+
+def _same_values(one: Origin, other: Origin) -> bool:
+    """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
+    # Chunk by chunk, so that two large tensors are never both in memory. Chunks of two dtypes differ in length.
+    sides = [(values for _, values in origin.pieces() if len(values)) for origin in (one, other)]
+    mine, theirs = (next(side, None) for side in sides)
+    while mine is not None and theirs is not None:
+        numel, dtype = min(len(mine), len(theirs)), torch.promote_types(mine.dtype, theirs.dtype)
+        if not torch.equal(mine[:numel].to(dtype), theirs[:numel].to(dtype)):
+            return False
+        mine = mine[numel:] if numel < len(mine) else next(sides[0], None)
+        theirs = theirs[numel:] if numel < len(theirs) else next(sides[1], None)
+    return mine is theirs
 
 
 def _ignored(model: nn.Module) -> set[str]:
@@ -370,14 +384,14 @@ def _tell(info: LoadingInfo, folder: Path) -> None:
         )
     if info.unexpected_keys:
         logger.warning(
-            "%s has %s of the model: left out: %s",
+            "%s contains %s of the model: left out: %s",
             folder,
             count_of(len(info.unexpected_keys), "tensor that is not", "tensors that are not"),
             _brief(info.unexpected_keys),
         )
     if info.mismatched_keys:
         logger.warning(
-            "%s has %s than in the model, whose weights will be initialized anew: %s",
+            "%s contains %s than in the model; these weights will be initialized anew: %s",
             folder,
             count_of(len(info.mismatched_keys), "tensor of another shape", "tensors of other shapes"),
             _brief([f"{name} {list(theirs)} for {list(mine)}" for name, theirs, mine in info.mismatched_keys]),

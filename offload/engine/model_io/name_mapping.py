@@ -57,7 +57,7 @@ class Conversion:
             names = ", ".join(stored.name for stored, _ in self.parts[:3])
             raise ConfigError(
                 f"transformers cannot make {self._first} of {names} and {max(len(self.parts) - 3, 0)} more: {error}; "
-                f"the folder is of another model or another version"
+                "the folder belongs to another model or another version"
             ) from error
         return {name: tuple(value.shape) for name, value in made.items()}
 
@@ -150,7 +150,9 @@ def _as_it_is(stored: Stored) -> Source:
 def _add(found: dict[str, Source], name: str, source: Source) -> None:
     """Adds a source; raises `ConfigError` if the name has one."""
     if name in found:
-        raise ConfigError(f"the folder holds {name} twice, under two names that transformers knows; keep one of them")
+        raise ConfigError(
+            f"the folder contains {name} twice, under two names that transformers recognizes; keep one of them"
+        )
     found[name] = source
 
 
@@ -185,7 +187,6 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
         return _Rules(model, core_model_loading, get_model_conversion_mapping(model))
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"offload.load_pretrained needs to know how transformers names and converts weights, and the version "
-            f"that is installed does not say it as 5.23 does ({error}); install another: pip install "
-            f"'transformers>=5.23,<6'"
+            "offload.load_pretrained reads from transformers how weights are named and converted, and the installed "
+            f"version differs from 5.23 ({error}); install a supported version: pip install 'transformers>=5.23,<6'"
         ) from error

@@ -19,14 +19,13 @@ import errno
 import os
 import re
 import shutil
-import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from offload.engine.checkpoint.directory import LOCK, exchange, make_folder, only_save, told
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, INDEX, SINGLE
 from offload.errors import IoError, StoreError
-from offload.fileio import sync_folder
+from offload.fileio import keep_mode_and_owner, sync_folder
 from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
@@ -70,7 +69,8 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
             with told(partial, "write"):
                 if beside:
                     _keep_others(partial, out)
-                    _keep_mode(partial, out)
+                    if out.exists():
+                        keep_mode_and_owner(out.stat(), partial)
                 sync_folder(partial)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -97,28 +97,20 @@ def check_room(folder: Path, nbytes: int, out: Path) -> None:
     free = shutil.disk_usage(folder).free
     if free < nbytes:
         raise StoreError(
-            f"{out} needs {format_size(nbytes)}, its drive has {format_size(free)} free; free some room, or choose "
-            f"another folder"
+            f"{out} needs {format_size(nbytes)}, but its drive has {format_size(free)} free; free some room, or "
+            "choose another folder"
         )
 
 
 def check_not_a_file(out: Path) -> None:
     """Raises `StoreError` if `out` exists and is no folder."""
     if os.path.lexists(out) and not out.is_dir():
-        raise StoreError(f"{out} is not a folder; give a folder, or a name that is not there")
+        raise StoreError(f"{out} is not a folder; give a folder, or a name that does not exist")
 
 
 def _is_in_use(out: Path) -> bool:
     """Returns whether the working directory of this process is in `out`, and would be deleted after an exchange."""
     return Path.cwd().is_relative_to(out.resolve())
-
-
-def _keep_mode(partial: Path, out: Path) -> None:
-    """Gives the new folder the mode and owner of the one that it replaces."""
-    if out.exists():
-        there = out.stat()
-        os.chown(partial, there.st_uid, there.st_gid)
-        os.chmod(partial, stat.S_IMODE(there.st_mode))
 
 
 def _is_free(out: Path) -> bool:
@@ -145,11 +137,14 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
     foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
     if foreign:
-        raise StoreError(f"{partial} holds {foreign[0]}, which no save leaves; move it away, or choose another name")
+        raise StoreError(
+            f"{partial} contains {foreign[0]}, which was not left by a save; move that file away, or choose another "
+            "name"
+        )
     if left:
         # `st_blocks` counts units of 512 bytes, whatever the file system's block size is.
         nbytes = sum(path.stat().st_blocks * 512 for path in left)
-        notice(f"removed {partial}, {format_size(nbytes)} of a save or export that was cut short")
+        notice(f"removed {partial}, {format_size(nbytes)} of an interrupted save or export")
     for path in left:
         path.unlink()
 
@@ -207,5 +202,5 @@ def tokenizer_files(folder: Path) -> list[str]:
     """Returns the names of a tokenizer's files; raises `StoreError` if the folder contains none."""
     found = [name for name in TOKENIZER if (folder / name).is_file()]
     if not found:
-        raise StoreError(f"{folder} holds no file of a tokenizer, such as {TOKENIZER[0]}")
+        raise StoreError(f"{folder} contains no file of a tokenizer, such as {TOKENIZER[0]}")
     return found

@@ -87,7 +87,9 @@ class Stored(NamedTuple):
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
         if Stamp.of(os.fstat(file.fileno())) != self.stamp:
             file.close()
-            raise StoreError(f"{self.path} has changed since offload.load_pretrained has looked at it; load it again")
+            raise StoreError(
+                f"{self.path} has changed since offload.load_pretrained read its header; load the model again"
+            )
         return file
 
     def _fill(self, descriptor: int, offset: int, part: memoryview) -> None:
@@ -114,7 +116,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         IoError: If a file cannot be read.
     """
     if not folder.is_dir():
-        raise StoreError(f"there is no folder {folder}; give one that save_pretrained has written")
+        raise StoreError(f"there is no folder {folder}; give a folder that save_pretrained has written")
     if (folder / SINGLE).is_file():
         return _of_file(folder / SINGLE)
     if not (folder / INDEX).is_file():
@@ -123,13 +125,16 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
-            raise StoreError(f"{folder / INDEX} names {name}, which is not there; fetch all files of the model")
+            raise StoreError(f"{folder / INDEX} names {name}, which is missing; fetch all files of the model")
         # A file may contain tensors that the index assigns to another file; the index decides.
         held = _of_file(folder / name)
         found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
     lost = next((tensor for tensor in places if tensor not in found), None)
     if lost is not None:
-        raise StoreError(f"{folder / INDEX} says that {lost} lies in {places[lost]}, which does not hold it")
+        raise StoreError(
+            f"{folder / INDEX} assigns {lost} to {places[lost]}, which does not contain this tensor; fetch all files "
+            "of the model"
+        )
     return found
 
 
@@ -149,7 +154,7 @@ def _read_index(path: Path) -> dict[str, str]:
         places = json.loads(path.read_bytes())["weight_map"]
         wrong = next((name for name in places.values() if Path(name).name != name), None)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path} is no index of safetensors files: {type(error).__name__}: {error}") from error
+        raise StoreError(f"{path} is not an index of safetensors files: {type(error).__name__}: {error}") from error
     # An index from a download must not make this process read files outside of the folder.
     if wrong is not None:
         raise StoreError(f"{path} names {wrong!r}, which is not the name of a file beside it")
@@ -162,13 +167,13 @@ def _what_is_there(folder: Path) -> str:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if "adapter_config.json" in names:
         return (
-            f"{folder} holds an adapter of peft, not a model: load the model that it belongs to, then "
+            f"{folder} contains an adapter of peft, not a model: load its base model, then "
             f"peft.PeftModel.from_pretrained(model, {str(folder)!r}, is_trainable=True)"
         )
     if pickles:
         return (
-            f"{folder} holds {pickles[0]}, a pickle, and no {SINGLE}: unpickling runs code and takes the RAM of the "
-            f"whole model, so it is not done here; convert it once, with transformers: "
-            f"AutoModel….from_pretrained(folder).save_pretrained(other)"
+            f"{folder} contains {pickles[0]}, a pickle, and no {SINGLE}. Unpickling runs code and needs RAM for the "
+            "complete model, so pickles are not read; convert the model once with transformers: "
+            "AutoModel….from_pretrained(folder).save_pretrained(other)"
         )
-    return f"{folder} holds neither {SINGLE} nor {INDEX}; give a folder that save_pretrained has written"
+    return f"{folder} contains neither {SINGLE} nor {INDEX}; give a folder that save_pretrained has written"

@@ -53,16 +53,18 @@ class SaveOptions(NamedTuple):
         shard_size(self.max_shard_size)
         check_dtype(self.dtype)
         if self.tokenizer is not None and not hasattr(self.tokenizer, "save_pretrained"):
-            raise UsageError(f"tokenizer must be one of transformers, with save_pretrained, got {self.tokenizer!r}")
+            raise UsageError(
+                f"tokenizer must be a tokenizer of transformers, with save_pretrained, got {self.tokenizer!r}"
+            )
         if self.file_name is not None and Path(self.file_name).name != self.file_name:
             raise UsageError(
-                f"save_filename is {self.file_name!r}, a path, where the name of a file in save_directory is expected: "
-                f"give the folder as save_directory"
+                f"save_filename is {self.file_name!r}, a path; expected the name of a file in save_directory: give "
+                "the folder as save_directory"
             )
         if self.file_name is not None and not self.file_name.endswith(".safetensors"):
             raise UsageError(
-                f"save_filename is {self.file_name!r}, and what is written is a safetensors file, never a pickle: give "
-                f"a name that ends with .safetensors, such as model.safetensors"
+                f"save_filename is {self.file_name!r}, but only safetensors files are written, never pickles: give a "
+                "name that ends with .safetensors, such as model.safetensors"
             )
 
 
@@ -288,8 +290,8 @@ def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.
         for value in get_peft_model_state_dict(module, state_dict=dict(empty), adapter_name=adapter).values():
             if id(value) not in names:
                 raise UsageError(
-                    f"peft makes new weights of those of adapter {adapter} when it saves it, which needs all of them "
-                    f"in the RAM: call engine.module.save_pretrained(folder)"
+                    f"peft computes new weights when it saves adapter {adapter}, which needs all weights of the "
+                    "adapter in RAM: call engine.module.save_pretrained(folder)"
                 )
             taken.add(names[id(value)])
     return {name: _gather(named[name], components) for name in empty if name in taken}

@@ -148,8 +148,8 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     if not folders:
         refuse_rank(run)
         raise StoreError(
-            f"{run} holds neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or one that "
-            f"save_checkpoint has made"
+            f"{run} contains neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or a "
+            "folder that save_checkpoint has written"
         )
     for folder in folders:
         # A lock that is already held raises and releases those taken so far, through the caller's stack.
@@ -172,10 +172,13 @@ def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
         raise StoreError(
-            f"{run} has no folder of rank {', '.join(map(str, missing))} of {size}: bring all of them to one place"
+            f"{run} contains no folder of rank {', '.join(map(str, missing))} of {size}: copy the folders of all "
+            "ranks into one"
         )
     if len({json.dumps(each.manifest.spec.fingerprint) for each in ranks if each.manifest is not None}) > 1:
-        raise StoreError(f"the ranks' folders in {run} are of different models or settings")
+        raise StoreError(
+            f"the ranks' folders in {run} belong to different models or settings; give the folders of one run"
+        )
     return ranks
 
 
@@ -188,7 +191,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
     for each in found:
         if not each.whole:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
-            raise StoreError(f"{each.folder} holds no whole commit: {words}")
+            raise StoreError(f"{each.folder} contains no intact commit: {words}")
     # A kill may leave one rank a commit ahead of the others, whose last commit it still holds.
     serial = last_of_all(each.whole[0].record.serial for each in found)
     # At least one rank exists, so there is a last commit.
@@ -198,7 +201,9 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
         commit = each.commit(serial)
         if commit is None:
             have = ", ".join(str(c.record.serial) for c in each.commits)
-            raise StoreError(f"{each.folder} holds commits {have}, but the last that all ranks hold is {serial}")
+            raise StoreError(
+                f"{each.folder} contains commits {have}, but the last one that all ranks contain is {serial}"
+            )
         chosen.append(commit)
     return chosen
 
@@ -206,7 +211,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
 def check_can_be_read(found: Found) -> None:
     """Raises `StoreError` if a rank's folder is of a kind without commits that this version reads."""
     if found.other_format is not None:
-        raise StoreError(f"{found.folder} is of {found.other_format}")
+        raise StoreError(f"{found.folder} has {found.other_format}")
     if found.drive:
         first = "" if found.manifest is None else f" ({found.manifest.drives[0]})"
         raise StoreError(f"{found.folder} is on drive {found.drive} of its run; give its folder on the first{first}")

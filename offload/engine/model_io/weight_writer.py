@@ -75,7 +75,7 @@ def shard_size(text: str | int) -> int:
     nbytes = parse_size(text)
     # A limit of 0 would put each tensor into a file of its own, which nobody means.
     if not nbytes:
-        raise ConfigError(f"no weights go into files of max_shard_size {text!r}; give a size such as 5GB")
+        raise ConfigError(f"no weights fit in files of max_shard_size {text!r}; give a size such as 5GB")
     return nbytes
 
 
@@ -140,7 +140,7 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
         return None
     found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
     if found is None or found not in DTYPES.values():
-        raise ConfigError(f"the dtype of saved weights is one of {', '.join(DTYPES)}, got {wanted!r}")
+        raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
     return found
 
 
@@ -269,16 +269,18 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     found: list[str] = []
     if beyond:
         found.append(
-            f"{count_of(beyond, 'value is', 'values are')} beyond what {dtype_name(plan.dtype)} holds, and infinite now"
+            f"{count_of(beyond, 'value is', 'values are')} out of the range of {dtype_name(plan.dtype)} and saved as "
+            "infinite"
         )
     if source.about.get("config") is None:
-        found.append("the model has no transformers config, so there are weights alone")
+        found.append("the model has no transformers config, so only weights are saved")
     elif str(source.about["class"]).startswith("Peft"):
         found.append("the names are those of peft's model; engine.save_pretrained saves the adapter alone")
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
         found.append(
-            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in it: left out when it was saved"
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the checkpoint, because its save "
+            "left them out"
         )
     return tuple(found)
 

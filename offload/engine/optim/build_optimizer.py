@@ -69,8 +69,9 @@ def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Paramete
     if wrong:
         pairs = "; named_parameters() gives pairs, parameters() does not" if isinstance(wrong[0], tuple) else ""
         raise ConfigError(
-            f"model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
-            f'"params", got {_kind(wrong[0])} among them{pairs}; leave it out to train all that require gradients'
+            "model_parameters= expects parameters, as model.parameters() gives them, or groups of them, dicts with "
+            f'"params", but contains {_kind(wrong[0])}{pairs}; leave this argument out to train all that require '
+            "gradients"
         )
     if groups:
         return [{**group, "params": [p for p in group["params"] if p.requires_grad]} for group in groups]
@@ -134,8 +135,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     # Adagrad makes its states at construction, with step 0: `attach` drops them.
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
-            "the optimizer has stepped already, or made states without a step: they would be lost; give a new one, "
-            "which makes its states in its first step"
+            "the optimizer contains states already, which would be lost; give a new optimizer that has not stepped"
         )
     for group in optimizer.param_groups:
         if rule.name == ADAM:
@@ -176,12 +176,13 @@ def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
     if strangers:
         raise ConfigError(
             f"the optimizer has {count_of(len(strangers), 'parameter that is', 'parameters that are')} not the "
-            f"model's: make it from the parameters of the model that is given, once that is as it will be trained"
+            "model's: make the optimizer from the parameters of the given model, in the form in which it will be "
+            "trained"
         )
     left = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in grouped]
     if left:
         raise ConfigError(
             f"{count_of(len(left), 'parameter that requires gradients is', 'parameters that require gradients are')} "
-            f"in no group of the optimizer, the first is {left[0]}; add what is to train, call requires_grad_(False) "
-            f"on the rest"
+            f"in no group of the optimizer, the first is {left[0]}; add the parameters that shall train, and call "
+            "requires_grad_(False) on the others"
         )

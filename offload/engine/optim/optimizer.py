@@ -20,9 +20,9 @@ from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
 _OTHER_GROUPS = (
-    "parameters cannot be added to the optimizer after offload.initialize, nor taken from it: give it all parameters "
-    "that will ever train, and let requires_grad_(False) keep them as they are until they shall; add_param_group may "
-    "then give them a group of their own"
+    "parameters cannot be added to the optimizer or removed from it after offload.initialize: give the optimizer all "
+    "parameters that will ever train, and freeze with requires_grad_(False) those that train later; add_param_group "
+    "may then move them to a group of their own"
 )
 
 
@@ -159,8 +159,8 @@ class Optimizer(torch.optim.Optimizer):
         # torch's `load_state_dict` replaces the list of groups, after which changes would act on one optimizer only.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
             raise UsageError(
-                "the optimizer that offload.initialize was given has other groups than the engine's by now, as "
-                "load_state_dict gives it; load into engine.optimizer"
+                "the optimizer that was passed to offload.initialize no longer has the groups of the engine, for "
+                "instance after load_state_dict; load into engine.optimizer instead"
             )
         if self.settings().keys() != self._taken:
             raise UsageError(_OTHER_GROUPS)
@@ -201,9 +201,9 @@ class Optimizer(torch.optim.Optimizer):
         numbers = [number for group in groups for number in group["params"]]
         if strangers := [number for number in states if number not in set(numbers)]:
             raise UsageError(
-                f"load_state_dict expects states of parameters that a group has, by their numbers there, got "
-                f"{count_of(len(strangers), 'state')} of others, the first is {strangers[0]!r}; give what state_dict() "
-                f"gives, as it is"
+                "load_state_dict expects states of parameters by their numbers in the groups, got "
+                f"{count_of(len(strangers), 'state')} of other numbers, the first is {strangers[0]!r}; pass the "
+                "result of state_dict() unchanged"
             )
         work = [(each, states.get(number, {}), number) for each, number in zip(parameters, numbers, strict=True)]
         # All states are checked before the first is written, so that an error leaves everything as it was.
@@ -217,8 +217,8 @@ class Optimizer(torch.optim.Optimizer):
         if any(trained) and not all(trained):
             without = count_of(trained.count(False), "parameter")
             tell(
-                f"load_state_dict: what was given has no state of {without}, of {len(trained)} that train: moments "
-                f"begin at zero there"
+                f"load_state_dict: the given dict lacks the state of {without} of {len(trained)} trained parameters; "
+                "their moments begin at zero"
             )
 
     def _numbered(self) -> list[nn.Parameter]:
@@ -241,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             raise UsageError("a closure is not supported: the gradients are in the engine")
         if self._engine_step is None:
-            raise UsageError("this optimizer has no engine yet; offload.initialize gives it one")
+            raise UsageError("this optimizer has no engine yet; pass the optimizer to offload.initialize first")
         self._engine_step()
         # A schedule that was made for the torch optimizer looks there, and warns if no step preceded its own.
         if self.replaced is not None:
@@ -271,8 +271,8 @@ class Optimizer(torch.optim.Optimizer):
         if self.rule.name != TORCH:
             return ()
         return (
-            f"{self.rule.known_as} has no kernel here, at least with its options: its own code updates parameter by "
-            f"parameter, on the CPU",
+            f"{self.rule.known_as} has no kernel for these options: its own code updates parameter by parameter on "
+            "the CPU",
         )
 
     def values(self) -> list[dict[str, Any]]:
@@ -312,8 +312,9 @@ def _refuse(optimizer: Any, *_: Any) -> None:
         if any(handle_of(parameter) is not None for parameter in group["params"]):
             raise UsageError(
                 f"this {type(optimizer).__name__} holds parameters of a model under an engine, whose gradients are in "
-                f"the engine, so its step would do nothing: give it to offload.initialize, call engine.step(); with "
-                f"Accelerate, `from offload.hf import Accelerator` and prepare model and optimizer together"
+                "the engine, so its step would do nothing: pass the optimizer to offload.initialize and call "
+                "engine.step(); with Accelerate, `from offload.hf import Accelerator` and prepare model and optimizer "
+                "together"
             )
 
 
@@ -325,12 +326,15 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise UsageError(
-            f'load_state_dict expects what state_dict() of an optimizer gives, a dict with "state" and "param_groups", '
-            f"got {sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}"
+            'load_state_dict expects the result of an optimizer\'s state_dict(), a dict with "state" and '
+            '"param_groups", got '
+            f"{sorted(state_dict) if isinstance(state_dict, Mapping) else type(state_dict).__name__}"
         )
     theirs = [len(group["params"]) for group in state_dict["param_groups"]]
     if theirs != list(sizes):
-        raise UsageError(f"the state is of groups of {theirs} parameters, this optimizer has groups of {list(sizes)}")
+        raise UsageError(
+            f"the state contains groups of {theirs} parameters, this optimizer contains groups of {list(sizes)}"
+        )
     return state_dict["param_groups"], state_dict["state"]
 
 
@@ -348,8 +352,8 @@ def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
         refused = rule.refused(group)
         if refused is not None:
             raise UsageError(
-                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not do; give it to the "
-                f"optimizer before offload.initialize, which then takes another kernel, or runs it by torch"
+                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
+                "option before offload.initialize, which then chooses another kernel or torch's own code"
             )
 
 

@@ -119,9 +119,8 @@ def _explained(optimizer: torch.optim.Optimizer, name: str) -> Iterator[None]:
     except Exception as error:
         kind = type(optimizer)
         raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} has no kernel here, so it would be run by itself, parameter by "
-            f"parameter; with {name} that does not go: {cause(error)}; give another optimizer, or a name "
-            f"in the config"
+            f"{kind.__module__}.{kind.__name__} has no kernel here, so its own code would run parameter by parameter. "
+            f"That fails for {name}: {cause(error)}; give another optimizer, or a name in the config"
         ) from error
 
 
@@ -160,19 +159,19 @@ def _check_apart(
         # Bits are compared: parameters that step together must give exactly what each gives alone.
         alone, _ = _steps(optimizer, options, [value], attributes)[0]
         if not torch.equal(alone, together):
-            raise ValueError("what a parameter becomes depends on others, or on random numbers")
+            raise ValueError("the new value of a parameter depends on other parameters, or on random numbers")
         if value.numel() and torch.equal(alone, value):
-            raise ValueError("a parameter that has a gradient stays as it is; does it step for another optimizer?")
+            raise ValueError("a parameter with a gradient does not change; does this optimizer wrap another one?")
         others = _steps(optimizer, options, [value], attributes, _other_groups(optimizer))[0][0]
         if not torch.equal(others, alone):
-            raise ValueError("what a parameter becomes depends on the number of its group, or on other groups")
+            raise ValueError("the new value of a parameter depends on the number of its group, or on other groups")
     # The memory of the states is laid out once, so no state may appear after the second step.
     early, late = (
         {each.name for each in describe_state(_steps(optimizer, options, values[:1], attributes, count=count)[0][1])}
         for count in (2, _MANY)
     )
     if early != late:
-        raise ValueError(f"it keeps {min(early ^ late)} in some steps only")
+        raise ValueError(f"the state {min(early ^ late)} exists after some steps only")
 
 
 def _other_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -226,7 +225,7 @@ def _steps(
     others += [key for key, size in sizes.items() if len(mine[key]) != size]
     others += [str(key) for key in alone.state if not any(key is parameter for parameter in parameters)]
     if others:
-        raise ValueError(f"it keeps {others[0]} for all parameters together, which changes in a step")
+        raise ValueError(f"a step changes {others[0]}, which all parameters share")
     return [(parameter.detach(), alone.state[parameter]) for parameter in parameters]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps, UpdateStrategy
@@ -156,6 +156,14 @@ class TileReader:
             buffer: memory of the tile, owned by the tile until the worker takes it back.
         """
         reads: list[Future] = []
+        try:
+            return self._begin(job, cut, buffer, reads)
+        except BaseException:
+            wait_for_all(reads)  # no tile exists by which the worker could find them
+            raise
+
+    def _begin(self, job: Job, cut: Cut, buffer: HostBuffer, reads: list[Future]) -> Tile:
+        """Starts the reads of a tile. `reads` receives each as it starts; for the others see `begin`."""
         pieces: dict[State, Piece] = {}
         offset, last = 0, job.is_last(cut)
         for state, dtype in self._held.mode.states.items():

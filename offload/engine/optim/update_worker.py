@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
@@ -196,7 +196,7 @@ class UpdateWorker:
         while self._free and (tile := self._next_tile()) is not None:
             self._reading.append(tile)
         if self._reading:
-            self._compute(self._reading.popleft())
+            self._compute(self._reading[0])
             return True
         if self._writing:
             with self._timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
@@ -282,7 +282,7 @@ class UpdateWorker:
             )
 
     def _compute(self, tile: Tile) -> None:
-        """Waits for the reads of a tile, runs the arithmetic and starts the writes."""
+        """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes."""
         job = tile.job
         with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
             for read in tile.reads:
@@ -294,6 +294,7 @@ class UpdateWorker:
             job.steps.run(tile.content, tile.last)
         # A rule may pass over a unit several times. Only the last pass writes; the buffers of others are just reused.
         if not tile.last:
+            self._reading.popleft()
             self._free.append(tile.buffer)
             return
         for piece in tile.pieces.values():
@@ -301,7 +302,9 @@ class UpdateWorker:
                 self._copy(piece.away, piece.work)
             if piece.buffer is not None:
                 tile.writes[piece.state] = piece.first, self._write(job.unit, piece, piece.buffer)
+        # In one of the two queues at any time, so that `_drain` finds the requests of a tile that fails in between.
         self._writing.append(tile)
+        self._reading.popleft()
         if tile.cut.stop == job.update.numel:
             self._computed(tile)
 
@@ -375,8 +378,4 @@ class UpdateWorker:
         """Waits for every request after an error, so that no buffer is freed while a request uses it."""
         # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
         for tile in [*self._reading, *self._writing]:
-            for future in [*tile.reads, *(write for _, write in tile.writes.values())]:
-                try:
-                    future.wait()
-                except OSError:
-                    pass  # the first error is the one that is reported
+            wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])

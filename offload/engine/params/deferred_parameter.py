@@ -243,8 +243,8 @@ def _whole_of(tensor: DeferredParameter) -> Any:
 def _refused_part(name: str, where: str) -> ConfigError:
     """Returns the error for a write that depends on values that do not exist yet."""
     return ConfigError(
-        f"{where} changes a weight by {name}, whose values offload.init leaves for later: write it in reset_parameters "
-        f"(or _init_weights, in a model of transformers), or build this model outside of offload.init"
+        f"{where} changes a weight by {name}, but offload.init fills weights later: move the change to "
+        "reset_parameters (or _init_weights, in a model of transformers), or build this model outside of offload.init"
     )
 
 
@@ -265,8 +265,8 @@ def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _refusal(what: str) -> UsageError:
     """Returns the error for a use that needs values."""
     return UsageError(
-        f"{what} needs the values of a parameter that has none yet: in a model of offload.load_pretrained or "
-        f"offload.init they are made by offload.initialize; call it first"
+        f"{what} needs the values of a parameter that does not contain any yet: call offload.initialize first, which "
+        "fills the parameters of offload.load_pretrained and offload.init"
     )
 
 

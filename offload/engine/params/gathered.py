@@ -48,8 +48,11 @@ def gathered(
     # An owner that can fetch now runs a forward or a backward.
     for place in places:
         if place.engine.fetch(place.unit):
-            raise UsageError("gathered() is for between forwards and backwards; inside of them parameters are there")
+            raise UsageError(
+                "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
+            )
     taken: list[ParamHandle] = []
+    misfits: list[UsageError] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
         for place in places:
@@ -58,7 +61,11 @@ def gathered(
         yield
     finally:
         given = [(place, place.let_go()) for place in taken]
-        changed = [(place, values) for place, values in given if not _same_bits(values, place.read())]
+        before = [(place, values, place.read()) for place, values in given]
+        # Raised after this block, which must not replace an exception of the user. Then no change is kept, but on
+        # several ranks this one still takes part below.
+        misfits = [_misfit(values, old) for _, values, old in before if not _same_kind(values, old)]
+        changed = [(place, values) for place, values, old in before if not misfits and not _same_bits(values, old)]
         if modify:
             # Also for units without a change: every rank must come to the same `end_edits`, in the same order.
             for unit in dict.fromkeys((place.engine, place.unit) for place in taken):
@@ -66,9 +73,12 @@ def gathered(
                     if (place.engine, place.unit) == unit:
                         place.edit(values)
                 unit[0].end_edits(unit[1])
+    if misfits:
+        raise misfits[0]
     if changed and not modify:
         raise UsageError(
-            f"parameter {changed[0][0].name} was changed inside of gathered(); the change is dropped: say modify=True"
+            f"parameter {changed[0][0].name} was changed inside of gathered(), and the change is dropped: pass "
+            "modify=True"
         )
 
 
@@ -84,11 +94,19 @@ def _places_of(params: Any) -> list[ParamHandle]:
     return list(dict.fromkeys(place for place in found if place is not None))
 
 
+def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns True if two tensors have one shape and dtype."""
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _misfit(one: torch.Tensor, other: torch.Tensor) -> UsageError:
+    """Returns the error for a gathered parameter that became `one` and was `other`."""
+    return UsageError(
+        f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"
+    )
+
+
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns True if two tensors are equal bit for bit, so that a NaN equals itself and -0 differs from 0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        raise UsageError(
-            f"a gathered parameter became {list(one.shape)} {one.dtype}, it was {list(other.shape)} {other.dtype}"
-        )
+    """Returns True if two tensors of one kind are equal bit for bit: a NaN equals itself, and -0 differs from 0."""
     one, other = (tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(one, other)

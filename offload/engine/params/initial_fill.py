@@ -49,7 +49,9 @@ def make_resident_shards(
                 # `spare`.
                 promoted = (unit, state) in placement.promoted
                 lease = (host.weights if promoted else host.homes).take(nbytes)
-                assert lease is not None, "the class of homes was sized for every home, the cache for what was raised"
+                assert lease is not None, (
+                    "the arena classes were sized for the units of the host tier and for the promoted units"
+                )
                 resident = ResidentShard(lease.tensor(mode.states[state]), lease.buffer, lease if promoted else None)
             else:
                 resident = ResidentShard(device.keep(nbytes).view(mode.states[state]), None)

@@ -81,7 +81,7 @@ class LocalShards:
         if self.store is not None and self.store.keeps(unit, state):
             return [self.store.read(unit, state, self.store.newest[unit], start, buffer, compare=compare)]
         home = self.resident_of(unit, state)
-        assert home is not None, "what is not on disk has a home above it"
+        assert home is not None, "a state that is not on disk has a tier above"
         part = home.tensor.view(torch.uint8)[start : start + len(buffer)]
         self.device.copy(torch.frombuffer(buffer, dtype=torch.uint8), part)
         return []

@@ -57,9 +57,9 @@ def deferring_weights() -> Iterator[None]:
         if "meta" not in str(error).lower():
             raise
         raise ConfigError(
-            f"{_place_of(error)} computes with values of parameters, which offload.init leaves for later ({error}); "
-            f"build this model outside of offload.init, or load it by its own from_pretrained, and give it to "
-            f"offload.initialize"
+            f"{_place_of(error)} computes with values of parameters, but offload.init fills parameters later "
+            f"({error}); build this model outside of offload.init, or load it with its own from_pretrained, and pass "
+            "it to offload.initialize"
         ) from error
     finally:
         removal.remove()
@@ -148,8 +148,8 @@ def materialize(model: nn.Module, names: Sequence[str], seed: int) -> None:
         if parameter.numel() and bool(parameter.isnan().all()):
             raise ConfigError(
                 f"parameter {name} of {type(model.get_submodule(name.rpartition('.')[0])).__name__} has no initial "
-                f"value: its module has no reset_parameters that sets it; give it one, or build the model outside "
-                f"of offload.init"
+                "value: its module has no reset_parameters that sets the parameter; add that method, or build the "
+                "model outside of offload.init"
             )
 
 

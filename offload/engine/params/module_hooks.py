@@ -35,6 +35,7 @@ from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, storage_address
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
+from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
@@ -53,7 +54,7 @@ class _Frame(NamedTuple):
     in_backward: bool
     """True if the site was entered inside of a backward: after an exception there, torch itself removes the hooks."""
     call: types.FrameType
-    """The Python frame of the module's call, to tell a running site from one that an interrupt has ended."""
+    """The Python frame of the module's call, to tell a running site from one that a Ctrl-C has ended."""
     casts_kept: bool
     """The state of torch's autocast cache before this site; see [Note: casts]."""
 
@@ -64,8 +65,6 @@ class _Nesting(threading.local):
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
         """Sites that were entered and not left, outermost first."""
-        self.casts_kept: bool | None = None
-        """`casts_kept` of the outermost frame until restored, since an interrupt may arrive when the frame is gone."""
 
 
 class ModuleHooks:
@@ -133,6 +132,7 @@ class ModuleHooks:
         self._removers.clear()
         self._compute.remove()
 
+    @uninterrupted
     def reset_aborted(self) -> None:
         """Releases everything that an aborted forward or backward left behind. Does nothing inside of a backward.
 
@@ -151,28 +151,26 @@ class ModuleHooks:
         if self._in_backward:  # the callback at its end never ran
             self._in_backward = self._gradient_seen = False
             self.forget_gradients()
-        if not self._bindings.whole:
-            self._bindings.reset()
+        self._bindings.reset()
 
+    @uninterrupted
     def leave_all(self) -> None:
-        """Leaves every site that an interrupt left open: torch calls no hooks after a `KeyboardInterrupt`."""
+        """Leaves every site that a Ctrl-C left open: torch calls no hooks after a `KeyboardInterrupt`."""
         while self._local.frames:
             frame = self._local.frames.pop()
             if frame.pushed and not frame.in_backward:
                 self._saved.pop()
+            if frame.casts_kept:  # otherwise an enclosing context restores the cache
+                torch.set_autocast_cache_enabled(True)
             self._thread = None
-        # An interrupt may have come between the push of the hooks and the storing of its frame.
-        self._saved.pop_left()
-        if self._local.casts_kept:  # otherwise an enclosing context restores the cache
-            torch.set_autocast_cache_enabled(True)
-        self._local.casts_kept = None
 
     def forget_gradients(self) -> None:
-        """Drops gradients that an interrupt left in `.grad` before the engine took them."""
+        """Drops gradients that an aborted backward left in `.grad` before the engine took them."""
         for place in self._trainable:
             if place.parameter.grad is not None:
                 place.parameter.grad = None
 
+    @uninterrupted
     def fetch(self, unit: int, stays: bool = False) -> bool:
         """Materializes `unit` for the forward or the backward that runs now.
 
@@ -235,11 +233,12 @@ class ModuleHooks:
         frames = self._local.frames
         return called is module and bool(frames) and frames[-1].module is module
 
+    @uninterrupted
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
         """Enters a site: begins a pass at the outermost one, then materializes the site's units."""
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
-        # An interrupt has ended the outermost call without its post-hook: its frame is no longer on the stack.
+        # A Ctrl-C has ended the outermost call without its post-hook: its frame is no longer on the stack.
         if again and local.frames and not _is_running(local.frames[0].call):
             self.reset_aborted()
         if not local.frames:
@@ -250,10 +249,8 @@ class ModuleHooks:
                 self._pager.begin(kind)
                 self._timeline.begin_phase(Phase.FORWARD if kind is PassKind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
-        if not local.frames:
-            local.casts_kept = kept
         frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
-        # Stored before any unit is used: after an exception or an interrupt below, the frame lists what to undo.
+        # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.
         torch.set_autocast_cache_enabled(False)
@@ -265,6 +262,7 @@ class ModuleHooks:
             self._let_go(local.frames.pop())
             raise
 
+    @uninterrupted
     def _leave(self, output: Any) -> Any:
         """Leaves the innermost site, and returns the output without views of weights."""
         frame = self._local.frames[-1]
@@ -286,7 +284,7 @@ class ModuleHooks:
         for unit in reversed(frame.units):
             self._bindings.release_unit(unit)
         if not self._local.frames:
-            self._thread = self._local.casts_kept = None
+            self._thread = None
             if not inside_backward():
                 self._bindings.end_kept()
                 self._pager.end_forward()
@@ -313,6 +311,7 @@ class ModuleHooks:
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
 
+    @uninterrupted
     def _begin_backward(self) -> None:
         """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
         if not self._in_backward:
@@ -322,6 +321,7 @@ class ModuleHooks:
             self._in_backward = True
             call_after_backward(self._end_backward)
 
+    @uninterrupted
     def _end_backward(self) -> None:
         """Ends the outermost backward. torch calls this once the graph task has ended."""
         self._bindings.end_kept()
@@ -333,6 +333,7 @@ class ModuleHooks:
     def _gradient_hook(self, place: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
 
+        @uninterrupted
         def hook(parameter: torch.Tensor) -> None:
             self._begin_backward()
             # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.

@@ -123,8 +123,7 @@ class ParamHandle:
         """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
         with plain_tensors():
             self._version, self._address = self.parameter._version, values.data_ptr()
-        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule. If an interrupt
-        # arrives between the two, the parameter counts as materialized over the NaN; `changed` allows for that.
+        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
         self.parameter.__class__ = self._class
         self.parameter.data = values
         self.parameter.__dict__.pop("offload_handle", None)
@@ -132,9 +131,7 @@ class ParamHandle:
     @property
     def changed(self) -> bool:
         """True if the materialized parameter was changed in place, or received other memory."""
-        if (
-            not self.materialized or self.parameter.data_ptr() == self._nan.data_ptr()
-        ):  # an interrupt came before `materialize` ended
+        if not self.materialized:
             return False
         return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
 
@@ -147,8 +144,8 @@ class ParamHandle:
         """Returns the error that `requires_grad_(True)` of a frozen parameter raises."""
         return UsageError(
             f"parameter {self.name} was frozen when offload.initialize took the model, so it has no optimizer states; "
-            f"set requires_grad before. What is to train later may be frozen after offload.initialize until then, and "
-            f"stays as it is meanwhile"
+            "set requires_grad before offload.initialize. A parameter that shall train later may be frozen after "
+            "offload.initialize"
         )
 
     def release(self) -> None:
@@ -157,7 +154,7 @@ class ParamHandle:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         self.parameter.data = self._nan
-        self.parameter.__dict__["offload_handle"] = self  # before the class: an interrupt leaves no placeholder without
+        self.parameter.__dict__["offload_handle"] = self
         self.parameter.__class__ = PagedParameter
 
     @property
@@ -233,8 +230,8 @@ class ParamHandle:
         """The owner. Raises `UsageError` if the engine was destroyed."""
         if self.owner is None:
             raise UsageError(
-                f"parameter {self.name} has no weights: its engine was destroyed; ask for state_dict() before, or "
-                f"resume the run"
+                f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
+                "destroy(), or resume the run"
             )
         return self.owner
 
@@ -332,7 +329,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         elif not places[key].materialized:
             raise BudgetError(
                 f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
-                f'and their units have no room there together; raise "device_memory" in the "offload" block'
+                'but their units do not fit together; raise "device_memory" in the "offload" block'
             )
     before = {key: real[key]._version for key in outside}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
@@ -366,7 +363,7 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
         if of is not None:
             raise UsageError(
                 f"{_name(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
-                f"what is written to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
+                "writes to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
             )
     elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
         value.flags.writeable = False  # a view by numpy() or asarray()
@@ -389,8 +386,8 @@ def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
-            f"parameter {place.name} is {mine} for as long as it is under an engine, it cannot become {given}; "
-            f"precision and device are set in the config"
+            f"parameter {place.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
+            "device are set in the config"
         )
 
 

@@ -17,6 +17,7 @@ from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
+from offload.interrupts import uninterrupted
 from offload.swapper.pager import Pager
 from offload.torch_internals import (
     has_no_storage,
@@ -108,7 +109,7 @@ class SavedTensors:
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
-                f"torch.autograd.grad instead of torch.func, or a copy.deepcopy of the part in question"
+                "torch.autograd.grad instead of torch.func, or a copy.deepcopy of the submodule in question"
             ) from error
         return True
 
@@ -117,11 +118,6 @@ class SavedTensors:
         """True if the innermost hooks of the calling thread are this object's."""
         top = top_saved_tensor_hooks()
         return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
-
-    def pop_left(self) -> None:
-        """Pops hooks that an interrupt has left behind. No site may be running."""
-        while self._active:
-            self.pop()
 
     @staticmethod
     def pop() -> None:
@@ -150,11 +146,12 @@ class SavedTensors:
         if used is not None:
             raise UsageError(
                 f"parameter {used} is used by compiled code while no module that owns it runs; call that module, name "
-                f'the one that uses it in "units" of the "offload" block, or tell by '
-                f"offload.register_external_parameter(module, parameter)"
+                'the one that uses it in "units" of the "offload" block, or call '
+                "offload.register_external_parameter(module, parameter)"
             )
         return None
 
+    @uninterrupted
     def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 

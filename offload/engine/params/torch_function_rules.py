@@ -30,10 +30,6 @@ from offload.engine.params.paged_parameter import (
 from offload.errors import UsageError
 from offload.torch_internals import SHALLOW_COPY_QUERY
 
-_DEPTH = 6
-"""Frames to search for a caller: a little more than lie between a call of a torch function and its rule."""
-
-
 _LIBRARIES = frozenset({"offload", "torch", "transformers", "accelerate", "peft", "trl"})
 """Libraries that read `.grad` for their own purposes and cope with None."""
 
@@ -76,7 +72,10 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
         return  # the parameter's own memory
     check_kind(place, tensor, values)
     if not isinstance(tensor, PagedParameter):
-        raise UsageError(f"`.data` of what `.data` or detach() of {place.name} gave cannot be set; set the parameter's")
+        raise UsageError(
+            f"`.data` of a tensor that `.data` or detach() of {place.name} returned cannot be set; set `.data` of the "
+            "parameter"
+        )
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases receive copies: `values` may be one
         # In a running module the weights are materialized, and an alias shares their memory, as in torch.
@@ -110,8 +109,8 @@ def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
     place = tensor.offload_handle
     if value and isinstance(tensor, PagedParameterView):
         raise UsageError(
-            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() it to make a parameter "
-            f"of its own"
+            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() this tensor to make a "
+            "parameter of its own"
         )
     if value and not place.trainable:
         raise place.cannot_train()
@@ -152,19 +151,25 @@ def _is_asked_by_a_library() -> bool:
     """Returns True if the torch function was called by a library and not by code of the user."""
     frame: types.FrameType | None = sys._getframe()
     # The first frame outside of the dispatch is the caller's.
-    while frame is not None and frame.f_globals.get("__name__") in _DISPATCH:
+    while frame is not None and _module_of(frame) in _DISPATCH:
         frame = frame.f_back
-    return frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LIBRARIES
+    return frame is None or _module_of(frame).partition(".")[0] in _LIBRARIES
 
 
 def _is_called_by(file: str) -> bool:
-    """Returns True if the torch function was called in `file`, directly or a few calls below."""
+    """Returns True if the torch function was called in `file` of torch, directly or through other code of torch."""
     frame: types.FrameType | None = sys._getframe()
-    for _ in range(_DEPTH):
-        frame = frame.f_back if frame is not None else None
-        if frame is not None and frame.f_code.co_filename == file:
+    # The first frame that is neither the dispatch's nor torch's belongs to the code that called torch.
+    while frame is not None and ((name := _module_of(frame)) in _DISPATCH or name.partition(".")[0] == "torch"):
+        if frame.f_code.co_filename == file:
             return True
+        frame = frame.f_back
     return False
+
+
+def _module_of(frame: types.FrameType) -> str:
+    """Returns the name of the module whose code a frame runs."""
+    return str(frame.f_globals.get("__name__"))
 
 
 def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +179,8 @@ def _convert(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     form = kwargs.pop("memory_format", None)
     if form not in (None, torch.preserve_format, torch.contiguous_format):
         raise UsageError(
-            f"parameter {tensor.offload_handle.name} lies contiguously in the swap tiers, it cannot become {form}"
+            f"parameter {tensor.offload_handle.name} is stored contiguously in the swap tiers, so it cannot become "
+            f"{form}"
         )
     # torch parses the many signatures of `to`: one element shows the dtype and the device that result.
     probe = call_plainly(func, torch.empty((), dtype=tensor.dtype, device=tensor.device), *args, **kwargs)
@@ -197,7 +203,7 @@ def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
     """Implements `repr()` and `format()`, without the values."""
     place = tensor.offload_handle
     return (
-        f"Paged({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
+        f"PagedParameter({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
         f"requires_grad={tensor.requires_grad})"
     )
 

@@ -31,6 +31,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
 from offload.torch_internals import under_modes, without_modes
@@ -113,6 +114,7 @@ class UnitViews:
             self._unbind(unit)
 
     @_without_modes
+    @uninterrupted
     def use(self, index: int) -> None:
         """Materializes the parameters of a unit. Each call needs one `release_unit`; the last one ends it."""
         unit = self._units[index]
@@ -121,6 +123,7 @@ class UnitViews:
             unit.uses += 1
 
     @_without_modes
+    @uninterrupted
     def release_unit(self, index: int) -> None:
         """Ends one use."""
         unit = self._units[index]
@@ -131,6 +134,7 @@ class UnitViews:
             self._unbind_idle(unit)
 
     @_without_modes
+    @uninterrupted
     def keep(self, index: int) -> None:
         """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
         with self._lock:
@@ -138,6 +142,7 @@ class UnitViews:
             self._units[index].kept = True
 
     @_without_modes
+    @uninterrupted
     def end_kept(self) -> None:
         """Releases the units of `keep`, and the unit that a backward viewed last."""
         with self._lock:
@@ -149,6 +154,7 @@ class UnitViews:
             self._sweep()
 
     @_without_modes
+    @uninterrupted
     def view(
         self, index: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
     ) -> torch.Tensor:
@@ -179,6 +185,7 @@ class UnitViews:
         binding = self._at.get(address)
         return binding if binding is not None and binding.alive else None
 
+    @uninterrupted
     def settle(self) -> None:
         """Checks that weights may change: raises `UsageError` if a view of any weights is alive."""
         with self._lock:
@@ -191,8 +198,8 @@ class UnitViews:
                 names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
                 raise UsageError(
                     f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
-                    f"autograd.Function (use save_for_backward), in a list, in the frames of an exception "
-                    f"(sys.last_traceback). Drop it, or clone() what shall stay"
+                    "autograd.Function (use save_for_backward), in a list, in the frames of an exception "
+                    "(sys.last_traceback). Drop the view, or clone() the values that shall stay"
                 )
 
     def check_not_gathered(self, what: str) -> None:
@@ -201,28 +208,17 @@ class UnitViews:
         if gathered:
             raise UsageError(f"weights cannot be {what} while {gathered[0]} is gathered: leave the `with` block first")
 
-    @property
-    def whole(self) -> bool:
-        """True if nothing is left over from an aborted forward or backward."""
-        with self._lock:
-            self._sweep()
-            idle = all(unit.binding is None and not unit.uses and not unit.kept for unit in self._units)
-            lingering = all(binding.flat is None for binding in self._live)
-            return idle and lingering and self._pager.pins == len(self._live)
-
+    @uninterrupted
     def reset(self) -> None:
         """Releases all parameters and pins that an aborted forward or backward left behind."""
         with self._lock:
             for unit in self._units:
-                unit.uses, unit.kept = 0, False
-                self._unbind(unit)
-            self._recent = None
-            for binding in self._live:
-                binding.flat = None
+                if unit.binding is not None or unit.uses or unit.kept:
+                    unit.uses, unit.kept = 0, False
+                    self._unbind(unit)
+            self._let_go_of_recent()
             # A view that the user still holds keeps its pin: see [Note: lingering].
-            self._live = [binding for binding in self._live if binding.alive]
-            # An interrupt between a pin and its record leaves the pager's counts wrong, so they are set anew.
-            self._pager.set_pins([binding.unit for binding in self._live])
+            self._sweep()
 
     # -- under the lock -----------------------------------------------------------------------------
 
@@ -253,7 +249,6 @@ class UnitViews:
                 if not self._give_way():
                     raise
         binding = Binding(index, memory)
-        # Listed before it is indexed: `whole` compares the list with the pager's pins after an interrupt.
         self._live.append(binding)
         self._at[binding.address] = binding
         return binding
@@ -289,7 +284,7 @@ class UnitViews:
 
         Raises:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
-                change in place alone also stops the engine: device buffer and stored weights disagree from then on.
+                change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
         # Collected before `release`, which replaces the parameter's data.
         changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
@@ -303,7 +298,7 @@ class UnitViews:
         # Reverted before the error, or a parameter without optimizer states would go on training.
         for place in thawed:
             place.parameter.requires_grad = False
-        if thawed:
+        if thawed and not changed:
             raise thawed[0].cannot_train()
         if changed:
             error = UsageError(
@@ -318,5 +313,5 @@ class UnitViews:
         for binding in [binding for binding in self._live if not binding.alive]:
             if self._at.get(binding.address) is binding:
                 del self._at[binding.address]
-            self._live.remove(binding)  # before the pin: `whole` detects an interrupt in between
+            self._live.remove(binding)
             self._pager.release(binding.unit)

@@ -23,6 +23,7 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
+from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.sizes import GIB, format_size
 from offload.states import State
@@ -129,6 +130,7 @@ class WeightEdits:
         """Returns True if an edit of this state of a parameter is pending."""
         return self._pending_unit == unit and (position, state) in self._pending
 
+    @uninterrupted
     def edit(self, unit: int, position: int, values: torch.Tensor, state: State = State.WEIGHT) -> None:
         """Replaces the weights of one parameter, or another state of it that outlives a step.
 
@@ -149,8 +151,8 @@ class WeightEdits:
             # Equal values are allowed, since `load_state_dict` writes every parameter.
             if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
                 raise UsageError(
-                    f"parameter {place.name} is frozen: its weights lie once in the store and are never written; "
-                    f"change them before offload.initialize"
+                    f"parameter {place.name} is frozen: its weights are stored once and never written again; change "
+                    "them before offload.initialize"
                 )
             return
         dtype = self._dtype if values.dtype == self._dtype and state is State.WEIGHT else torch.float32
@@ -178,6 +180,7 @@ class WeightEdits:
         """Returns the number of times that the weights of `unit` have changed."""
         return self._pager.updates(unit)
 
+    @uninterrupted
     def flush(self) -> None:
         """Applies the pending edits."""
         if not self._pending:
@@ -245,9 +248,9 @@ class WeightEdits:
         free = free_host_memory()
         if need > free:
             raise BudgetError(
-                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; "
-                f"engine.save_pretrained(folder) writes its files a few megabytes at a time; or ask the submodules for "
-                f"theirs, one after the other"
+                f"state_dict() of this model takes {format_size(need)} of RAM, {format_size(free)} is free; call "
+                "engine.save_pretrained(folder), which writes a few megabytes at a time, or state_dict() of one "
+                "submodule after the other"
             )
 
 
@@ -255,6 +258,6 @@ def _refuse_assign(module: nn.Module, state: Any, prefix: str, metadata: Mapping
     """Raises `UsageError` for `load_state_dict(assign=True)`, which would replace the parameters."""
     if metadata.get("assign_to_params_buffers"):
         raise UsageError(
-            "load_state_dict(assign=True) would put other parameters into the model, which the engine does not know; "
-            "leave assign out: values are copied into the swap tiers"
+            "load_state_dict(assign=True) would put other parameters into the model, which the engine does not "
+            "manage; leave assign out: values are copied into the swap tiers"
         )

@@ -22,8 +22,8 @@ def check_alone(optimizer: str, world_size: int) -> None:
     """Raises `ConfigError` if an optimizer without a kernel would have to work on partitions of parameters."""
     if optimizer == TORCH and world_size > 1:
         raise ConfigError(
-            f"an optimizer without a kernel needs whole parameters, which lie in parts on {world_size} ranks; train on "
-            f"one rank, or with AdamW"
+            f"an optimizer without a kernel needs complete parameters, but {world_size} ranks store shards of them; "
+            "train on one rank, or with AdamW"
         )
 
 
@@ -71,8 +71,8 @@ def check_same(
         for rank, others in enumerate(everyone):
             if others[name] != mine:
                 raise ConfigError(
-                    f"rank {rank} was given other {name} than rank 0: {_brief(others[name])}, not {_brief(mine)}; "
-                    f"give every rank the same model and config"
+                    f"the {name} of rank {rank} and of rank 0 differ: {_brief(others[name])}, not {_brief(mine)}; "
+                    "give every rank the same model and config"
                 )
 
 
@@ -88,7 +88,7 @@ def check_model(model: nn.Module) -> None:
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
-            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model as it was before it was quantized"
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization"
         )
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
@@ -110,7 +110,7 @@ def check_model(model: nn.Module) -> None:
     _check_absent(model)
     if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError(
-            "this model is under an engine already; destroy does not give its weights back: build a new one"
+            "this model is under an engine already, and destroy() does not restore its weights: build a new model"
         )
 
 
@@ -123,16 +123,16 @@ def _check_absent(model: nn.Module) -> None:
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]
     if lost and any(map(is_deferred, named.values())):
         raise ConfigError(
-            f"parameter {lost[0]} was put on the meta device beside those of offload.init or load_pretrained, so its "
-            f"values are gone; make it on the CPU, or inside of offload.init"
+            f"parameter {lost[0]} was put on the meta device outside of offload.init and load_pretrained, so its "
+            "values are gone; create the parameter on the CPU, or inside of offload.init"
         )
     for name, parameter in named.items():
         origin = origin_of(parameter)
         if origin is not None and origin.shape != tuple(parameter.shape):
             raise ConfigError(
-                f"parameter {name} has shape {list(parameter.shape)} now, and what load_pretrained has found for it "
-                f"has shape {list(origin.shape)}; a model can be resized before its folder is written, or built in "
-                f"its new size and loaded with ignore_mismatched_sizes=True"
+                f"parameter {name} has shape {list(parameter.shape)} now, but load_pretrained found shape "
+                f"{list(origin.shape)} in the folder; resize the model before its folder is written, or build the "
+                "model in its new size and load with ignore_mismatched_sizes=True"
             )
 
 

@@ -143,5 +143,5 @@ def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
     """
     cure = f'give --dtype fp32, or leave the block "{block}" out of the config'
     if kept:
-        cure = "a run that goes on keeps its dtype; begin another in fp32, or go on with it on another machine"
+        cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     return f"{dtype} products are {slower:.1f} times slower than fp32 on this processor: {cure}"

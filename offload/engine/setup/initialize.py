@@ -162,7 +162,7 @@ def _initialize(
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     # The user's object wins over the config, as in DeepSpeed.
     if optimizer is not None and loaded.optimizer is not None:
-        unused = f"the optimizer {loaded.optimizer.type} of the config is not used: optimizer= is given"
+        unused = f"the optimizer {loaded.optimizer.type} of the config is not used, because optimizer= is given"
         plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
     loader = None
     if training_data is not None:
@@ -182,7 +182,7 @@ def _initialize(
         logger.info(effective(loaded, batch, plan.world_size))
         for notice in engine.notices:
             tell(notice)
-        logger.debug("the whole config: %s", json.dumps(engine.config, indent=2))
+        logger.debug("the complete config: %s", json.dumps(engine.config, indent=2))
     # A step of another optimizer on these parameters would have no effect, so it raises from now on.
     refuse_others()
     return Initialized(engine, chosen, loader, schedule)
@@ -195,8 +195,8 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
-            f"gradients are clipped to a global norm of {clip:g}, since the config does not say; "
-            f'"gradient_clipping": 0 leaves them as they are, as older DeepSpeed did',
+            f'gradients are clipped to a global norm of {clip:g}, since the config does not say; "gradient_clipping": '
+            "0 turns clipping off, as in older DeepSpeed",
         ),
         (
             ranks > 1 and stage < 3,
@@ -205,9 +205,9 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
         ),
         (
             bool(wide),
-            f"{wide[0] if wide else ''} is float64, which is not kept: the model is trained in {config.dtype}"
-            f"{'' if config.dtype == 'fp32' else ', with masters of 32 bits'}; model.float() before initialize says so "
-            f"without this line",
+            f"{wide[0] if wide else ''} is float64, which is not supported: the model is trained in "
+            f"{config.dtype}{'' if config.dtype == 'fp32' else ', with masters of 32 bits'}; call model.float() "
+            "before initialize to silence this message",
         ),
     )
     return tuple(line for holds, line in lines if holds)
@@ -262,7 +262,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
                 store.create(over=plan.resume or plan.replace)
                 if plan.ranks is not None:
                     # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-                    plan.ranks.share(None, "make its store")
+                    plan.ranks.share(None, "create its store")
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             files = RunFiles(queue=queue, store=store, written=written)
@@ -375,9 +375,9 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
-            f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, others have: the run was "
-            f"of another number of ranks, or another drive is mounted there; go on with as many ranks as it had, or "
-            f"choose another run name"
+            f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, other ranks have: the run "
+            "had another number of ranks, or another drive is mounted there; resume with as many ranks as the run "
+            "had, or choose another run name"
         )
     return None
 

@@ -193,7 +193,10 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     if why_not is None:
         return True, ()
     return False, (
-        f"the CPU sums the squares of gradients and updates what lives on the GPU, and is slower: {why_not}",
+        (
+            "the CPU, not the GPU, sums the squares of gradients and updates weights on the GPU, which is slower: "
+            f"{why_not}"
+        ),
     )
 
 

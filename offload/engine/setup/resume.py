@@ -78,7 +78,7 @@ def no_room(config: Config, placed: PlacedStates, ranks: Ranks | None) -> str | 
         return None
     return (
         f"durability none: two slots need {format_size(short.need)}, {short.path} has {format_size(short.free)} free; "
-        f"one slot is written in place, and a killed run cannot be resumed"
+        "one slot is used and overwritten in place, so a killed run cannot be resumed"
     )
 
 
@@ -92,8 +92,8 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             if offload.durability == "auto":
                 return True, ()  # the machine has more memory now, or tiers changed: keep the store
             raise StoreError(
-                f"{os.path.join(config.drives[0], offload.run)} holds a run, but this configuration keeps no "
-                f'store: give it the homes that the run had, or set "durability": "step", or choose another run name'
+                f"{os.path.join(config.drives[0], offload.run)} contains a run, but this configuration keeps no "
+                'store: give the config the tiers of the run, or set "durability": "step", or choose another run name'
             )
         return False, ()
     status = run_status(config.drives, offload.run)
@@ -101,21 +101,23 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if status.exists and offload.resume in ("never", "restart"):
         # A run in use must not be deleted under the process that trains it.
         if held := next((who for rank in rank_folders(Path(folder)) if (who := holder(rank))), None):
-            raise StoreError(f"{folder} is in use by {held}, and trains; wait for its end, or choose another run name")
+            raise StoreError(
+                f"{folder} is in use by {held}, which trains; wait until that process ends, or choose another run name"
+            )
         if offload.resume == "never" and not status.closed:
             raise StoreError(
-                f'{folder} holds a run that did not end; go on with it by --resume auto ("resume": "auto"), or start '
-                f'over by --resume restart ("resume": "restart"), or delete it with `offload rm {folder}`, or choose '
-                f"another run name"
+                f'{folder} holds a run that did not end; resume the run with --resume auto ("resume": "auto"), or '
+                'start over with --resume restart ("resume": "restart"), or delete the run with `offload rm '
+                f"{folder}`, or choose another run name"
             )
         size = format_size(find_removal(Path(folder)).nbytes)
         how = "which was closed at its end" if status.closed else "which did not end"
-        keeps = '"resume": "auto" would go on with one, another run name keeps it'
+        keeps = '"resume": "auto" would resume such a run, another run name keeps it'
         return False, (f"the run in {folder} ({size}), {how}, is replaced; {keeps}",)
     if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
         raise StoreError(
-            f"{folder} was finished at step {status.finished.get('steps')}, so nothing is left to resume; "
-            f'choose another run name, or start over with "resume": "never" (--resume never)'
+            f"{folder} was finished at step {status.finished.get('steps')}, so no step is left to resume; choose "
+            'another run name, or start over with "resume": "never" (--resume never)'
         )
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed step')
@@ -129,11 +131,11 @@ def leftovers(config: Config) -> tuple[str, ...]:
         return ()
     shown = ", ".join(f"{each.path} ({format_size(each.nbytes)})" for each in found[:_SHOWN])
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    are = "other run that nobody holds takes" if len(found) == 1 else "other runs that nobody holds take"
+    are = "other run that no process uses takes" if len(found) == 1 else "other runs that no process uses take"
     return (
         Remark(
-            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: "
-            f"{shown}{more}; `offload inspect {found[0].path.parent}` tells of them, `offload rm` deletes one"
+            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; `offload inspect "
+            f"{found[0].path.parent}` describes them, `offload rm` deletes one"
         ),
     )
 
@@ -147,6 +149,6 @@ def check_fits(progress: Snapshot, model: nn.Module, optimizer: Optimizer) -> No
         raise StoreError(f"buffer {name} has shape {theirs.get(name)} in the run and {mine.get(name)} in this model")
     if len(progress.facts["groups"]) != len(optimizer.param_groups):
         raise StoreError(
-            f"the run has {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer has "
-            f"{len(optimizer.param_groups)}"
+            f"the run contains {count_of(len(progress.facts['groups']), 'group')} of parameters, this optimizer "
+            f"contains {len(optimizer.param_groups)}"
         )

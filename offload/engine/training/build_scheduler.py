@@ -53,21 +53,22 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
     """Raises `ConfigError` if a schedule needs arguments, cannot be stepped, or belongs to another optimizer."""
     if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "ReduceLROnPlateau needs a metric at each step, which engine.step() has not; call its step(metric) "
-            "yourself and do not pass it as lr_scheduler"
+            "ReduceLROnPlateau needs a metric at each step, which engine.step() cannot supply; call step(metric) of "
+            "the schedule yourself and do not pass the schedule as lr_scheduler"
         )
     if not callable(getattr(schedule, "step", None)):
         raise ConfigError(
-            f"lr_scheduler= expects a schedule, an object with step(), or a function that makes one of the optimizer, "
-            f'got {type(schedule).__name__}; one by name is made by the config\'s block "scheduler"'
+            "lr_scheduler= expects a schedule, an object with step(), or a function that makes a schedule from the "
+            f'optimizer, got {type(schedule).__name__}; to choose a schedule by name, use the block "scheduler" of '
+            "the config"
         )
     # Groups are compared and not optimizers: a replaced torch optimizer shares its groups with the engine's.
     groups = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
     if groups and groups[0] is not optimizer.param_groups[0]:
         raise ConfigError(
             f"the {type(schedule).__name__} that was passed as lr_scheduler= moves the learning rates of another "
-            f"optimizer than the engine's; pass its optimizer as optimizer= too, or as lr_scheduler= a function that "
-            f"makes the schedule of the optimizer that it gets"
+            "optimizer than the engine's; pass its optimizer as optimizer= too, or pass as lr_scheduler= a function "
+            "that makes the schedule from the optimizer that the function receives"
         )
 
 
@@ -91,5 +92,8 @@ def _unused_rates(schedule: Schedule) -> tuple[str, ...]:
     both = (schedule.peaks, schedule.base_lrs)
     mine, theirs = (", ".join(f"{rate:g}" for rate in dict.fromkeys(rates)) for rates in both)
     return (
-        f"the learning rate is that of the schedule, whose {schedule.PEAK} is {mine}, not the optimizer's {theirs}",
+        (
+            f"the learning rate follows the schedule, whose {schedule.PEAK} is {mine}; the optimizer's {theirs} is not "
+            "used"
+        ),
     )

@@ -53,10 +53,10 @@ def load(
     assert isinstance(data, Sized), "see check_data"
     batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)
     if not len(batches):
-        advice = "; give more of them, smaller batches, or leave dataloader_drop_last out" if batches.length else ""
+        advice = "; give more samples, smaller batches, or leave dataloader_drop_last out" if batches.length else ""
         raise ConfigError(
-            f"the loader expects at least {batches.samples if batches.length else 1} samples for a batch of all ranks, "
-            f"the data have {batches.length}{advice}"
+            f"the loader expects at least {batches.samples if batches.length else 1} samples for a batch of all "
+            f"ranks, the data contain {batches.length}{advice}"
         )
     return Loader(data, batches, collate_fn, device)
 
@@ -65,21 +65,21 @@ def check_data(data: Any, collate_fn: Any) -> None:
     """Raises `ConfigError` if `data`, unless None, cannot be shuffled, or if `collate_fn` is no function."""
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(
-            f"collate_fn= expects a function that makes a batch of a list of samples, got {type(collate_fn).__name__}; "
-            f"leave it out for torch's"
+            "collate_fn= expects a function that makes a batch from a list of samples, got "
+            f"{type(collate_fn).__name__}; leave collate_fn out to use torch's"
         )
     if data is None:
         return
     if isinstance(data, DataLoader | Mapping | str | bytes):
         raise ConfigError(
-            f"training_data= expects a data set, samples by their number, got {type(data).__name__}; give "
-            f"DataLoader.dataset, or one split of a dict of data sets, and train_micro_batch_size_per_gpu makes the "
-            f"batches; or loop over a DataLoader of your own and leave training_data out"
+            f"training_data= expects a data set that returns samples by number, got {type(data).__name__}; give "
+            "DataLoader.dataset, or one split of a dict of data sets (train_micro_batch_size_per_gpu sets the size of "
+            "batches); or loop over a DataLoader of your own and leave training_data out"
         )
     if not isinstance(data, Sized):
         raise ConfigError(
             f"training_data is a {type(data).__name__}, which has no length and cannot be shuffled; make a DataLoader "
-            f"of it yourself and leave training_data out"
+            "from the data set yourself and leave training_data out"
         )
 
 
@@ -210,9 +210,9 @@ class Loader(DataLoader[Any]):
         # Another order would repeat some samples of the pass and skip others, so the pass is given up.
         if batch and any(where[key] != mine[key] for key in ("samples", "seed")):
             notice = (
-                f"training_data has another order than in the run ({where['samples']} samples with seed "
+                f"the order of training_data differs from the run's ({where['samples']} samples with seed "
                 f"{where['seed']}, now {mine['samples']} with {mine['seed']}): pass {epoch} was at sample "
-                f"{batch * where['samples_of_a_batch']} and is not gone on with, pass {epoch + 1} begins"
+                f"{batch * where['samples_of_a_batch']} and is not resumed, pass {epoch + 1} begins"
             )
             epoch, batch = epoch + 1, 0
         elif batch and batch >= its_length:
@@ -222,13 +222,13 @@ class Loader(DataLoader[Any]):
             batch = seen // size  # rounded down: better some samples twice than some never
             notice = (
                 f"training_data: {size} samples of all ranks are a batch, {where['samples_of_a_batch']} in the run; "
-                f"pass {epoch} had seen {seen} and goes on at {batch * size}"
+                f"pass {epoch} had seen {seen} and resumes at {batch * size}"
             )
         same = all(where[key] == mine[key] for key in ("samples", "samples_of_a_batch"))
         if same and its_length != len(self) and notice is None:
             notice = (
-                f"training_data: a pass has {len(self)} batches, {its_length} in the run: the last incomplete one is "
-                f"{'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
+                f"training_data: a pass contains {len(self)} batches, {its_length} in the run: the last incomplete "
+                f"one is {'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
             )
         # Position at the end of a pass: the same place as the start of the next one.
         if batch >= len(self):

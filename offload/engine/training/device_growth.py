@@ -46,8 +46,8 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tens
         logger.info("the device budget stays %s: %s", format_size(before), error)
         return {}
     logger.info(
-        "device memory grows from %s to %s: beside the activations of the first step, which took %s at most, %s were "
-        'free. "device_memory" in the "offload" block sets another size',
+        "device memory grows from %s to %s: the activations of the first step took at most %s and left %s free. "
+        '"device_memory" in the "offload" block sets another size',
         format_size(before),
         format_size(before + nbytes),
         format_size(room.kept),
@@ -78,13 +78,13 @@ def advice(nbytes: int, least: int) -> str:
         nbytes: size of the arena.
         least: the smallest size that works, in bytes.
     """
-    ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() give them room"
+    ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() leave more room"
     if nbytes > least:
         ways += (
-            f'; so does a smaller "device_memory" in the "offload" block: the least that works is '
+            '; so does a smaller "device_memory" in the "offload" block: the least that works is '
             f"{format_size(least)} ({least} bytes)"
         )
     return (
-        f"The engine has {format_size(nbytes)} of the device for weights; activations, and gradients until they are "
-        f"copied to the host, have the rest: {ways}"
+        f"The engine uses {format_size(nbytes)} of the device for weights. Activations, and gradients until they are "
+        f"copied to the host, use the rest: {ways}"
     )

@@ -75,7 +75,7 @@ class GradientAccumulation:
             UsageError: the argument is neither a bool nor None.
         """
         if is_boundary is not None and not isinstance(is_boundary, bool):
-            raise UsageError(f"a boundary is True, False or None (by the count), got {is_boundary!r}")
+            raise UsageError(f"expected a boundary of True, False or None (by the count), got {is_boundary!r}")
         self._told = is_boundary
 
     @contextlib.contextmanager
@@ -89,6 +89,13 @@ class GradientAccumulation:
             self._no_sync -= 1
             self._at_step = self._backwards
 
+    def check_no_sync(self) -> None:
+        """Raises `UsageError` inside of `no_sync`, where no optimizer step is possible."""
+        if self._no_sync:
+            raise UsageError(
+                "step() cannot be called inside of no_sync(): leave no_sync() before the backward that ends the step"
+            )
+
     def end(self, accumulation: int) -> None:
         """Ends a micro-batch at a call of `step()`.
 
@@ -100,16 +107,15 @@ class GradientAccumulation:
         if since > 1 and accumulation > 1 and self._told is None and not self._no_sync:
             raise UsageError(
                 f"{count_of(since, 'backward')} ran since the last step(), gradient_accumulation_steps is "
-                f"{accumulation}: whether they are one micro-batch or {since} cannot be known. Call step() after "
-                f"every backward, or add the losses of a micro-batch up before backward()"
+                f"{accumulation}: the engine cannot decide whether they are one micro-batch or {since}. Call step() "
+                "after every backward, or add up the losses of a micro-batch before backward()"
             )
         self._at_step = self._backwards
 
     def check_boundary(self, accumulation: int) -> None:
         """Raises `UsageError` if no optimizer step is possible now."""
         count = self.count
-        if self._no_sync:
-            raise UsageError("no step is made inside of no_sync(): leave it before the backward that ends the step")
+        self.check_no_sync()
         if self._told is not None:
             if not self._told or not count:
                 why = (
@@ -117,15 +123,15 @@ class GradientAccumulation:
                     if count
                     else "no backward ran since the last"
                 )
-                raise UsageError(f"this is no boundary: {why}")
+                raise UsageError(f"step() needs a boundary: {why}")
         # Too many backwards are an error as well: the loss would be divided by another number than that of
         # micro-batches.
         elif count < accumulation or (count > accumulation and accumulation > 1):
             raise UsageError(
                 f"{count_of(count, 'backward')} ran since the last boundary, gradient_accumulation_steps is "
-                f"{accumulation} in the config; call step() after every backward, or set the accumulation to what the "
-                f"loop does (a loop of Accelerate: by offload.hf.Accelerator, with the same "
-                f"gradient_accumulation_steps)"
+                f"{accumulation} in the config; call step() after every backward, or set gradient_accumulation_steps "
+                "to the number of the loop (a loop of Accelerate: use offload.hf.Accelerator with the same "
+                "gradient_accumulation_steps)"
             )
 
     def trained(self, accumulation: int) -> int:

@@ -41,8 +41,8 @@ class LossScaler:
         if not self._multiplied:
             raise UsageError(
                 f"in fp16 the loss must be multiplied by the loss scale, {self.scale:g} now: call "
-                f"engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate "
-                f"offload.hf.Accelerator does"
+                "engine.backward(loss), or engine.scale(loss).backward(), for each backward; in a loop of Accelerate, "
+                "use offload.hf.Accelerator"
             )
         self._multiplied -= 1
 

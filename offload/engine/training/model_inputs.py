@@ -36,8 +36,8 @@ class InputCast:
             self._reported = True
             name = dtype_name(self._dtype)
             tell(
-                f"inputs of {dtype_name(other)} are cast to {name}, the dtype of the weights; "
-                f'"auto_cast": true in the block "{name}" says so without this line, false leaves them'
+                f'inputs of {dtype_name(other)} are cast to {name}, the dtype of the weights; "auto_cast": true in '
+                f'the block "{name}" silences this message, false turns the cast off'
             )
         return to_device(inputs, self._device, None if self._casts is False else self._dtype)
 
@@ -50,7 +50,7 @@ class InputCast:
         name = dtype_name(self._dtype)
         return UsageError(
             f"the model cannot compute with inputs of {dtype_name(other)} ({error}): its weights are {name}; set "
-            f'"auto_cast": true in the block "{name}", or leave it out, or cast them'
+            f'"auto_cast": true in the block "{name}", or leave that key out, or cast the inputs'
         )
 
 

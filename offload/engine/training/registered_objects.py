@@ -41,9 +41,9 @@ class RegisteredObjects:
         for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
             if held["type"] != type(thing).__name__:
                 raise StoreError(
-                    f"{what} has the registered objects {_names(states)}; number {position} of this engine is a "
+                    f"{what} contains the registered objects {_names(states)}; number {position} of this engine is a "
                     f"{type(thing).__name__}: register the same objects in the same order, or load the weights alone "
-                    f"(load_module_only=True)"
+                    "(load_module_only=True)"
                 )
 
     def restore(self, states: Sequence[Mapping[str, Any]], may_grow: bool) -> int:
@@ -90,15 +90,15 @@ class RegisteredObjects:
         # Before the first step of a resumed run an extra object is more likely a changed order than a new object.
         if not self._may_grow and len(objects) > len(self._waiting):
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds "
+                "the loaded commit or checkpoint contains "
                 f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, and this would be number "
-                f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as then. "
-                f"An object that is new can be registered after the first step()"
+                f"{len(self._objects) + len(self._waiting) + 1}: register the same objects as in that run. A new "
+                "object can be registered after the first step()"
             )
         for thing, held in zip(objects, self._waiting, strict=False):
             if held["type"] != type(thing).__name__:
                 raise UsageError(
-                    f"the commit or checkpoint that this run goes on from holds {_names(self._waiting)} next, got a "
+                    f"the loaded commit or checkpoint contains {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
         # All checks have passed, so nothing is registered in part.
@@ -112,10 +112,10 @@ class RegisteredObjects:
         """Raises `UsageError` if the next step would lose the state of an object that is not registered."""
         if self._waiting:
             raise UsageError(
-                f"the commit or checkpoint that this run goes on from holds "
+                "the loaded commit or checkpoint contains "
                 f"{count_of(len(self._objects) + len(self._waiting), 'registered object')}, of which "
                 f"{count_of(len(self._objects), 'is', 'are')} registered: {_names(self._waiting)} would be lost with "
-                f"this step. Call engine.register_for_checkpointing with all of them before it"
+                "this step. Call engine.register_for_checkpointing with all of them before the step"
             )
 
     def stepped(self) -> None:

@@ -22,8 +22,8 @@ _BUFFER = "buffer."
 _RNG = "rng."
 _ADVICE = (
     "each commit holds the schedule's state, which may be None, booleans, numbers, strings, and lists, tuples and "
-    "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step it after "
-    "engine.step() and keep what it needs to go on in engine.client_state"
+    "dicts of them. Let its state_dict() return such values, or do not pass it to initialize: step the schedule after "
+    "engine.step() and keep the values that a resumed run needs in engine.client_state"
 )
 
 

@@ -55,7 +55,7 @@ def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtyp
     accumulation = total // samples
     if accumulation > 1 and gradients is not None and gradients.itemsize < 4:
         raise UsageError(
-            f"a step of {total} samples has {accumulation} micro-batches, and gradients are kept in {gradients}, since "
-            f"the config has one micro-batch a step: to add several up, set data_types.grad_accum_dtype to fp32"
+            f"a step of {total} samples contains {accumulation} micro-batches, but gradients are kept in {gradients}, "
+            "because the config has one micro-batch a step: to add up several, set data_types.grad_accum_dtype to fp32"
         )
     return replace(choices, accumulation=accumulation, total_batch_size=total)

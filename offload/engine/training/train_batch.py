@@ -14,8 +14,8 @@ def check_batches(batches: Any) -> None:
     """Raises `UsageError` if `batches` is no iterator, and so could not continue from one step to the next."""
     if not isinstance(batches, Iterator):
         raise UsageError(
-            f"train_batch expects an iterator of micro-batches, got {type(batches).__name__}: make one before the "
-            f"loop, batches = iter(loader), so that each step goes on where the last ended"
+            f"train_batch expects an iterator of micro-batches, got {type(batches).__name__}: make the iterator "
+            "before the loop, batches = iter(loader), so that each step continues after the last one"
         )
 
 
@@ -40,8 +40,9 @@ def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     loss = _loss(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError(
-            f"train_batch expects a model that returns its loss, a tensor of one element, or an output with .loss; got "
-            f"{type(output).__name__}. Write the loop out: backward(loss) and step() for each micro-batch"
+            "train_batch expects a model that returns its loss, a tensor of one element, or an output with .loss; got "
+            f"{type(output).__name__}. For other models write the loop yourself: backward(loss) and step() for each "
+            "micro-batch"
         )
     return loss
 

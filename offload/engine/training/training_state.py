@@ -142,9 +142,9 @@ class TrainingState:
         if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
             return []
         return [
-            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits do "
-            f"not hold where it is: a resumed run begins it anew. Give it both, or step it engine.global_steps times "
-            f"after initialize"
+            f"the schedule {type(self.lr_scheduler).__name__} has no state_dict() and load_state_dict(), so commits "
+            "do not contain its position, and a resumed run starts the schedule anew. Add both methods, or step the "
+            "schedule engine.global_steps times after initialize"
         ]
 
     def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
@@ -161,12 +161,12 @@ class TrainingState:
         then = {name: value for name, value in facts["settings"].items() if name in mine}
         changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
-            goes_on = " (a schedule goes on from the former)"
+            goes_on = " (a schedule continues from the former)"
             changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
         # Until the first step a commit contains exactly what was restored.
         self._after_step = progress
         if changed:
-            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
+            notices.append(f"resumed with settings that differ from the run's: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps = self._micro_steps = facts["micro_steps"]
         self.parameter_steps = facts["parameter_steps"]
@@ -181,14 +181,15 @@ class TrainingState:
             self.lr_scheduler.load_state_dict(from_plain(facts["scheduler"]))
         elif same_schedule and self.lr_scheduler is not None and self.global_steps:
             notices.append(
-                f"the schedule {type(self.lr_scheduler).__name__} stays as this script has made it, at step "
-                f"{self.global_steps}: where it was could not be held"
+                f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "
+                f"{self.global_steps}: the run could not save its position"
             )
         # The first commit precedes every registration, so a run resumed from it may register any number of objects.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)
         if more:
             notices.append(
-                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved: left as now"
+                f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved and stay "
+                "unchanged"
             )
         # Under another schedule the present one sets the values, from its own position.
         # Values of another optimizer's groups have no meaning here.
@@ -204,7 +205,7 @@ class TrainingState:
         else:
             write_generators(generators, self._device)  # a new run has taken its first snapshot at this same point
         if self.loader is not None and facts["data"] is None and self.global_steps:
-            notices.append("the run had no training_data: what this one is given begins at its first pass")
+            notices.append("the run had no training_data: the training_data of this engine begins at its first pass")
         if self.loader is None:
             self._data = facts["data"]
         elif facts["data"] is not None:
@@ -319,9 +320,7 @@ class TrainingState:
         """
         groups, schedule = self.optimizer.param_groups, self.lr_scheduler
         if self._due is not None:
-            raise UsageError(
-                "a resumed run has its groups again when all objects are registered; add groups after that"
-            )
+            raise UsageError("a resumed run restores its groups once all objects are registered; add groups after that")
         # Our schedules can adapt to a new group. A schedule of torch has one learning rate for each group from the
         # start.
         if isinstance(schedule, Schedule):
@@ -329,8 +328,8 @@ class TrainingState:
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
             raise UsageError(
                 f"the {type(schedule).__name__} was made for {count_of(len(schedule.base_lrs), 'group')} of "
-                f"parameters, "
-                f"this would be {len(groups)}: give the optimizer all groups before, and change the numbers in them"
+                f"parameters, there would be {len(groups)} now: give the optimizer all groups before the schedule is "
+                "made, and change the numbers in them later"
             )
         self._configured = [*self._configured, self.optimizer.configured()[-1]]
 
@@ -343,8 +342,8 @@ class TrainingState:
         if not isinstance(self.client_state, dict):
             raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")
         advice = (
-            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Take it out or "
-            "convert it (float(x), x.tolist()), and go on: nothing is lost"
+            "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Remove or convert "
+            "the value (float(x), x.tolist()) and continue: nothing is lost"
         )
         state = to_plain(self.client_state, "engine.client_state", advice)
         return {"client_state": state, "registered": self.registered.states()}

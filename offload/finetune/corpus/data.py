@@ -120,7 +120,9 @@ def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
     if files.evaluated:
         held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
         if not len(held):
-            raise ConfigError(f"--eval-data has less than one sequence of --seq-len {length} tokens; give more text")
+            raise ConfigError(
+                f"--eval-data contains less than one sequence of --seq-len {length} tokens; give more text"
+            )
     elif options.eval_every != 0:
         tokens, held = token_stream.hold_out(tokens, length)
     learned = token_stream.Batches(

@@ -138,7 +138,7 @@ def _parse(line: str, place: str) -> Any:
         json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"{place} has half a character in it, {error.object[error.start]!a}; mend the line"
+            f"{place} contains half of a surrogate pair, {error.object[error.start]!a}; fix the line"
         ) from error
     return found
 
@@ -146,11 +146,11 @@ def _parse(line: str, place: str) -> Any:
 def _record(found: Any, place: str) -> Record:
     """Returns the record of one parsed line or row; `place` is for messages."""
     if not isinstance(found, dict):
-        raise ConfigError(f"{place} holds {_kind(found)}, and each line must be one of {_SHAPES}")
+        raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
     if len(kinds) != 1:
         keys = ", ".join(found) or "no key"
-        raise ConfigError(f"{place} has {keys}; it must be one of {_SHAPES}")
+        raise ConfigError(f"{place} contains {keys}; each line must be one of {_SHAPES}")
     if kinds == ["text"]:
         return Text(place, _string(found, "text", place))
     if kinds == ["messages"]:
@@ -161,11 +161,11 @@ def _record(found: Any, place: str) -> Record:
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:
     """Returns the checked messages of a chat."""
     if not isinstance(value, list) or not value:
-        raise ConfigError(f"{place}: messages must be a list of at least one message, and it is {_kind(value)}")
+        raise ConfigError(f"{place}: messages must be a list of at least one message, got {_kind(value)}")
     for number, message in enumerate(value, 1):
         where = f"{place}: message {number}"
         if not isinstance(message, dict):
-            raise ConfigError(f'{where} must be an object with "role" and "content", and it is {_kind(message)}')
+            raise ConfigError(f'{where} must be an object with "role" and "content", got {_kind(message)}')
         _string(message, "role", where)
         # A message with tool calls may have null content in the OpenAI format.
         if not message.get("tool_calls"):
@@ -175,9 +175,9 @@ def _messages(value: Any, place: str) -> list[dict[str, Any]]:
 
 def _string(found: dict[str, Any], key: str, place: str) -> str:
     if key not in found:
-        raise ConfigError(f"{place} has no {key}")
+        raise ConfigError(f'{place} contains no "{key}"')
     if not isinstance(found[key], str):
-        raise ConfigError(f"{place}: {key} must be a string, and it is {_kind(found[key])}")
+        raise ConfigError(f"{place}: {key} must be a string, got {_kind(found[key])}")
     value: str = found[key]
     return value
 
@@ -191,4 +191,4 @@ def _kind(value: Any) -> str:
         return "a number"
     words = {str: "a string", bool: "true or false", type(None): "null"}
     # Parquet columns have more types than JSON.
-    return words.get(type(value), f"of type {type(value).__name__}")
+    return words.get(type(value), f"a value of type {type(value).__name__}")

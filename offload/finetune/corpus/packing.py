@@ -98,7 +98,7 @@ def _chat(record: Chat, tokenizer: Any) -> Document:
             record.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
         )
     except Exception as error:  # a template may raise anything
-        raise ConfigError(f"{record.place}: the tokenizer's chat template refuses it: {error}") from error
+        raise ConfigError(f"{record.place}: the tokenizer's chat template refuses this chat: {error}") from error
     ids = found["input_ids"]
     return _document(ids, found["assistant_masks"] if marked else [True] * len(ids), False)
 
@@ -188,7 +188,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(
-            f"nothing can be learned of the data: no document has a token to learn within --seq-len {length}"
+            f"the data contain nothing to learn: no document has a token to learn within --seq-len {length}"
         )
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
     return Packed(*_arrays(rows, length), cut, len(whole) - len(kept), not together and len(kept) > 0)
@@ -350,22 +350,26 @@ def notices(packed: Packed, rows: Rows, kinds: Mapping[type[Record], int], token
     """
     lines = [
         f"data: {count_of(sum(kinds.values()), 'document')} in {count_of(rows.row_count, 'row')} of "
-        f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; all rows come once in "
+        f"{packed.ids.shape[1]} tokens, {packed.learned:.0%} of them learned; a pass over all rows takes "
         f"{count_of(rows.steps_of_a_pass, 'step')}"
     ]
     if kinds.get(Chat):
         lines.append(
             "chats: the assistant's words are learned"
             if marks_assistant(tokenizer)
-            else "chats: all words are learned, since the chat template has no {% generation %} round the assistant's"
+            else "chats: all words are learned, since the chat template has no {% generation %} around the assistant's"
         )
     if kinds.get(Completion):
         lines.append("prompts and completions: the completions are learned")
     if packed.alone:
-        lines.append("each has a row of its own: in a row of several, this model would let one see the others")
+        lines.append(
+            "each of these has a row of its own: in a shared row, this model would let one attend to the others"
+        )
     if packed.cut:
         cut = count_of(packed.cut, "document is", "documents are")
         lines.append(f"{cut} longer than a row, and cut; a longer --seq-len cuts less")
     if packed.dropped:
-        lines.append(f"{count_of(packed.dropped, 'document is', 'documents are')} left out: there is nothing to learn")
+        lines.append(
+            f"{count_of(packed.dropped, 'document is', 'documents are')} left out: no token of it would be learned"
+        )
     return tuple(lines)

@@ -57,7 +57,7 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
                 names = row
                 _check(names, place)
             elif len(row) != len(names):
-                raise ConfigError(f"{place} has {len(row)} fields, and the first line names {len(names)} columns")
+                raise ConfigError(f"{place} contains {len(row)} fields, and the first line names {len(names)} columns")
             else:
                 yield place, {name: value for name, value in zip(names, row, strict=True) if name in COLUMNS}
     except csv.Error as error:
@@ -94,15 +94,15 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     number += 1
                     yield f"{file}: row {number}", _without_nulls(row)
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not Parquet that can be read, after row {number}: {error}") from error
+        raise ConfigError(f"{file} cannot be read as Parquet after row {number}: {error}") from error
 
 
 def _check(names: Sequence[str], place: str) -> None:
     """Raises `ConfigError` if no column of `COLUMNS` is present."""
     if not any(name in COLUMNS for name in names):
         raise ConfigError(
-            f"{place} has the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to prompt "
-            f"and completion"
+            f"{place} contains the columns {', '.join(names) or '(none)'}; rename one to text or messages, or two to "
+            f"prompt and completion"
         )
 
 

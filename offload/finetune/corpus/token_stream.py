@@ -37,7 +37,9 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.suffix == ".jsonl":
-            raise ConfigError(f"{path} has documents, and --text would learn its JSON itself; give it by --data")
+            raise ConfigError(
+                f"{path} contains documents, and --text would learn their JSON syntax; give the file by --data"
+            )
         if path.is_file():
             found.append(path)
         elif path.is_dir():
@@ -73,7 +75,9 @@ def _read(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     if b"\0" in content[:_LOOKED_AT]:
-        raise ConfigError(f"{path} is no text: it has zero bytes; give a text file, or a folder of *.py, *.txt, *.md")
+        raise ConfigError(
+            f"{path} is not text: the file contains zero bytes; give a text file, or a folder of *.py, *.txt, *.md"
+        )
     return content
 
 
@@ -131,7 +135,7 @@ class Batches:
         """
         if len(tokens) < length:
             raise ConfigError(
-                f"the text has {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"
+                f"the text contains {count_of(len(tokens), 'token')}, a sequence needs {length}; give more text"
             )
         self._tokens, self._length, self._seed = tokens, length, seed
         self.token_count, self.largest_id = len(tokens), int(tokens.max())

@@ -14,7 +14,7 @@ _APART = 1.2
 """Ratio of two measurements from which a plan would take the machine for another one."""
 _SHARE = 0.15
 """Fraction of the cores that other processes may use."""
-_CURE = "run `offload probe` again when nothing else runs"
+_CURE = "run `offload probe` again while the machine is idle"
 
 
 def apart(name: str, first: float, last: float, words: Callable[[float], str]) -> list[str]:
@@ -49,7 +49,7 @@ class Others:
 
 def _cores() -> set[int]:
     """Returns the numbers of the cores that this process may use."""
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0)
 
 
 def _busy() -> float | None:

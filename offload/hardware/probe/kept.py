@@ -26,7 +26,7 @@ def check_kept() -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"the result cannot be kept in {path.parent}: {error.strerror}; set XDG_CACHE_HOME, or give --no-keep"
+            f"the result cannot be stored in {path.parent}: {error.strerror}; set XDG_CACHE_HOME, or give --no-keep"
         ) from error
 
 

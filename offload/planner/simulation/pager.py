@@ -210,7 +210,7 @@ class SimulatedPager:
     def _no_room(self, entry: Entry) -> BudgetError:
         """Returns the error for a unit that has no room on the device."""
         return BudgetError(
-            f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} in one piece on the device, where units in "
+            f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory, and units in "
             f"use leave no such room in {format_size(self.device.nbytes)}"
         )
 

@@ -229,9 +229,9 @@ class CudaDevice(Device):
         if refusal is not None:
             logger.warning(
                 "CUDA pins %s of %s of host memory and refuses the other %s: %s. Copies of what is not pinned go "
-                "through a buffer of the driver, typically at a third to a half of the speed of the bus, and block the "
-                "thread that starts them, so that they do not run beside compute. Raise the limit of locked memory "
-                '(ulimit -l) or lower "host_memory" in the "offload" block.',
+                "through a buffer of the driver, typically at a third to a half of the bus speed. Such a copy blocks "
+                "the thread that starts it, so the copy does not overlap with compute. Raise the limit of locked "
+                'memory (ulimit -l) or lower "host_memory" in the "offload" block.',
                 format_size(pinned),
                 format_size(nbytes),
                 format_size(nbytes - pinned),
@@ -258,7 +258,7 @@ class CudaDevice(Device):
             self._pinned.pop(memory.data_ptr(), None)
             self._find_borders()
         if refusals:
-            raise RuntimeError(f"CUDA does not unpin {len(refusals)} pieces of host memory: {refusals[0]}")
+            raise RuntimeError(f"CUDA cannot unpin {len(refusals)} ranges of host memory: {refusals[0]}")
 
     def _refusal(self, result: Any) -> str | None:
         """Returns CUDA's message for the `result` of a call of its runtime; None if the call succeeded."""
@@ -387,7 +387,8 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     if count > 1 and torch.cuda.current_device() == 0:
         if local >= count:
             raise ConfigError(
-                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'CUDA device')}; start as many processes"
+                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'CUDA device')}; start one process for each "
+                "device"
             )
         torch.cuda.set_device(local)
     return torch.device("cuda", torch.cuda.current_device())

@@ -46,8 +46,9 @@ class DeviceArena:
             return self._device.allocate(nbytes)
         except (torch.OutOfMemoryError, OSError) as error:
             raise BudgetError(
-                f"{self._device.torch} has not {format_size(nbytes)} free in one piece for the device budget: {error}; "
-                f'lower "device_memory" in the "offload" block, or move homes to cpu or nvme'
+                f"{self._device.torch} does not have {format_size(nbytes)} of contiguous free memory for the device "
+                f'budget: {error}; lower "device_memory" in the "offload" block, or place weights and states on cpu '
+                "or nvme"
             ) from error
 
     def grow(self, nbytes: int) -> tuple[int, int]:
@@ -77,7 +78,7 @@ class DeviceArena:
     def keep(self, nbytes: int) -> torch.Tensor:
         """Allocates (nbytes,) uint8 that are never freed; the arena was sized for them."""
         piece = self.take(nbytes)
-        assert piece is not None, "the device arena was sized for what stays there"
+        assert piece is not None, "the device arena was sized for the units that stay on the device"
         return self.view(piece)
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:

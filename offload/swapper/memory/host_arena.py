@@ -89,7 +89,7 @@ class HostBuffer:
 
     def release(self) -> None:
         """Frees the memory. A second call is a bug of this library, not of the user."""
-        assert self._region is not None, "a lease was returned twice"
+        assert self._region is not None, "a host buffer was returned twice"
         self._region.space.give(self.offset, self.nbytes)
         self._region = None
 
@@ -177,7 +177,7 @@ class HostArena:
 
     def drop_cache(self) -> None:
         """Returns the cache of weights to the process. No buffer of weights may be in use."""
-        assert self.weights.space.used_bytes == 0, "a lease of weights is out"
+        assert self.weights.space.used_bytes == 0, "a host buffer of weights is in use"
         # Weights and cache are the last class, so dropping the cache shortens the arena and moves no other class.
         before = self._taken_bytes
         self.classes = self.classes._replace(cache=0)
@@ -229,9 +229,9 @@ class HostMemory:
             # page.
             if budget is not None and self._taken_bytes + nbytes > align_up(budget) + PAGE * len(self._arenas):
                 raise BudgetError(
-                    f'"host_memory" is {format_size(budget)}, of which engines of this process hold '
-                    f"{format_size(self._taken_bytes)}, and {format_size(nbytes)} are needed; call destroy() on "
-                    f"engines that have failed or are not used any more"
+                    f'"host_memory" is {format_size(budget)}. Other engines of this process use '
+                    f"{format_size(self._taken_bytes)} of it, and {format_size(nbytes)} more are needed: call "
+                    "destroy() on engines that have failed or are no longer used"
                 )
             # Memory that other engines have freed is reused before more is mapped.
             found = self._find(nbytes, device)

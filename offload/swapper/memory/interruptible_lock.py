@@ -1,8 +1,8 @@
 """A lock with a wait for changes that survives a Ctrl-C on the main thread.
 
 `threading.Condition` is written in Python: an interrupt between two of its lines can leave its lock released inside a
-`with` block, whose end then releases the lock of another thread. The lock of this module knows its owner, and every
-exit from a wait acquires the lock again.
+`with` block, whose end then releases the lock of another thread. Here a Ctrl-C is handled during the wait itself, and
+every exit from the wait acquires the lock again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import TypeVar
+
+from offload.interrupts import interruptible, uninterrupted
 
 _T = TypeVar("_T")
 
@@ -21,53 +23,47 @@ class InterruptibleLock:
         self.lock = threading.RLock()
         self._waiters: list[threading.Lock] = []
 
+    @uninterrupted
     def wait(self) -> None:
         """Waits without the lock until `notify_all`, or until an exception; holds the lock again on return."""
         # Each waiter has a lock of its own, acquired here and released by `notify_all`: to acquire it again is the
         # wait.
         waiter = threading.Lock()
         waiter.acquire()
+
+        def change() -> None:
+            _sleep(waiter)
+
         self._waiters.append(waiter)
         try:
-            self.without_lock(waiter.acquire)
+            self.without_lock(change)
         finally:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
 
+    @uninterrupted
     def notify_all(self) -> None:
-        """Wakes every waiting thread.
-
-        If an interrupt ends this call early, the next call wakes the remaining threads.
-        """
+        """Wakes every waiting thread."""
         while self._waiters:
-            # Popped after the release: an interrupt between the two leaves a waiter that was woken already, and
-            # `locked` avoids the error of a second release. The other order could lose a waiter.
-            if self._waiters[-1].locked():
-                self._waiters[-1].release()
-            self._waiters.pop()
+            self._waiters.pop().release()
 
+    @uninterrupted
     def without_lock(self, act: Callable[[], _T]) -> _T:
-        """Calls `act` without the lock, and holds the lock again however the call ends."""
-        interrupt: BaseException | None = None
-        try:
-            self.lock.release()  # inside the `try`: CPython checks for signals after a call, so an interrupt may follow
-            if self._owned:
-                self.lock.acquire()
-                raise AssertionError("the lock was taken twice: who shall make the change could never have it")
-            result = act()
-        finally:
-            while True:
-                try:
-                    if not self._owned:
-                        self.lock.acquire()
-                    break
-                except BaseException as error:  # Ctrl-C after one of these calls, or during the wait for the lock
-                    interrupt = error
-            if interrupt is not None:
-                raise interrupt
-        return result
+        """Calls `act` without the lock, and holds the lock again however the call ends.
 
-    @property
-    def _owned(self) -> bool:
-        """True if this thread holds the lock."""
-        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition calls it as well
+        Args:
+            act: the work. A Ctrl-C is handled inside of `act` only in functions that are `interruptible`.
+        """
+        self.lock.release()
+        try:
+            if self.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it as well
+                raise AssertionError("a thread took the lock twice: no other thread could make the change")
+            return act()
+        finally:
+            self.lock.acquire()
+
+
+@interruptible
+def _sleep(waiter: threading.Lock) -> None:
+    """Blocks until `notify_all` releases `waiter`."""
+    waiter.acquire()

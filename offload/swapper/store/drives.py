@@ -107,8 +107,8 @@ def no_room(short: Shortage, slots: int) -> StoreError:
         slots: The number of slots of the store. With two, one slot is a way out.
     """
     half = (
-        ', or set "durability": "none" in the "offload" block (one slot instead of two of all that trains, no '
-        "resume after a kill)"
+        ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
+        "killed run cannot be resumed)"
     )
     return StoreError(
         f"the swap files need {format_size(short.need)}, {short.path} has {format_size(short.free)} "

@@ -20,6 +20,7 @@ from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, read_records
 from offload.swapper.store.format.manifest import Manifest, read_manifest
+from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.rank_folder import FILES, read_whole
 from offload.swapper.store.write_counts import read_written
 
@@ -119,7 +120,7 @@ def is_rank(folder: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
-    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / "finished.json")
+    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / FINISHED)
 
 
 def _is_note(path: Path) -> bool:
@@ -198,26 +199,28 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     wrong: list[Wrong] = []
     data = _bytes(path)
     if data is None:
-        wrong.append(Wrong(str(path), "it is missing"))
+        wrong.append(Wrong(str(path), "the file is missing"))
     elif len(data) != 2 * PAGE:
-        wrong.append(Wrong(str(path), f"it has {len(data)} bytes, not {2 * PAGE}"))
+        wrong.append(Wrong(str(path), f"the file contains {len(data)} bytes, expected {2 * PAGE}"))
     elif found.invalid_pages:
-        wrong.append(Wrong(str(path), "a record is torn: its checksum is not right; a commit was cut short, or damage"))
+        wrong.append(
+            Wrong(str(path), "a record does not match its checksum: a commit was interrupted, or the file is damaged")
+        )
     # Only a second commit writes blob 1: with a blob 1 and no record, records were lost.
     elif not commits and any((_bytes(folder / "blob.1") or b"")[:8]):
-        wrong.append(Wrong(str(path), "it holds no record, and there were two commits"))
+        wrong.append(Wrong(str(path), "the file contains no record, although two commits were made"))
     # Only the newest blob must be intact: the next commit overwrites the other one, and may have been interrupted.
     if commits and commits[0].blob is None:
         record = commits[0].record
         blob = folder / f"blob.{record.blob}"
         have = _bytes(blob)
         if have is None:
-            reason = "it is missing"
+            reason = "the file is missing"
         elif len(have) < record.blob_nbytes:
-            reason = f"it is cut short: {len(have)} bytes of {record.blob_nbytes}"
+            reason = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
         else:
-            reason = "its checksum is not the one that its record has"
-        wrong.append(Wrong(str(blob), f"{reason}; it belongs to the last commit, step {record.epoch}"))
+            reason = "the file does not match the checksum in its record"
+        wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.epoch}"))
     return commits, wrong
 
 
@@ -242,7 +245,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
     shares = Layout(manifest.weights, manifest.stripe_bytes).file_nbytes(manifest.spec.nbytes)
     for drive, (place, nbytes) in enumerate(zip(_folders(folder, manifest), shares, strict=True)):
         if not place.is_dir():
-            wrong.append(Wrong(str(place), f"there is no such folder, drive {drive} of {len(shares)}"))
+            wrong.append(Wrong(str(place), f"the folder is missing: drive {drive} of {len(shares)}"))
             continue
         path = place / "manifest.json"
         try:
@@ -250,18 +253,20 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
             # Another store's drive, or drives in another order.
             if (mine.id, number) != (manifest.id, drive):
                 expected = f"expected drive {drive} of store {manifest.id}"
-                wrong.append(Wrong(str(path), f"it is of drive {number} of store {mine.id}, {expected}"))
+                wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {mine.id}, {expected}"))
             elif mine != manifest:
-                wrong.append(Wrong(str(path), "it is not what was written; the last commit holds a copy"))
+                wrong.append(
+                    Wrong(str(path), "the file is not the one that was written; the last commit contains a copy")
+                )
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
         states = place / "states"
         if manifest.spec.slots == 1:
             continue  # a store with one slot unlinks its states: they exist only as long as their process
         if not states.is_file():
-            wrong.append(Wrong(str(states), "it is missing"))
+            wrong.append(Wrong(str(states), "the file is missing"))
         elif (have := states.stat().st_size) < nbytes:
-            wrong.append(Wrong(str(states), f"it is cut short: {have} bytes of {nbytes}"))
+            wrong.append(Wrong(str(states), f"the file is cut short: {have} bytes of {nbytes}"))
     return wrong
 
 
@@ -273,7 +278,7 @@ def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
 
 def _reason(path: Path, error: StoreError) -> str:
     """Returns the reason why a manifest cannot be read, without its path."""
-    return "it is missing" if not path.exists() else str(error).removeprefix(f"cannot read {path}: ")
+    return "the file is missing" if not path.exists() else str(error).removeprefix(f"cannot read {path}: ")
 
 
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:

@@ -24,7 +24,8 @@ class Lock:
     """Exclusive lock of this process on a rank's folder.
 
     Raises:
-        StoreError: with the name of the holder, if another process or engine holds the folder.
+        StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
+            has no locks.
         FileNotFoundError: if the folder does not exist (any more).
     """
 
@@ -35,7 +36,10 @@ class Lock:
             raise _in_use(folder, error.holder) from None
         if self._lock.refused is not None:
             self._lock.close()
-            raise _in_use(folder, "another process")
+            raise StoreError(
+                f"{folder} cannot be locked ({self._lock.refused.strerror}), so another process could use it too; set "
+                f"nvme_path to a folder on a local drive"
+            )
 
     @property
     def held(self) -> bool:
@@ -78,7 +82,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
 
 def _in_use(folder: Path, who: str) -> StoreError:
     """Returns the error for a folder that `who` holds."""
-    end = "an engine of this process has it: destroy() it" if who == this_process() else "end it"
+    end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
     return StoreError(f"{folder} is in use by {who}; {end}, or choose another run name")
 
 
@@ -147,7 +151,7 @@ def read_whole(path: Path) -> bytes:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "the path is not a regular file", str(path))
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read()
     finally:

@@ -49,14 +49,14 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
             # If the run ended, its removal may have been cut short; otherwise its first drive may be missing.
             if not (ended and number == drive):
                 raise StoreError(
-                    f"{folder} holds drive {number} of a run whose first drive is {at}: mount that one and give "
-                    f"the drives in the order that they had, or choose another run name, or delete what lies there "
-                    f"with `offload rm {folder.parent}`"
+                    f"{folder} holds drive {number} of a run whose first drive is {at}: mount that drive and give the "
+                    "drives in their former order, or choose another run name, or delete these files with `offload rm "
+                    f"{folder.parent}`"
                 )
         elif was_committed(folder) and not (over and not drive) and not (folder.parent / FINISHED).exists():
             raise StoreError(
-                f"{folder} holds a run that did not end; go on with it by --resume auto, with the drives that it "
-                f"had in their order, or choose another run name, or delete it with `offload rm {folder.parent}`"
+                f"{folder} holds a run that did not end; resume the run with --resume auto and its drives in their "
+                f"former order, or choose another run name, or delete the run with `offload rm {folder.parent}`"
             )
 
 
@@ -83,7 +83,10 @@ def find_newest(
     if not records:
         if found.other_format is not None:
             read_manifest(folder / "manifest.json")  # raises the error that names the format and its version
-        raise StoreError(f"{folder} has no commit record whose checksum is right: it cannot be resumed")
+        raise StoreError(
+            f"{folder} contains no commit record with a valid checksum: the run cannot be resumed, go back to a "
+            "checkpoint"
+        )
     wrong: list[str] = []
     for record in records:
         _check_units(folder, record, units)
@@ -96,18 +99,19 @@ def find_newest(
         damage = find_damage(record, held)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
-            notice = f"a commit is not whole{why}; step {record.epoch} was checked and is taken"
+            notice = f"the newest commit is damaged{why}; step {record.epoch} passed its check and is used"
             return Recovered(record=record, notice=notice)
         wrong.append(f"step {record.epoch}: {damage}")
-    raise StoreError(f"{folder}: no commit is whole: {'; '.join(wrong)}; it cannot be resumed, go back to a checkpoint")
+    raise StoreError(
+        f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed, go back to a checkpoint"
+    )
 
 
 def _check_units(folder: Path, record: Record, units: int) -> None:
     if len(record.slots) != units:
         raise StoreError(
-            f"{folder} is of another model: it has {count_of(len(record.slots), 'unit')}, this one "
-            f"{units}; choose another run name, or remove it with `offload rm "
-            f"{folder.parent}`"
+            f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this model "
+            f"{units}; choose another run name, or remove the run with `offload rm {folder.parent}`"
         )
 
 
@@ -118,7 +122,8 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
             return record
     have = ", ".join(str(record.serial) for record in records)
     raise StoreError(
-        f"{folder} holds commits {have}, but the last that all ranks hold is {serial}; these folders are not of one run"
+        f"{folder} contains commits {have}, but the last one that all ranks contain is {serial}: these folders do not "
+        "belong to one run"
     )
 
 
@@ -127,8 +132,8 @@ def load_blob(folder: Path, record: Record) -> Blob:
     held = read_blob(folder, record)
     if held is None:
         raise StoreError(
-            f"{folder}/blob.{record.blob} is damaged: step {record.epoch} cannot be resumed, and no other is "
-            f"there; go back to a checkpoint"
+            f"{folder}/blob.{record.blob} is damaged: step {record.epoch} cannot be resumed, and there is no other "
+            "commit; go back to a checkpoint"
         )
     return held
 
@@ -149,15 +154,15 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
     """
     if len(copy.weights) != len(folders):
         raise StoreError(
-            f"{folders[0]} lies on {count_of(len(copy.weights), 'drive')} "
-            f"({', '.join(copy.drives)}), nvme_path has {len(folders)}; give the same ones in the same order"
+            f"{folders[0]} is stored on {count_of(len(copy.weights), 'drive')} ({', '.join(copy.drives)}), nvme_path "
+            f"names {len(folders)}; give the same drives in the same order"
         )
     notices: list[str] = []
     for drive, folder in enumerate(folders):
         try:
             found = read_manifest(folder / "manifest.json")
         except StoreError as error:
-            notices.append(f"{error}; it is written anew from the copy that step {step} holds")
+            notices.append(f"{error}; the file is written anew from the copy in step {step} holds")
             continue
         number = place_of(folder)[1]
         if (found.id, number) != (copy.id, drive):

@@ -12,6 +12,7 @@ from offload.aio.protocols import Queue
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import read_manifest
+from offload.swapper.store.format.run_notes import CLOSED, FINISHED
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.rank_folder import FILES, Lock, holder, read_whole, remove_files
 from offload.swapper.store.store import Store
@@ -39,12 +40,12 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
         run: name of the run.
     """
     folder = Path(paths[0]) / run
-    finished = folder / "finished.json"
+    finished = folder / FINISHED
     if not finished.is_file():
         # A run whose commit records are all lost counts as existing: a start must not overwrite it silently, and
         # `Store.open` reports the damage.
         exists = any(was_committed(rank) for rank in rank_folders(folder))
-        return RunStatus(exists, None, exists and (folder / "closed.json").is_file())
+        return RunStatus(exists, None, exists and (folder / CLOSED).is_file())
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
     # are leftovers.
     try:
@@ -84,17 +85,17 @@ def find_removal(path: Path) -> Removal:
     Raises:
         StoreError: if `path` is not a run folder, or is a later drive of a run whose first drive is present.
     """
-    note = path / "finished.json"
+    note = path / FINISHED
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
     # A start that was killed has left at least a lock.
     remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks)
     if not path.is_dir() or not (note.is_file() or remains):
-        raise StoreError(f"{path} is not a run folder: it has neither rank<r> folders nor finished.json")
+        raise StoreError(f"{path} is not a run folder: it contains neither rank<r> folders nor {FINISHED}")
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
-    notes = [each for each in (note, path / "closed.json") if each.is_file()]
+    notes = [each for each in (note, path / CLOSED) if each.is_file()]
     files = (*sorted(path.glob("*.tmp")), *notes)
     ours = {path.name for path in (*ranks, *files)}
     strangers = [name for name in _names(path) if name not in ours]
@@ -208,6 +209,9 @@ def open_rank(folder: Path, queue: Queue) -> tuple[Store, dict[str, torch.Tensor
     drives = [folder.parent.parent, *(Path(drive) for drive in manifest.drives[1:])]
     for drive in drives:
         if not (drive / folder.parent.name / folder.name).is_dir():
-            raise StoreError(f"{folder} lies on the drives {', '.join(manifest.drives)}, but {drive} has no part of it")
+            raise StoreError(
+                f"{folder} is stored on the drives {', '.join(manifest.drives)}, but {drive} contains nothing of this "
+                "run: mount that drive"
+            )
     store = Store(drives, folder.parent.name, int(folder.name[4:]), manifest.spec, queue)
     return store, store.open()

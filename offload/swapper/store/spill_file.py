@@ -108,7 +108,7 @@ def _nameless(folder: Path, nbytes: int) -> DirectFile:
     except IoError as error:
         file.close()
         raise StoreError(
-            f"gradients that have no room in host memory need {format_size(nbytes)} on {folder}, "
-            f'{format_size(shutil.disk_usage(folder).free)} is free; free some room, or raise "host_memory"'
+            f"gradients that do not fit host memory need {format_size(nbytes)} on {folder}, which has "
+            f'{format_size(shutil.disk_usage(folder).free)} free; free some room, or raise "host_memory"'
         ) from error
     return file

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.aio import StripedFile, aligned_empty, crc32c_joined
-from offload.aio.protocols import Future, Queue
+from offload.aio.protocols import Future, Queue, wait_for_all
 from offload.errors import IoError
 from offload.sizes import MIB
 from offload.states import State
@@ -78,7 +78,7 @@ class _Comparison:
                 key = (unit, state)
                 covered, nbytes = sum(stretch.nbytes for stretch in table.get(key, ())), self.place(key).nbytes
                 if covered != nbytes:
-                    yield self._damage(key, 0, nbytes, f"sums are known of {covered} bytes only")
+                    yield self._damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
 
     def finish(self, chunk: _Chunk, future: Future) -> Damage | None:
         """Waits for a chunk and returns its damage, or that of the stretch that the chunk completes; None if intact.
@@ -101,7 +101,7 @@ class _Comparison:
         self._known = (stretch, crc)
         last = chunk.start + chunk.nbytes == stretch.start + stretch.nbytes
         if last and crc != stretch.crc and self._bad is not stretch:
-            return self._damage(chunk.key, stretch.start, stretch.nbytes, "the checksum is not the one written")
+            return self._damage(chunk.key, stretch.start, stretch.nbytes, "the bytes do not match the stored checksum")
         return None
 
     def _damage(self, key: Key, start: int, nbytes: int, reason: str) -> Damage:
@@ -159,11 +159,7 @@ def damages(
         while reading:
             yield from finish()
     finally:
-        for _, future in reading:
-            try:
-                future.wait()
-            except OSError:
-                pass  # the caller has stopped the verification, so further errors have no reader
+        wait_for_all(future for _, future in reading)
 
 
 def first_damage(

@@ -62,8 +62,14 @@ class Written:
         """Adds `nbytes` to the count of a drive."""
         with self._lock:
             self._run[drive] += nbytes
+            life = self._run[drive] + self._before[drive]
+            # `life` is the count of one rank; `used` multiplies by the ranks that write to the same drives.
+            exceeded = self.rating is not None and self.rating.used(life) > self.rating.share
+            # Decided under the lock, so that one thread warns.
+            warns, self._warned[drive] = exceeded and not self._warned[drive], self._warned[drive] or exceeded
         # Not under the lock: a handler of the log may block, and other threads add meanwhile.
-        self._warn(drive)
+        if warns and self.rating is not None:
+            self._warn(drive, life, self.rating)
 
     def drives(self) -> tuple[DriveWrites, ...]:
         """Returns the counts of each drive."""
@@ -72,16 +78,11 @@ class Written:
             each = zip(self._paths, self._run, self._before, strict=True)
             return tuple(DriveWrites(path, run, run + before) for path, run, before in each)
 
-    def _warn(self, drive: int) -> None:
-        """Logs a warning when a drive's count first exceeds the fraction in `rating`."""
-        rating, life = self.rating, self._run[drive] + self._before[drive]
-        # `life` is the count of one rank; `used` multiplies by the ranks that write to the same drives.
-        if rating is None or self._warned[drive] or rating.used(life) <= rating.share:
-            return
-        self._warned[drive] = True
+    def _warn(self, drive: int, life: int, rating: Rating) -> None:
+        """Logs a warning that a drive's count, `life` of this rank, has exceeded the fraction in `rating`."""
         logger.warning(
-            "%s: this run has written %s to it, %.1f %% of the %s that it is rated for (drive_tbw); a warning was "
-            "asked for from %g %% on (drive_share)",
+            "%s: this run has written %s to this drive, %.1f %% of its rated %s (drive_tbw); the config asks for a "
+            "warning from %g %% on (drive_share)",
             self._paths[drive],
             format_decimal(life * rating.ranks),
             100 * rating.used(life),

@@ -166,9 +166,9 @@ class Manifest:
             raise StoreError(f"cannot read {where}: {error}") from error
         if content.get("format") != FORMAT_VERSION:
             raise StoreError(
-                f"{where} is of format {content.get('format')}, this version of offload reads format {FORMAT_VERSION}: "
-                f"go on with the version that made it ({content.get('about', {}).get('offload', 'unknown')}), or "
-                f"choose another run name"
+                f"{where} has store format {content.get('format')}; this version of offload reads format "
+                f"{FORMAT_VERSION}: resume with the version that made the run "
+                f"({content.get('about', {}).get('offload', 'unknown')}), or choose another run name"
             )
         try:
             # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
@@ -192,7 +192,7 @@ class Manifest:
             # The layout is recomputed from the sizes. Extents that differ were not written by this format, or are
             # damaged.
             if _plain_places(spec) != content["extents"]:
-                raise ValueError("its extents do not lie as its format says")
+                raise ValueError("its extents are not where its format requires them")
             return found
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StoreError(f"cannot read {where}: {type(error).__name__}: {error}") from error
@@ -235,29 +235,29 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
-        advice = f"choose another run name, or remove it with `offload rm {folder.parent}`"
+        advice = f"choose another run name, or remove the run with `offload rm {folder.parent}`"
         # Differences that a setting of the user explains get advice of their own.
         if name == "slots":
-            advice = "go on with the durability that it had, or leave it out"
+            advice = 'resume with the durability that the run had, or leave "durability" out'
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
-            difference = f'"durability" was {there} there and is {here} here'
+            difference = f'"durability" was {there} in the run and is {here} here'
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
         if "world_size" in difference:
             advice = (
-                "go on with as many ranks as it had; with another number of ranks, save_checkpoint there and "
-                "load_checkpoint here"
+                "resume with as many ranks as the run had; to change their number, call save_checkpoint in the run "
+                "and load_checkpoint here"
             )
-        raise StoreError(f"{folder} is of another model, layout or setting: {difference}; {advice}")
+        raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 
 
 def _advice_of_modes(there: str, here: str) -> str:
     """Returns advice for two different modes, whose names are a dtype and an optimizer (left out if Adam)."""
     (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
     if dtype == other_dtype:
-        return "go on with the optimizer that it had (change the config, or optimizer=)"
+        return "resume with the optimizer that the run had (change the config, or optimizer=)"
     both = " and with the optimizer" if optimizer != other_optimizer else ""
-    return f"go on in the dtype{both} that it had (leave --dtype out, or change the config)"
+    return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
 
 
 def _plain(value: Any) -> Any:
@@ -273,7 +273,7 @@ def _difference(expected: Any, found: Any, where: str) -> str | None:
     """Returns the first difference between two values of JSON at the path `where`; None if they are equal."""
     if isinstance(expected, dict) and isinstance(found, dict):
         for key in sorted(expected.keys() ^ found.keys()):
-            return f"{where}/{key} is in only one of the two"
+            return f"{where}/{key} exists in only one of the run and this configuration"
         for key in expected:
             if difference := _difference(expected[key], found[key], f"{where}/{key}"):
                 return difference
@@ -284,7 +284,7 @@ def _difference(expected: Any, found: Any, where: str) -> str | None:
             if difference := _difference(one, other, f"{where}/{named or index}"):
                 return difference
         return None
-    return None if expected == found else f"{where} is {_short(found)} there and {_short(expected)} here"
+    return None if expected == found else f"{where} is {_short(found)} in the run and {_short(expected)} here"
 
 
 def _short(value: Any) -> str:

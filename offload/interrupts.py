@@ -1,0 +1,93 @@
+"""Deferral of Ctrl-C: a signal's handler waits until the functions that it must not split have returned.
+
+CPython runs a signal's handler on the main thread, between any two instructions. A handler that raises, as the one of
+Ctrl-C does, would leave a change half done: a unit that is pinned for ever, or a residency that no thread completes.
+
+    @uninterrupted    such a change: the handler waits until the function returns
+    @interruptible    a wait within a change, at which the state is consistent: the handler runs there
+
+The handler looks for these functions on the stack when a signal arrives, so the decorators cost nothing otherwise. The
+innermost decorated function decides. An exception at a wait is an error of the wait, like one of the drive.
+"""
+
+from __future__ import annotations
+
+import _thread
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any, TypeVar
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RETRY_S = 0.001
+"""Seconds after which a deferred signal arrives again. Changes take microseconds."""
+
+_deferring: dict[CodeType, bool] = {}
+"""For the code of each decorated function: True if handlers wait, False if they run."""
+
+
+def uninterrupted(function: _F) -> _F:
+    """Returns `function` itself, during whose calls on the main thread handlers of Ctrl-C and SIGTERM wait."""
+    _deferring[function.__code__] = True
+    return function
+
+
+def interruptible(function: _F) -> _F:
+    """Returns `function` itself, during whose calls handlers run even if an `uninterrupted` function is the caller."""
+    _deferring[function.__code__] = False
+    return function
+
+
+def defer_signals() -> None:
+    """Wraps the process's handlers of Ctrl-C and SIGTERM, unless wrapped already. Does nothing on other threads.
+
+    Called at the start of each forward and step, since the user may set a handler in between, as Jupyter does for each
+    cell.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if callable(handler) and not isinstance(handler, _Deferring):
+                signal.signal(number, _Deferring(handler))
+
+
+def restore_signals() -> None:
+    """Restores the handlers that `defer_signals` has wrapped. A handler that was set since stays."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _SIGNALS:
+            handler = signal.getsignal(number)
+            if isinstance(handler, _Deferring):
+                signal.signal(number, handler.handler)
+
+
+class _Deferring:
+    """A signal handler that calls `handler` at the next moment at which no change is under way."""
+
+    def __init__(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.handler = handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _is_deferred(frame):
+            # A raw thread: one of `threading` takes locks on its start, which the interrupted code may hold.
+            _thread.start_new_thread(_signal_again, (number,))
+        else:
+            self.handler(number, frame)
+
+
+def _is_deferred(frame: FrameType | None) -> bool:
+    """Returns True if the innermost decorated function on the stack is `uninterrupted`."""
+    while frame is not None:
+        if frame.f_code in _deferring:
+            return _deferring[frame.f_code]
+        frame = frame.f_back
+    return False
+
+
+def _signal_again(number: int) -> None:
+    """Lets the signal arrive again, on a thread of its own."""
+    time.sleep(_RETRY_S)
+    _thread.interrupt_main(signal.Signals(number))

@@ -1,0 +1,47 @@
+"""Writes docs/reference/command-line.md, the `--help` of each command: `python -m tests.support.command_line_page`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from offload.cli.main import app
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
+
+_HEAD = """# Command line
+
+The output of `--help` for each command. `python -m tests.support.command_line_page` writes this
+page, and a test compares the two.
+
+Every command has `--json`: one object on stdout, all else on stderr. A command ends with 0 after success, with 1 after
+a failure, with 2 for wrong input, after a signal with 128 and its number.
+"""
+
+
+def help_of(*command: str) -> str:
+    """In 80 columns."""
+    result = CliRunner().invoke(app, [*command, "--help"], prog_name="offload", env={"COLUMNS": "100"})
+    assert result.exit_code == 0, result.output
+    return "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+
+
+def commands(*group: str) -> Iterator[tuple[str, ...]]:
+    """Each command below a group, those of groups in it too."""
+    _, _, listed = help_of(*group).partition("\nCommands:\n")
+    for name in re.findall(r"^  (\w+)", listed, re.MULTILINE):
+        yield (*group, name)
+        yield from commands(*group, name)
+
+
+def document() -> str:
+    sections = [_HEAD]
+    sections += [f"## offload {' '.join(command)}\n\n```\n{help_of(*command)}\n```\n" for command in commands()]
+    return "\n".join(sections)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(document(), encoding="utf-8")

@@ -1,0 +1,149 @@
+"""Everything that `safe_get_*` reads of every parameter, the same of torch, and models to read it of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import offload
+from tests.support import models, rounding_bounds
+from tests.support.oracle import (
+    Job,
+    PlainEngine,
+    room_for,
+    train_step,
+)
+
+AREA = "Looking at weights and editing them, between steps"
+
+DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
+
+PLACEMENTS = (DISK, MEMORY, ("cpu", "cpu"), ("none", "nvme"))
+
+STATES = ("exp_avg", "exp_avg_sq")
+
+Found = dict[str, torch.Tensor | None]
+
+
+def gpt2() -> nn.Module:
+    """Two narrow blocks: more would say the same of each parameter, and each is read many times here."""
+    return models.gpt2(layers=2, width=32, heads=2)
+
+
+class Mixture(models.Mixture):
+    """Three blocks of the four: the frozen one, the one with a frozen weight, and one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = self.blocks[1:]
+
+
+GPT2 = models.GPT2._replace(model=gpt2)
+
+MIXTURE = models.MIXTURE._replace(model=Mixture)
+
+JOBS = {"GPT2": GPT2, "MIXTURE": MIXTURE}
+
+
+def everything(module: nn.Module) -> Found:
+    """All that can be read of each parameter, by its name and what it is."""
+    found: Found = {}
+    for name, parameter in module.named_parameters():
+        found[f"{name} master"] = offload.safe_get_full_fp32_param(parameter)
+        found[f"{name} gradient"] = offload.safe_get_full_grad(parameter)
+        for state in STATES:
+            found[f"{name} {state}"] = offload.safe_get_full_optimizer_state(parameter, state)
+    return found
+
+
+LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "master": (offload.safe_get_local_fp32_param, offload.safe_set_local_fp32_param),
+    "gradient": (offload.safe_get_local_grad, offload.safe_set_local_grad),
+    **{
+        state: (
+            lambda p, state=state: offload.safe_get_local_optimizer_state(p, state),
+            lambda p, value, state=state: offload.safe_set_local_optimizer_state(p, value, state),
+        )
+        for state in STATES
+    },
+}
+
+
+def everything_local(module: nn.Module) -> Found:
+    """What `everything` reads, of this rank's part."""
+    return {
+        f"{name} {what}": get(parameter)
+        for name, parameter in module.named_parameters()
+        for what, (get, _) in LOCAL.items()
+    }
+
+
+def everything_of_torch(engine: PlainEngine) -> Found:
+    found: Found = {}
+    for (name, parameter), master in zip(engine.module.named_parameters(), engine._masters, strict=True):
+        found[f"{name} master"] = master.detach().clone()
+        found[f"{name} gradient"] = None if master.grad is None else master.grad.clone()
+        for state in STATES:
+            mine = engine.optimizer.state[master].get(state) if master.requires_grad else None
+            nothing = torch.zeros_like(master) if parameter.requires_grad else None
+            found[f"{name} {state}"] = nothing if mine is None else mine.clone()
+    return found
+
+
+def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equal) -> list[str]:
+    assert one.keys() == other.keys()
+    return [
+        name
+        for name, mine in one.items()
+        if not (
+            mine is other[name] is None or (mine is not None and other[name] is not None and same(mine, other[name]))
+        )
+    ]
+
+
+def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
+    """Assert that masters agree within `rounding_bounds`, gradients and moments as sums and squares of sums do."""
+    assert found.keys() == expected.keys()
+    share = rounding_bounds.norm_error(job) + 2 * rounding_bounds.step_error(job)
+    built = job.model()
+    job = job._replace(model=lambda: built)  # which is asked for its shapes for each tensor
+    for name, value in found.items():
+        parameter, what = name.rsplit(" ", 1)
+        if value is None or expected[name] is None:
+            assert value is expected[name], name
+            continue
+        mine, theirs = (models.without_key_bias(parameter, each[name]) for each in (found, expected))
+        master = what == "master"
+        error = (
+            rounding_bounds.weight_error(job, theirs, reordered=reordered)
+            if master
+            else share * rounding_bounds.norm(theirs)
+        )
+        assert rounding_bounds.norm(mine - theirs) <= error, name
+
+
+def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
+    """Two units at a time on the device, where that is not their home."""
+    return {} if "none" in placement else {"device_memory": room_for(job, 2)}
+
+
+def backward(engine: Any, job: Job, step: int) -> None:
+    """All backwards of a step but not its end."""
+    for micro in range(job.accumulation):
+        engine.backward(job.loss(engine, step, micro))
+        if micro < job.accumulation - 1:
+            engine.step()
+
+
+def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
+    """What is found before any step, between backward and step of the second, and after it."""
+    found = [look()]
+    train_step(engine, job, 0)
+    backward(engine, job, 1)
+    found.append(look())
+    engine.step()
+    found.append(look())
+    return found

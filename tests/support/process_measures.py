@@ -1,0 +1,66 @@
+"""Bytes to and from the drive, and peak memory, of a process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# -- bytes and memory ---------------------------------------------------------------------------------
+
+
+class DiskBytes:
+    """Bytes that this process has moved to and from block devices since the object was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    @staticmethod
+    def _now() -> tuple[int, int]:
+        fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+    @property
+    def read(self) -> int:
+        return self._now()[0] - self._start[0]
+
+    @property
+    def written(self) -> int:
+        return self._now()[1] - self._start[1]
+
+
+def peak_rss() -> int:
+    """The most bytes of RAM that this process has had. (`ru_maxrss` begins with what the one that started it had.)"""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+
+
+def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: Any) -> None:
+    logging.disable(logging.CRITICAL)
+    value = function(*arguments)
+    gc.collect()
+    pipe.send((value, peak_rss()))
+
+
+def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """Call `function` in a fresh process: its result and that process's peak RSS in bytes."""
+    return peak_in(multiprocessing.get_context("spawn"), function, *arguments)
+
+
+def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
+    """The same in a process of `context`: of `processes()` it begins with what it has at its start, and at once."""
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measured, args=(function, arguments, sender))
+    process.start()
+    sender.close()
+    try:
+        value, peak = receiver.recv()
+    except EOFError as error:
+        raise AssertionError("the measured process died") from error
+    finally:
+        process.join()
+        receiver.close()
+    return value, peak

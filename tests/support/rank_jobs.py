@@ -1,0 +1,68 @@
+"""Jobs whose loss is that of the rows of one rank."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.support import models
+from tests.support.oracle import Job
+from tests.support.param_states import MIXTURE, gpt2
+from tests.support.rank_pool import rank_and_size
+
+
+def my_rows(batch: torch.Tensor) -> torch.Tensor:
+    rank, size = rank_and_size()
+    return batch.chunk(size)[rank]
+
+
+def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    """The loss of this rank's rows; the mean over the ranks is that of all rows."""
+    ids = my_rows(models.tokens(step, micro, (4, 16), 61))
+    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+
+
+def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = my_rows(models.tokens(step, micro, (4, 16)))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def recomputed(reentrant: bool) -> nn.Module:
+    model = gpt2()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # a new name is coming; users have the old one
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    return model.train()
+
+
+class Adapters(nn.Module):
+    """Frozen layers with small trainable ones beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 64).requires_grad_(False)
+        self.layers = nn.ModuleList(nn.ModuleDict({"base": nn.Linear(64, 64), "add": nn.Linear(64, 64)}) for _ in "123")
+        self.head = nn.Linear(64, 61)
+        for layer in self.layers:
+            layer["base"].requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = torch.tanh(layer["base"](hidden) + layer["add"](hidden))
+        return self.head(hidden)
+
+
+JOBS = {
+    "gpt2": models.GPT2._replace(model=gpt2, loss=language_rows_loss),
+    "llama": Job(models.llama, language_rows_loss),
+    "mixtral": Job(models.mixtral, language_rows_loss),
+    "mixture": MIXTURE._replace(loss=rows_loss),
+    "adapters": Job(Adapters, rows_loss),
+    "recomputed": Job(functools.partial(recomputed, False), language_rows_loss, accumulation=2),
+    "recomputed, reentrant": Job(functools.partial(recomputed, True), language_rows_loss, accumulation=2),
+}

@@ -1,0 +1,182 @@
+"""Real processes that train together, over gloo.
+
+    pool            ranks of its own, for work that leaves something behind in them
+    shared_pool     the ranks of this process: started once, for all its tests that leave nothing behind
+
+A pool is given one piece of work after the other: importing torch takes longer than most of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import offload
+from tests.support.oracle import Job, Result, config, processes, weights_of
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def meet(rank: int, size: int, port: int) -> None:
+    """What torchrun does for a process: the environment by which ranks find each other."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+
+
+def _serve(rank: int, size: int, port: int, pipe: Any) -> None:
+    meet(rank, size, port)
+    dist.init_process_group("gloo")
+    while (work := pipe.recv()) is not None:
+        function, arguments = work
+        try:
+            pipe.send((True, function(*arguments)))
+        except BaseException as error:
+            pipe.send((False, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
+
+
+PATIENCE = 200
+"""Seconds for one piece of work; less than a test has, so that the next one finds ranks that do not hang."""
+
+
+class RankPool:
+    """`size` ranks; `run` calls a module-level function on each and returns what each returned."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._start()
+
+    def _start(self) -> None:
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(self.size):
+            mine, theirs = processes().Pipe()
+            process = processes().Process(target=_serve, args=(rank, self.size, port, theirs), daemon=True)
+            process.start()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """Raises AssertionError with the traceback of every rank that raised, or after `PATIENCE` seconds.
+
+        Ranks that wait for ever are killed then, and others started for the next call.
+        """
+        if not self.alive():
+            self._start_anew()
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        deadline = time.monotonic() + PATIENCE
+        waiting = [rank for rank, pipe in enumerate(self.pipes) if not pipe.poll(max(0.0, deadline - time.monotonic()))]
+        if waiting:
+            self._start_anew()
+        assert not waiting, f"ranks {waiting} have not come back from {function.__name__} within {PATIENCE} s"
+        answers = [pipe.recv() for pipe in self.pipes]
+        wrong = [f"rank {rank}: {answer}" for rank, (right, answer) in enumerate(answers) if not right]
+        assert not wrong, "\n".join(wrong)
+        return [answer for _, answer in answers]
+
+    def alive(self) -> bool:
+        """Tell whether every rank runs, as far as its process is concerned."""
+        return all(process.is_alive() for process in self.processes)
+
+    def _start_anew(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self._start()
+
+    def close(self) -> None:
+        """End the processes, also such as wait for each other for ever."""
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            if process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            process.kill()
+
+
+@contextmanager
+def pool(size: int) -> Iterator[RankPool]:
+    ranks = RankPool(size)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+_shared: dict[int, RankPool] = {}
+"""By their size; daemons, which end with this process."""
+
+
+@contextmanager
+def shared_pool(size: int) -> Iterator[RankPool]:
+    """Lend the ranks that all tests of this process share; others are started where those no longer work together."""
+    ranks = _shared.get(size) or _shared.setdefault(size, RankPool(size))
+    try:
+        assert ranks.run(_count_ranks) == [size] * size
+    except (AssertionError, EOFError, OSError):
+        ranks._start_anew()
+    yield ranks
+
+
+def _count_ranks() -> int:
+    """Add up one of each rank: what shows that they reach each other."""
+    count = torch.ones(())
+    work = dist.all_reduce(count, async_op=True)
+    assert work is not None
+    work.wait(datetime.timedelta(seconds=20))
+    return int(count)
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Of this process."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
+    """An engine on this rank, for a job whose loss takes this rank's rows of every batch."""
+    torch.manual_seed(job.seed)
+    return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
+
+
+def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    """Train `job` to its end, remove the store; losses are the mean of all ranks'."""
+    engine = start(job, placement, folder, **options)
+    try:
+        losses, norms = [], []
+        for step in range(job.steps):
+            loss = 0.0
+            for micro in range(job.accumulation):
+                part = job.loss(engine, step, micro)
+                engine.backward(part)
+                loss += float(part.detach()) / job.accumulation
+                mean = engine.mean(loss) if micro == job.accumulation - 1 else 0.0
+                engine.step()
+            losses.append(mean)
+            norms.append(engine.get_global_grad_norm() or 0.0)
+        weights = weights_of(engine)
+    finally:
+        engine.destroy(remove=True)
+    return Result(losses, norms, weights)

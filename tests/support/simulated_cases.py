@@ -1,0 +1,49 @@
+"""Units, uses and budgets that a simulated pager runs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from offload.planner.simulation.simulate import Budgets, Simulation, Use, simulate
+from offload.planner.simulation.updater import UpdateCost
+from offload.states import Tier
+from offload.swapper.policy import Limits
+from offload.swapper.unit_table import UnitSize
+
+PAGE = 4096
+
+
+def unit(pages: int, home: Tier = Tier.DISK) -> UnitSize:
+    return UnitSize(f"{pages} pages", pages * PAGE, home, (range(pages * PAGE),))
+
+
+def cost(pages: int, home: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
+    """Of a bf16 unit all of whose states have one home."""
+    numel, on_disk = pages * PAGE // 2, home is Tier.DISK
+    return UpdateCost(numel, *((2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)), 2 * numel * spills)
+
+
+# -- any run ------------------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    uses: list[Use]
+    sizes: list[UnitSize]
+    updates: list[UpdateCost | None]
+    tile_numel: int | None
+    limits: Limits
+
+    @property
+    def moving(self) -> list[int]:
+        """Bytes of the units that are not at home on the device."""
+        return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
+
+    @property
+    def on_disk(self) -> list[int]:
+        return sorted(size.nbytes for size in self.sizes if size.tier is Tier.DISK) or [0]
+
+    def run(self, host: int, device: int, **options: Any) -> Simulation:
+        budgets = Budgets(host, device)
+        return simulate(
+            self.uses, self.sizes, self.updates, budgets, self.limits, tile_numel=self.tile_numel, **options
+        )

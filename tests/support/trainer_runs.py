@@ -1,0 +1,166 @@
+"""The same training by `OffloadTrainer` and by the stock `Trainer`: data, arguments, configs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+
+from offload.hf import OffloadTrainer
+from tests.support import models, rounding_bounds
+from tests.support.oracle import Job, assert_same_tensors
+
+LOGGED = ("loss", "grad_norm", "learning_rate")
+MEMORY, DISK = "none", "nvme"
+_NEWER = "activation_checkpointing" in transformers.TrainingArguments.__dataclass_fields__
+CHECKPOINTING = "activation_checkpointing" if _NEWER else "gradient_checkpointing"
+"""The name of the argument, which has changed."""
+
+
+MANY, FEW = 22, 10
+"""Rows of two epochs of six steps and of three, the last of each with one micro-batch."""
+
+
+class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """`count` rows of 12 ids, of which a row is always the same."""
+
+    def __init__(self, count: int = MANY) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 128, (12,), generator=torch.Generator().manual_seed(row))
+        return {"input_ids": ids, "labels": ids}
+
+
+def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **changed: Any) -> Any:
+    """Two epochs of `MANY` or `FEW` rows; clip, warm-up and decay act."""
+    usual: dict[str, Any] = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "save_strategy": "no",
+    }
+    return kind(**usual | changed)
+
+
+def config(folder: Path, home: str = DISK, **blocks: Any) -> dict[str, Any]:
+    """A config of which the arguments say all else. Poison is always on."""
+    return {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": home},
+            "offload_optimizer": {"device": home},
+        },
+        "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
+        **blocks,
+    }
+
+
+def seeded(model: Any = models.gpt2) -> Any:
+    """A model that is the same each time."""
+    torch.manual_seed(0)
+    return model()
+
+
+@contextlib.contextmanager
+def ended(trainer: Any) -> Iterator[Any]:
+    """The trainer, whose engine ends with the block."""
+    try:
+        yield trainer
+    finally:
+        if trainer.engine is not None:
+            trainer.engine.destroy(remove=True)
+
+
+class Run(NamedTuple):
+    logs: list[dict[str, float]]
+    """What was logged of each step."""
+    weights: dict[str, torch.Tensor]
+
+
+def result(trainer: Any) -> Run:
+    """What a training was."""
+    logs = [{key: log[key] for key in LOGGED if key in log} for log in trainer.state.log_history if "loss" in log]
+    return Run(logs, {name: value.clone() for name, value in trainer.model.state_dict().items()})
+
+
+def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: Any) -> Run:
+    """Train by transformers alone."""
+    trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts(rows))
+    trainer.train()
+    return result(trainer)
+
+
+def offloaded(
+    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
+) -> Run:
+    """Train by `OffloadTrainer`."""
+    with ended(trainer(folder, home, model, blocks, rows, **changed)) as mine:
+        mine.train()
+        return result(mine)
+
+
+@functools.cache
+def unbroken(model: Any = models.gpt2) -> Run:
+    """What `offloaded` gives of a model and nothing else: trained once, for all tests that compare with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        return offloaded(Path(folder), model=model)
+
+
+def trainer(
+    folder: Path,
+    home: str = DISK,
+    model: Any = models.gpt2,
+    blocks: Any = None,
+    rows: int = MANY,
+    **changed: Any,
+) -> OffloadTrainer:
+    return OffloadTrainer(
+        model=seeded(model),
+        args=arguments(folder, **changed),
+        train_dataset=Texts(rows),
+        eval_dataset=Texts(5),
+        offload_config=config(folder, home, **blocks or {}),
+    )
+
+
+def assert_same(left: Run, right: Run) -> None:
+    """Bit for bit."""
+    assert left.logs == right.logs
+    assert_same_tensors(left.weights, right.weights)
+
+
+def as_job(logs: Sequence[dict[str, float]], model: Any, dtype: str = "fp32") -> Job:
+    """What was trained, for the bounds of it: the largest rate in each step."""
+    return Job(model, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
+
+
+def assert_close(mine: Run, theirs: Run, model: Any = models.gpt2, reordered: bool = False) -> None:
+    """The same but for roundings, as `tests.support.rounding_bounds` has them for fp32."""
+    job = as_job(theirs.logs, model)
+    assert len(mine.logs) == len(theirs.logs)
+    for one, other in zip(mine.logs, theirs.logs, strict=True):
+        assert one.keys() == other.keys() and one["learning_rate"] == other["learning_rate"]
+        for key in one.keys() - {"learning_rate"}:
+            rounding_bounds.same_numbers([one[key]], [other[key]], rounding_bounds.norm_error(job))
+    assert mine.weights.keys() == theirs.weights.keys()
+    rounding_bounds.same_weights(mine.weights, theirs.weights, job, reordered=reordered)

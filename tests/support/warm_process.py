@@ -1,0 +1,352 @@
+"""Processes that have imported torch and offload already: forked from a server, in a tenth of a second instead of four.
+
+    python("print(1)", cwd=folder)          a program, like subprocess.run([sys.executable, "-c", ...])
+    begin(["-m", "offload", "train"], ...)  arguments of Python, like subprocess.Popen
+
+Each is a real process with streams, an environment, signals and an exit of its own. Only what is read when torch or
+offload are *imported* (OMP_NUM_THREADS, OFFLOAD_ISA) is the server's: a test of that needs `subprocess`.
+
+The server runs this file as a script. A client connects for each process, and sends what to run with the three streams;
+the server forks, and the child runs it as `__main__` and ends as any Python does. The connection answers with the
+process's number, and with its exit status once it has ended.
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import gc
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).parents[2]
+_PRELOADED = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "offload.finetune.job",
+    "offload.bench.swap",
+    "offload.deepnvme",
+)
+_LENGTH = 8
+
+
+# -- the client ---------------------------------------------------------------------------------------
+
+
+class Process:
+    """A forked process, with the part of `subprocess.Popen` that tests use."""
+
+    def __init__(
+        self,
+        arguments: Sequence[str | os.PathLike[str]],
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        stdin: int | IO[Any] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+    ) -> None:
+        self.args = [os.fspath(argument) for argument in arguments]
+        self.returncode: int | None = None
+        self._out: list[str | None] = [None, None]
+        streams = _Streams(stdin, stdout, stderr)
+        self.stdin, self.stdout, self.stderr = streams.mine
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(_server())
+        request = {
+            "arguments": self.args,
+            "cwd": os.fspath(cwd or os.getcwd()),
+            "env": dict(os.environ if env is None else env),
+        }
+        _send(self._connection, request, streams.theirs)
+        streams.close()
+        self.pid = int(_receive(self._connection)[0]["pid"])
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the process; returns minus the number of the signal that ended it, as Popen does."""
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            try:
+                answer, _ = _receive(self._connection)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0) from None
+            self.returncode = int(answer["returncode"])
+            self._connection.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while the process runs."""
+        try:
+            return self.wait(1e-6)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
+        """Read both outputs to their ends, and wait."""
+        readers = [
+            threading.Thread(target=self._read, args=(index, stream))
+            for index, stream in enumerate((self.stdout, self.stderr))
+            if stream is not None
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return self._out[0], self._out[1]
+
+    def _read(self, index: int, stream: IO[str]) -> None:
+        self._out[index] = stream.read()
+        stream.close()
+
+    def send_signal(self, number: int) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdin, self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+class _Streams:
+    """The three descriptors for the process, and this side's ends of pipes."""
+
+    def __init__(self, *wanted: int | IO[Any] | None) -> None:
+        self.theirs: list[int] = []
+        self.mine: list[IO[str] | None] = []
+        self._ours: list[int] = []  # to be closed here once they are sent
+        for number, each in enumerate(wanted):
+            theirs, mine = self._open(number, each)
+            self.theirs.append(theirs)
+            self.mine.append(mine)
+
+    def _open(self, number: int, wanted: int | IO[Any] | None) -> tuple[int, IO[str] | None]:
+        if wanted is None:
+            return number, None
+        if wanted == subprocess.PIPE:
+            reading, writing = os.pipe()
+            theirs, mine = (reading, writing) if number == 0 else (writing, reading)
+            self._ours.append(theirs)
+            return theirs, os.fdopen(mine, "w" if number == 0 else "r")
+        if wanted == subprocess.STDOUT:
+            return self.theirs[1], None
+        if wanted == subprocess.DEVNULL:
+            self._ours.append(os.open(os.devnull, os.O_RDWR))
+            return self._ours[-1], None
+        return (wanted if isinstance(wanted, int) else wanted.fileno()), None
+
+    def close(self) -> None:
+        for descriptor in self._ours:
+            os.close(descriptor)
+
+
+def begin(arguments: Sequence[str | os.PathLike[str]], **options: Any) -> Process:
+    """Start Python with these arguments: "-c CODE", "-m MODULE ..." or "SCRIPT ..."."""
+    return Process(arguments, **options)
+
+
+def run(
+    arguments: Sequence[str | os.PathLike[str]],
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 240,
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments to its end, its output captured; it is killed after `timeout` seconds."""
+    process = Process(
+        arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    try:
+        out, err = process.communicate(timeout)
+    except BaseException:
+        process.kill()
+        raise
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program, its output captured."""
+    return run(["-c", code], **options)
+
+
+def commands(folder: Path) -> Path:
+    """Make `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
+
+    A signal to them is not one to what they run: who kills a command in a script needs the real one.
+    """
+    folder.mkdir()
+    for name, arguments in (("offload", "-m offload "), ("python", "")):
+        command = folder / name
+        command.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} run {_server()} {arguments}"$@"\n')
+        command.chmod(0o755)
+    return folder
+
+
+def _run_at(server: str, arguments: Sequence[str]) -> int:
+    """Run Python with these arguments, forked from a server of another process; returns what a shell would say."""
+    global _started
+    _started = server, None
+    status = begin(arguments).wait()
+    return 128 - status if status < 0 else status
+
+
+_started: tuple[str, subprocess.Popen[bytes] | None] | None = None
+"""The socket of this process's server, and the server."""
+
+
+def _server() -> str:
+    """Return the socket of the server, which starts with the first use and ends with this process."""
+    global _started
+    if _started is None:
+        path = os.path.join(tempfile.mkdtemp(prefix="offload-warm-"), "socket")
+        listening, ready = os.pipe()
+        server = subprocess.Popen(
+            [sys.executable, __file__, path, str(ready), str(os.getpid())],
+            pass_fds=[ready],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            cwd=ROOT,
+        )
+        os.close(ready)
+        with os.fdopen(listening) as pipe:
+            assert pipe.read() == "ready", "the server of warm processes did not start"
+        atexit.register(_stop, server)
+        _started = path, server
+    return _started[0]
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.terminate()
+    server.wait()
+
+
+# -- both sides ---------------------------------------------------------------------------------------
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    content = json.dumps(message).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    connection.sendmsg([len(content).to_bytes(_LENGTH, "little")], rights)
+    connection.sendall(content)
+
+
+def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
+    head, ancillary, _, _ = connection.recvmsg(_LENGTH, socket.CMSG_SPACE(3 * 4))
+    descriptors = array.array("i")
+    for _, _, data in ancillary:
+        descriptors.frombytes(data)
+    content = b""
+    while len(content) < int.from_bytes(head, "little"):
+        content += connection.recv(1 << 20)
+    return json.loads(content or "null"), list(descriptors)
+
+
+# -- the server ---------------------------------------------------------------------------------------
+
+
+def _serve(path: str, ready: int, parent: int) -> dict[str, Any]:
+    """Fork a child for each request, for ever; returns in the child, with what it shall run."""
+    for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
+        __import__(name)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(64)
+    gc.collect()
+    gc.freeze()  # so that children neither collect nor copy what they share
+    os.write(ready, b"ready")
+    os.close(ready)
+    signal.signal(signal.SIGTERM, lambda *_: _end(path))
+    threading.Thread(target=_end_with, args=(parent, path), daemon=True).start()
+    while True:
+        connection, _ = listener.accept()
+        request, streams = _receive(connection)
+        if request is None:
+            continue
+        child = os.fork()
+        if child == 0:
+            listener.close()
+            connection.close()
+            for number, descriptor in enumerate(streams):
+                os.dup2(descriptor, number)
+            for descriptor in set(streams) - {0, 1, 2}:
+                os.close(descriptor)
+            return dict(request)
+        for descriptor in streams:
+            os.close(descriptor)
+        _send(connection, {"pid": child})
+        threading.Thread(target=_reap, args=(child, connection), daemon=True).start()
+
+
+def _reap(child: int, connection: socket.socket) -> None:
+    """Wait for a child and tell its status."""
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        _send(connection, {"returncode": status})
+    except OSError:
+        pass  # nobody waits for it any more
+    connection.close()
+
+
+def _end_with(parent: int, path: str) -> None:
+    """End the server once the process that started it is gone, which may have been killed."""
+    select.select([os.pidfd_open(parent)], [], [])
+    _end(path)
+
+
+def _end(path: str) -> None:
+    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    os._exit(0)
+
+
+def _become(request: Mapping[str, Any]) -> None:
+    """Run what was asked for as `__main__`."""
+    # The server's own know whether *its* descriptors could seek.
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    kind, *rest = request["arguments"]
+    sys.path[0] = "" if kind in ("-c", "-m") else os.path.dirname(os.path.abspath(kind))
+    if kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        main = types.ModuleType("__main__")
+        sys.modules["__main__"] = main
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    else:
+        sys.argv = [kind, *rest]
+        runpy.run_path(kind, run_name="__main__")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "run":
+        sys.exit(_run_at(sys.argv[2], sys.argv[3:]))
+    _become(_serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))

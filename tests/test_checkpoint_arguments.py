@@ -1,0 +1,96 @@
+"""Arguments of a save or a load that cannot be right are errors that change nothing; unusual names work."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.errors import StoreError, UsageError
+from tests.support.checkpoint_runs import engine, folder, inspect, names, whole
+
+__all__ = ["engine", "folder", "whole"]  # fixtures
+
+# -- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tag", [" a", "a ", "a\n", "\ta", "a\x07b", "a\u2028b", "a\ud800b", "a\x00b", "x" * 247, "ü" * 124]
+)
+def test_a_tag_that_is_no_name(tag: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot name a folder") as promoted:
+        engine.save_checkpoint(tmp_path / "saved", tag=tag)
+    assert repr(tag) in str(promoted.value) and not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("tag", ["x" * 246, "ü" * 123, "two words", "日本", "latest.swp", "a.partial", "a.old"])
+def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -> None:
+    for _ in range(2):
+        engine.save_checkpoint(folder, tag=tag)
+    engine.save_checkpoint(folder, tag="a", keep_last=1)
+    assert names(folder) == {"a", "latest"}
+
+
+@pytest.mark.parametrize("text", ["", "\n", "../one", "a\x07", ".a.partial"])
+def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
+    shutil.copytree(whole, folder / "one")
+    (folder / "latest").write_text(text)
+    with pytest.raises(StoreError, match=r"latest must contain the tag .* in the folder: one"):
+        engine.load_checkpoint(folder)
+    assert "latest must contain the tag" in inspect("verify", folder).output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"keep_last": "2"}, "keep_last must be .*, got '2'"),
+        ({"keep_last": 1.5}, r"keep_last must be .*, got 1\.5"),
+        ({"keep_last": True}, "keep_last must be .*, got True"),
+        ({"keep_last": -1}, "keep_last must be .*, got -1"),
+        ({"client_state": [1, 2]}, "client_state must be a dict or None, got list"),
+        ({"client_state": []}, "client_state must be a dict or None, got list"),
+        ({"client_state": "abc"}, "client_state must be a dict or None, got str"),
+        ({"client_state": {"a": {"big": 10**5000}}}, r"client_state\['a'\]\['big'\] is a whole number of 16610 bits"),
+        ({"client_state": {10**5000: 1}}, "a key of client_state is a whole number"),
+        ({"save_dir": None}, "save_dir must be a path.*NoneType"),
+        ({"save_dir": b"saved"}, "save_dir must be a path.*bytes"),
+        ({"save_dir": "a\0b"}, "save_dir is 'a.x00b'"),
+        ({"save_dir": "a\ud800b"}, "save_dir is 'a.ud800b'"),
+    ],
+)
+def test_what_cannot_be_meant(options: dict[str, Any], words: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        engine.save_checkpoint(**{"save_dir": tmp_path / "saved", **options})
+    assert not (tmp_path / "saved").exists()
+
+
+def test_a_load_from_no_path(engine: offload.Engine) -> None:
+    for path in (None, b"saved", 3):
+        with pytest.raises(UsageError, match="load_dir must be a path"):
+            engine.load_checkpoint(path)  # type: ignore[arg-type]
+
+
+def test_a_number_too_long_for_a_commit_is_named(engine: offload.Engine, folder: Path) -> None:
+    engine.client_state = {"big": 10**5000}
+    try:
+        with pytest.raises(UsageError, match=r"engine.client_state\['big'\] is a whole number"):
+            engine.save_checkpoint(folder)
+    finally:
+        engine.client_state = {}
+    engine.save_checkpoint(folder, client_state={"long": 10**4000})
+    assert engine.load_checkpoint(folder)[1] == {"long": 10**4000}
+
+
+@pytest.mark.parametrize("modify", [True, False])
+def test_weights_that_are_gathered_are_not_saved(modify: bool, engine: offload.Engine, folder: Path) -> None:
+    weight = engine.module.transformer.wte.weight
+    with offload.gathered(weight, modify=modify):
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            with pytest.raises(UsageError, match=r"while transformer.wte.weight is gathered: leave the `with` block"):
+                call(folder if call == engine.save_checkpoint else folder.parent / "other")
+            break
+    assert not names(folder)
+    engine.save_checkpoint(folder)

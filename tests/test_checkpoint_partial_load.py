@@ -1,0 +1,91 @@
+"""A load that leaves part of a unit as it is does not make its damaged bytes good ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import offload
+from offload.cli.main import app
+from offload.errors import IoError
+from offload.states import State
+from offload.swapper.store.format.commit_record import read_records
+from offload.swapper.store.format.manifest import read_manifest
+from tests.support.fault_injection import flip_bit
+
+
+class Pair(nn.Module):
+    def __init__(self, both: bool, frozen: bool) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.linspace(-1, 1, 6000))
+        if both:
+            self.b = nn.Parameter(torch.linspace(1, 2, 6000))
+        self.both = both
+        if frozen:
+            self.frozen = nn.Parameter(torch.linspace(2, 3, 6000), requires_grad=False)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return factor * (self.a.square().sum() + (self.b.square().sum() if self.both else 0))
+
+
+def begin(folder: Path, both: bool, frozen: bool) -> offload.Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {"device": "nvme"},
+        },
+        "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto"},
+    }
+    return offload.initialize(model=Pair(both, frozen), config=config).engine
+
+
+def step(engine: offload.Engine) -> None:
+    engine.backward(engine(1e-3))
+    engine.step()
+
+
+@pytest.mark.parametrize(
+    ("state", "frozen", "element"),
+    [(State.WEIGHT, False, 9000), (State.EXP_AVG_SQ, False, 9000), (State.WEIGHT, True, 17000)],
+)
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damage_in_what_stays_is_an_error(
+    state: State, frozen: bool, element: int, damaged: bool, tmp_path: Path
+) -> None:
+    saver = begin(tmp_path / "other", both=False, frozen=False)
+    step(saver)
+    saver.save_checkpoint(tmp_path / "saved")
+    saver.destroy(remove=True)
+    run = tmp_path / "run"
+    engine = begin(run, True, frozen)
+    for _ in range(2):
+        step(engine)
+    engine.destroy()
+    rank = run / "default" / "rank0"
+    record = read_records(rank / "commit").valid[0]
+    place = read_manifest(rank / "manifest.json").spec.places()[0][state][record.slots[0]]
+    if damaged:
+        flip_bit(rank / "states", place.offset(4 * element))
+    engine = begin(run, True, frozen)
+    if damaged:
+        with pytest.raises(IoError, match="checksum") as caught:
+            engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        # While the caller still holds the exception, and with its frames the loader.
+        assert caught.value is not None
+        open_files = [str(path.resolve()) for path in Path("/proc/self/fd").iterdir()]
+        assert not any(name.startswith(str(tmp_path / "saved")) for name in open_files)
+        engine.destroy()
+        assert read_records(rank / "commit").valid[0] == record
+        assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 1
+    else:
+        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        step(engine)
+        engine.destroy()
+        assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 0

@@ -1,0 +1,226 @@
+"""A signal ends every command soon, with 128 and its number, without a traceback, and with its files removed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from offload.cli.signals import obeyed, signals
+from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from tests.support import warm_process
+
+LONG = 240.0
+"""Seconds that a process may take to begin, or to end: a slow machine that does much else."""
+
+
+def begin(folder: Path, *arguments: str, code: str | None = None) -> warm_process.Process:
+    """`offload` with these arguments, or some lines of Python, in a folder."""
+    return warm_process.begin(
+        [*(("-m", "offload") if code is None else ("-c", code)), *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"XDG_CACHE_HOME": str(folder / "cache")},
+    )
+
+
+def stopped(process: warm_process.Process, number: int) -> str:
+    """What it says after a signal, on stderr."""
+    process.send_signal(number)
+    try:
+        said, errors = process.communicate(timeout=LONG)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, (said, errors)
+    assert errors is not None and "Traceback" not in errors and not said
+    return errors
+
+
+def told(process: warm_process.Process, words: str) -> None:
+    """Wait until it says so on stderr."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if words in line:
+            return
+    raise AssertionError(f"it ended with {process.wait()} and never said {words!r}")
+
+
+def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
+    end = time.monotonic() + LONG
+    while not found():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
+def test_a_probe(number: int, at: str, tmp_path: Path) -> None:
+    process = begin(tmp_path, "probe", ".", "--size", "64MiB", "--device", "cpu")
+    told(process, f"measuring {at}")
+    stopped(process, number)
+    assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "io", ".", "--size", "64MiB", "--rounds", "100000", "--no-fio"),
+        ("bench", "swap", ".", "--units", "2", "--unit-size", "1MiB", "--probe-size", "1MiB", "--steps", "100000"),
+        ("tune", ".", "--size", "256MiB"),
+    ],
+)
+def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None:
+    process = begin(tmp_path, *command)
+    there(process, lambda: list(tmp_path.iterdir()))
+    stopped(process, signal.SIGTERM)
+    assert not list(tmp_path.iterdir()), "its files are gone"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
+    """Within one call of torch as well: `obeyed` below."""
+    keep_rates(tmp_path)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
+    )
+    config.save_pretrained(tmp_path / "model")
+    process = begin(tmp_path, "plan", "--model", "model", "--seq-len", "2048", "--batch-size", "8", "--measure")
+    told(process, "measuring forward and backward, pass 1")
+    stopped(process, number)
+
+
+def keep_rates(folder: Path) -> None:
+    from offload.hardware.info import machine
+
+    about = machine() | {"name": "here", "gpu": None, "gpu_memory_bytes": 0}
+    rates = Rates(*(1e10,) * 5, dict.fromkeys(DTYPES, DtypeRates(*(1e10,) * 5)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        keep(Probed(about, rates, (), "2026-11-22", 1.0))
+
+
+NATIVE = "[ctypes.CDLL(None).pthread_mutex_lock(mutex) for _ in range(2)]"
+"""A call of native code that never ends, without the interpreter's lock: no handler of Python's runs in it."""
+MUTEX = "import ctypes\nmutex = ctypes.create_string_buffer(64)\n"
+
+
+def script(lines: str) -> warm_process.Process:
+    """A process of these lines, which have printed "ready"."""
+    process = begin(Path.cwd(), code=lines)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("work", "words"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]
+)
+def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> None:
+    """What it does before its first step may be one long call: weights are made, a text becomes tokens."""
+    process = script(
+        f"{MUTEX}import sys, time\n"
+        "from offload.finetune import job\n"
+        "from offload.cli.main import main\n"
+        f"job.prepare = lambda *_: (print('ready', flush=True), {work})\n"
+        "sys.argv = ['offload', 'train']\n"
+        "main()\n"
+    )
+    assert stopped(process, number).startswith(words)
+
+
+# -- in the way ---------------------------------------------------------------------------------------
+
+
+def lost() -> None:
+    """A signal whose exception Python has no caller for."""
+
+    class Thing:
+        pass
+
+    thing = Thing()
+    kept = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del thing
+    assert kept() is None
+    gc.collect()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_is_lost_comes_again() -> None:
+    with pytest.raises(SystemExit) as ended, signals():
+        lost()
+        for _ in range(int(LONG * 100)):
+            time.sleep(0.01)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+def test_no_signal_comes_between_while_files_are_removed() -> None:
+    removed = []
+
+    class Last:
+        def __del__(self) -> None:
+            for _ in range(60):
+                time.sleep(0.01)
+            removed.append("by a finalizer")
+
+    def body() -> None:
+        last = Last()
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(LONG)
+        finally:
+            for _ in range(60):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            removed.append("at the end")
+            del last
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), signals():
+        body()
+    assert removed == ["by a finalizer", "at the end"] or removed == ["at the end", "by a finalizer"]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not any(thread.name == "offload-signals" and thread.is_alive() for thread in threads_soon())
+
+
+def threads_soon() -> list[threading.Thread]:
+    for thread in threading.enumerate():
+        if thread.name == "offload-signals":
+            thread.join(LONG)
+    return threading.enumerate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_call_of_native_code_does_not_keep_a_signal_waiting(number: int) -> None:
+    process = script(
+        f"{MUTEX}"
+        "from offload.cli.signals import obeyed\n"
+        f"with obeyed('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
+    )
+    assert stopped(process, number) == "stopped here\n"
+
+
+def test_handlers_and_what_wakes_are_as_before() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    files = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with obeyed("never said"):
+            pass
+        with pytest.raises(KeyboardInterrupt), obeyed("never said"):
+            signal.raise_signal(signal.SIGINT)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    wake = signal.set_wakeup_fd(-1)
+    assert wake == -1 and len(os.listdir("/proc/self/fd")) == files

@@ -1,0 +1,183 @@
+"""The loader of `training_data`: every rank its rows of the same batches, moved to the device."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from offload.engine.training.data_loader import Loader, Position, RankBatches, check_data, load
+from offload.engine.training.snapshot import read_generators
+from offload.errors import ConfigError
+
+
+@pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int, drop_last: bool) -> None:
+    ranks = [RankBatches(length, micro, rank, size, 3, drop_last) for rank in range(size)]
+    whole = RankBatches(length, 1, 0, 1, 3, drop_last)
+    for epoch in range(2):
+        for batches in (*ranks, whole):
+            batches.begin_at = Position(epoch, 0)
+        order = [row for rows in whole for row in rows]
+        assert sorted(order) == list(range(length))
+        together = [[row for each in rows for row in each] for rows in zip(*ranks, strict=True)]
+        expected = [order[i : i + micro * size] for i in range(0, len(order), micro * size)]
+        if drop_last:
+            expected = expected[: length // (micro * size)]
+        else:
+            expected[-1] += order[: -length % size]
+        assert together == expected and {len(each) for each in ranks} == {len(expected)}
+
+
+def test_batches_come_on_the_device() -> None:
+    data = TensorDataset(torch.arange(10.0), torch.arange(10))
+    loader = load(data, 2, 0, 1, 0, None, torch.device("meta"), drop_last=False)
+    batches = list(loader)
+    assert isinstance(loader, DataLoader) and len(loader) == len(batches) == 5
+    assert all(tensor.is_meta and tensor.shape == (2,) for batch in batches for tensor in batch)
+
+
+def test_each_epoch_has_another_order_and_torch_draws_nothing() -> None:
+    loader = load(TensorDataset(torch.arange(64)), 8, 0, 1, 5, None, torch.device("cpu"), drop_last=False)
+    state = torch.get_rng_state()
+    first, second = (torch.cat([rows for (rows,) in loader]).tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(64)) and first != second
+    assert torch.equal(state, torch.get_rng_state())
+
+
+ROWS = TensorDataset(torch.arange(30))
+
+
+def rank_loader(rank: int, seed: int = 2) -> Loader:
+    """Five batches of three samples on each of two ranks."""
+    return load(ROWS, 3, rank, 2, seed, None, torch.device("cpu"), drop_last=False)
+
+
+def rows_of(loader: Loader) -> list[list[int]]:
+    return [rows.tolist() for (rows,) in loader]
+
+
+def test_a_pass_depends_on_its_number_alone() -> None:
+    """Not on how far others went, nor on iterators that are under way."""
+    loader, other = rank_loader(0), rank_loader(0)
+    passes = [rows_of(loader) for _ in range(3)]
+    left = iter(other)
+    next(left)
+    second = iter(other)
+    assert [rows.tolist() for (rows,) in left] == passes[0][1:]
+    assert [rows.tolist() for (rows,) in second] == passes[1] and rows_of(other) == passes[2]
+    assert rows_of(rank_loader(0, seed=3)) not in passes
+
+
+@pytest.mark.parametrize("trained", range(1, 12))
+def test_every_rank_goes_on_behind_its_last_batch(trained: int) -> None:
+    states = {"torch": torch.get_rng_state(), "python": read_generators(torch.device("cpu"))["python"]}
+    for rank in range(2):
+        whole = rank_loader(rank)
+        expected = [rows_of(whole) for _ in range(4)]
+        loader, where = rank_loader(rank), {}
+        batches = (rows for _ in range(3) for rows in loader)
+        for _ in range(trained):
+            next(batches)
+            where = loader.trained()
+        next(batches)  # fetched, and not trained
+        resumed = rank_loader(rank)
+        assert resumed.go_on(json.loads(json.dumps(where)), states) is None
+        assert (resumed.epoch, len(resumed)) == (trained // 5, 5)
+        assert rows_of(resumed) == rows_of(resumed) == expected[trained // 5][trained % 5 :], "until the first step"
+        resumed.trained()
+        assert rows_of(resumed) == expected[trained // 5 + 1]
+        fresh = rank_loader(rank)
+        [rows_of(fresh) for _ in range(trained // 5 + 2)]
+        assert torch.equal(resumed.generator.get_state(), fresh.generator.get_state()), "which seeds workers"
+
+
+def test_workers_are_seeded_anew_for_each_pass() -> None:
+    loader = rank_loader(0)
+    seeds = [iter(loader) and loader.generator.initial_seed() for _ in range(3)]
+    assert len(set(seeds)) == 3
+
+
+def test_generators_are_noted_before_the_next_batch_is_loaded() -> None:
+    """Not at the end of a pass, after which an evaluation may draw before there is a next one."""
+    torch.manual_seed(0)
+    loader = rank_loader(0)
+    for _ in loader:
+        loader.trained()
+        assert loader.before_next is None
+    assert loader.before_next is None
+    torch.rand(1)
+    expected = torch.get_rng_state()
+    batches = iter(loader)
+    next(batches)
+    torch.rand(1)
+    next(batches)
+    assert torch.equal(loader.before_next["torch"], expected)
+
+
+def test_a_step_on_other_data_leaves_the_place() -> None:
+    loader = rank_loader(0)
+    next(iter(loader))
+    resumed = rank_loader(0)
+    resumed.go_on(loader.trained(), read_generators(torch.device("cpu")))
+    assert resumed.trained() == loader.where() and resumed.epoch == 0
+    assert rows_of(resumed) == rows_of(rank_loader(0))[1:]
+
+
+class Stream(IterableDataset[int]):
+    """Data without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_data_without_a_length_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="training_data is a Stream, which has no length"):
+        check_data(Stream(), None)
+
+
+@pytest.mark.parametrize(("drop_last", "sizes"), [(False, [4] * 8 + [1]), (True, [4] * 8)])
+def test_the_last_incomplete_batch_is_trained_unless_it_is_dropped(drop_last: bool, sizes: list[int]) -> None:
+    loader = load(TensorDataset(torch.arange(33)), 4, 0, 1, 0, None, torch.device("cpu"), drop_last)
+    assert len(loader) == len(sizes) and [len(rows) for rows in rows_of(loader)] == sizes
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 13, 17, 24])
+def test_every_rank_has_as_many_samples_of_each_batch(length: int) -> None:
+    """What is missing is repeated from the beginning of the pass, also where the data are fewer than the ranks."""
+    ranks = [list(RankBatches(length, 4, rank, 3, 0, drop_last=False)) for rank in range(3)]
+    assert len({tuple(len(rows) for rows in batches) for batches in ranks}) == 1
+    order = [row for step in zip(*ranks, strict=True) for rows in step for row in rows]
+    assert sorted(order[:length]) == list(range(length)) and len(order) == length + -length % 3
+    assert order[length:] == (order[:length] * 3)[: -length % 3]
+
+
+@pytest.mark.parametrize(("length", "drop_last"), [(0, False), (0, True), (7, True)])
+def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
+    with pytest.raises(ConfigError, match=rf"at least . samples .* the data contain {length}"):
+        load(TensorDataset(torch.arange(length)), 4, 0, 2, 0, None, torch.device("cpu"), drop_last)
+
+
+@pytest.mark.parametrize(
+    ("trained", "then", "now", "place"),
+    [(3, True, False, (0, 3)), (8, True, False, (1, 0)), (3, False, True, (0, 3)), (8, False, True, (1, 0))],
+)
+def test_a_run_that_dropped_what_is_trained_now_says_so(
+    trained: int, then: bool, now: bool, place: tuple[int, int]
+) -> None:
+    """Its pass is over where it was over in the run, which kept no `drop_last` in older versions."""
+    data = TensorDataset(torch.arange(33))
+    loader, resumed = (load(data, 4, 0, 1, 0, None, torch.device("cpu"), drop) for drop in (then, now))
+    batches = iter(loader)
+    for _ in range(trained):
+        next(batches)
+    where = loader.trained()
+    if then:
+        del where["drop_last"]
+    notice = resumed.go_on(where, None)
+    assert (resumed.where()["epoch"], resumed.where()["batch"]) == place
+    assert notice is not None and f"has {len(resumed)} batches, {len(loader)} in the run" in notice

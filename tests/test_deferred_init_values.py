@@ -1,0 +1,190 @@
+"""Values that a parameter is given inside `offload.init` are the ones that training begins with, whoever gives them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+import offload
+from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
+from offload.errors import ConfigError
+from tests.support import models
+from tests.support.oracle import assert_same_tensors, config
+
+
+def begins_with(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the model once it is under an engine."""
+    engine = offload.initialize(model=model, config=config(models.GPT2, ("nvme", "nvme"), folder / "store"))[0]
+    try:
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+    finally:
+        engine.destroy(remove=True)
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A folder of a GPT-2 whose weights no initialization would give, and its tensors."""
+    folder = tmp_path_factory.mktemp("given")
+    model = models.gpt2()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.5)
+    model.save_pretrained(folder)
+    return folder, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def _assign_each(model: nn.Module, tensors: dict[str, torch.Tensor], how: str) -> None:
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        module, value = model.get_submodule(path), nn.Parameter(tensors[name].clone())
+        if how == "register_parameter":
+            module.register_parameter(leaf, value)
+        elif how == "setattr":
+            setattr(module, leaf, value)
+        elif how == "data":
+            getattr(module, leaf).data = tensors[name].clone()
+        else:
+            with torch.no_grad():
+                getattr(module, leaf).copy_(tensors[name])
+
+
+WAYS: dict[str, Callable[[nn.Module, Path, dict[str, torch.Tensor]], Any]] = {
+    "load_state_dict": lambda model, folder, tensors: model.load_state_dict(tensors),
+    "load_state_dict, assigned": lambda model, folder, tensors: model.load_state_dict(tensors, assign=True),
+    "safetensors": lambda model, folder, tensors: safetensors.torch.load_model(
+        model, folder / "model.safetensors", strict=False
+    ),
+    **{
+        how: lambda model, folder, tensors, how=how: _assign_each(model, tensors, how)
+        for how in ("register_parameter", "setattr", "data", "copy_")
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_loaded(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, tensors = given
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with offload.init():
+            model = models.gpt2()
+            WAYS[way](model, folder, tensors)
+    assert_same_tensors(begins_with(model, tmp_path), tensors)
+
+
+@pytest.mark.parametrize("by", ["auto class", "class", "with the model's config", "with info"])
+def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    folder, tensors = given
+    kind = transformers.AutoModelForCausalLM if by == "auto class" else transformers.GPT2LMHeadModel
+    its = transformers.GPT2Config.from_pretrained(folder)
+    options: dict[str, Any] = {"config": its} if by == "with the model's config" else {}
+    with offload.init():
+        model = kind.from_pretrained(folder, output_loading_info=by == "with info", low_cpu_mem_usage=True, **options)
+    if by == "with info":
+        model, info = model
+        assert not info["missing_keys"] and not info["mismatched_keys"]
+    assert all(origin_of(parameter) is not None for parameter in model.parameters()), "nothing is read yet"
+    assert not model.training
+    assert_same_tensors(begins_with(model, tmp_path), tensors)
+    assert not isinstance(kind.from_pretrained(folder).lm_head.weight, DeferredParameter), "outside it is as ever"
+
+
+def test_from_pretrained_of_what_cannot_be_streamed(
+    given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    folder, tensors = given
+    whole = {name: value + 1 for name, value in tensors.items()}
+    with offload.init():
+        model = transformers.GPT2LMHeadModel.from_pretrained(
+            None, config=transformers.GPT2Config.from_pretrained(folder), state_dict=whole
+        )
+    assert_same_tensors(begins_with(model, tmp_path), whole)
+
+
+class Written(nn.Module):
+    """Its constructor sets weights of other modules by hand, and takes one that it is given."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding.from_pretrained(table, freeze=False)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in "1234567")
+        nn.init.constant_(self.layers[0].weight, 1.0)
+        nn.init.trunc_normal_(self.layers[1].weight, 5.0, 0.1, 4.0, 6.0)
+        self.layers[2].weight.data.fill_(2.0)
+        nn.init.xavier_uniform_(self.layers[3].weight, gain=100.0)
+        self.layers[4].weight.data.normal_(3.0, 0.01).mul_(2)
+        nn.init.orthogonal_(self.layers[5].weight)
+        with torch.no_grad():
+            nn.init.zeros_(self.layers[6].weight)[1].add_(7.0)
+
+
+def test_what_a_constructor_writes_by_hand(tmp_path: Path) -> None:
+    table = torch.arange(12.0).view(3, 4)
+    torch.manual_seed(1)
+    with offload.init():
+        model = Written(table)
+    assert all(isinstance(layer.bias, DeferredParameter) for layer in model.layers), "what nobody wrote is made later"
+    found = begins_with(model, tmp_path)
+    weights = [found[f"layers.{layer}.weight"] for layer in range(7)]
+    assert torch.equal(found["embedding.weight"], table)
+    assert bool((weights[0] == 1).all()) and bool((weights[2] == 2).all())
+    assert 4 <= float(weights[1].min()) and float(weights[1].max()) <= 6
+    assert float(weights[3].abs().max()) > 10 and abs(float(weights[4].mean()) - 6) < 0.1
+    assert torch.allclose(weights[5] @ weights[5].t(), torch.eye(4), atol=1e-5)
+    assert bool((weights[6][1] == 7).all()) and int(weights[6].count_nonzero()) == 4
+    assert bool(found["layers.0.bias"].isfinite().all()) and bool(found["layers.0.bias"].any())
+
+
+def _part(model: nn.Linear) -> None:
+    model.weight[0] = 1.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _part,
+        lambda model: model.weight[0].zero_(),
+        lambda model: model.weight.view(-1).fill_(1.0),
+        lambda model: model.weight.data.mul_(2),
+        lambda model: model.weight.add_(1.0),
+        lambda model: model.weight.data.t().copy_(torch.ones(4, 4)),
+    ],
+    ids=["an element", "a row", "a view", "a factor", "a sum", "the transpose"],
+)
+def test_a_change_of_values_that_are_not_there_is_an_error(change: Callable[[nn.Module], Any]) -> None:
+    with pytest.raises(ConfigError, match=r"test_deferred_init_values\.py:\d+ changes a weight"):
+        with offload.init(), torch.no_grad():
+            change(nn.Linear(4, 4))
+
+
+def test_an_initializer_of_ones_own_is_called_later() -> None:
+    class Own(nn.Linear):
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.weight[0] = 1.0
+                self.weight.mul_(2)
+                nn.init.zeros_(self.bias)
+
+    with offload.init():
+        model = Own(4, 4)
+    assert isinstance(model.weight, DeferredParameter) and isinstance(model.bias, DeferredParameter)
+
+
+def test_another_thread_reads_as_ever(given: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    import threading
+
+    made: list[nn.Module] = []
+    with offload.init(), contextlib.ExitStack():
+        thread = threading.Thread(target=lambda: made.append(transformers.GPT2LMHeadModel.from_pretrained(given[0])))
+        thread.start()
+        thread.join()
+    assert_same_tensors(made[0].state_dict(), given[1])

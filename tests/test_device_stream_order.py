@@ -1,0 +1,309 @@
+"""On a device with streams nothing is read before it is there, nor written or freed before its last reader is done."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import offload
+from offload import kernels
+from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.setup import assembly
+from offload.errors import EngineFailed
+from offload.layout.flat_layout import lay_out
+from offload.layout.units import find_units
+from offload.swapper.host_cache import HostCache
+from offload.swapper.memory.device import DONE
+from tests.support import models
+from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    least_host_memory,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    weights_of,
+)
+
+JOB = models.GPT2._replace(steps=3, accumulation=2, dtype="bf16")
+
+
+def train(job: Job, placement: tuple[str, str], folder: Path, device: LateDevice, **options: Any) -> Result:
+    """Run `job` with a tick of the device's clock for every operation."""
+    engine = start(job, placement, folder, **options)
+    losses, norms = [], []
+    try:
+        with Ticks(device):
+            for step in range(job.steps):
+                losses.append(train_step(engine, job, step))
+                norms.append(engine.get_global_grad_norm() or 0.0)
+        weights = weights_of(engine)
+    finally:
+        engine.destroy(remove=True)
+    return Result(losses, norms, weights)
+
+
+def homes_on_device(placement: tuple[str, str]) -> int:
+    """Bytes of residuals and moments where they live on the device."""
+    model = JOB.model()
+    units = [[(name, model.get_parameter(name)) for name in unit.parameters] for unit in find_units(model).units]
+    return 0 if placement[1] != "none" else sum(10 * lay_out("", unit, 1).numel for unit in units)
+
+
+def runs(
+    patch: pytest.MonkeyPatch, folder: Path, seed: int, lateness: float, placement: tuple[str, str], **options: Any
+) -> tuple[Result, LateDevice]:
+    device = LateDevice(seed, lateness)
+    use_device(patch, device)
+    return train(JOB, placement, folder, device, **options), device
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_random_lateness_changes_no_bit(
+    placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = runs(monkeypatch, tmp_path / "at once", 0, 0.0, ("none", "none"))
+    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+        options: dict[str, Any] = {}
+        if placement[0] != "none":
+            options["device_memory"] = room_for(JOB, 1 + seed) + homes_on_device(placement)
+        result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
+        assert_same(expected, result)
+        assert device.broken == [] and device.copies > 100
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_where_the_device_sums_no_squares_the_host_does(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU without CuPy; all that is sent then goes through staging buffers."""
+    job = JOB._replace(accumulation=accumulation)
+    expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
+    make = assembly._downloads
+    without: list[DeviceToHost] = []
+
+    def made(*given: Any) -> DeviceToHost:
+        without.append(make(*given))
+        without[-1].sums = False
+        return without[-1]
+
+    monkeypatch.setattr(assembly, "_downloads", made)
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, device)
+    assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))
+    assert without and device.broken == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients spill, and units come in pieces that are copied while the next are read."""
+    small_pieces(monkeypatch)
+    expected, _ = runs(monkeypatch, tmp_path / "memory", 0, 0.0, ("none", "none"))
+    use_device(monkeypatch, LateDevice(0, 0.0))
+    least = least_host_memory(JOB, tmp_path / "least")
+    result, device = runs(monkeypatch, tmp_path / "disk", seed, 0.9, ("nvme", "nvme"), host_memory=least)
+    assert_same(expected, result)
+    assert device.broken == [] and device.copies > 100
+
+
+WHOLE = 1 << 24
+"""Bytes of a device that all of the model's states and gradients fit on."""
+
+
+def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
+    """Note what the optimizer's kernel touches, which waits for no stream; elements of each call."""
+    real, numels = kernels.update, list[int]()
+
+    def update(partition: kernels.Partition, segments: Any) -> None:
+        given = [partition.weight, partition.grad, *partition.moments, partition.residual, partition.master]
+        tensors = [tensor for tensor in given if tensor is not None]
+        device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
+        numels.append(partition.weight.numel())
+        device.start_kernel(lambda: real(partition, segments))
+
+    patch.setattr(kernels, "update", update)
+    return numels
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_lives_on_the_device_is_updated_there(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients never leave it; where each step is durable, what was updated is copied out to be written."""
+    job = JOB._replace(accumulation=accumulation)
+    expected = run(job, ("none", "none"), tmp_path / "plain")
+    copies = {}
+    for seed, durability in enumerate(("none", "step")):
+        device = LateDevice(seed, 0.9)
+        with monkeypatch.context() as patch:
+            use_device(patch, device)
+            tiles = watch_updates(patch, device)
+            options = {"device_memory": WHOLE, "durability": durability}
+            assert_same(expected, train(job, ("none", "none"), tmp_path / durability, device, **options))
+        assert device.broken == [] and len(tiles) >= job.steps
+        assert device.downloads == job.steps, "of the sums of squares"
+        copies[durability] = device.copies
+    states = len(("weight", "residual", "exp_avg", "exp_avg_sq"))
+    assert copies["step"] == copies["none"] + len(tiles) * states
+
+
+def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, device)
+    engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
+    units = len(engine._core.components.layouts)
+    assert all(engine._core.components.gradients.stays(unit) for unit in range(units))
+    used = engine._core.components.pager.arena.used_bytes
+    engine.destroy(remove=True)
+    engine = start(JOB, ("none", "none"), tmp_path, device_memory=used - 4096)
+    stays = [engine._core.components.gradients.stays(unit) for unit in range(units)]
+    assert any(stays) and not all(stays)
+    engine.destroy(remove=True)
+    expected = run(JOB, ("none", "none"), tmp_path / "memory", device="cpu")
+    assert_same(expected, train(JOB, ("none", "none"), tmp_path, device, device_memory=used - 4096))
+    assert device.broken == []
+
+
+def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, tuple[list[torch.Tensor], float | None]] = {}
+    for name, device in (("plain", None), ("late", LateDevice(0, 0.9))):
+        with monkeypatch.context() as patch:
+            if device is not None:
+                use_device(patch, device)
+            engine = start(JOB, ("none", "none"), tmp_path / name, device_memory=WHOLE)
+            for micro in range(JOB.accumulation):
+                engine.backward(JOB.loss(engine, 0, micro))
+                if micro == 0:
+                    engine.zero_grad()
+                    engine.backward(JOB.loss(engine, 0, 0))
+                    engine.step()
+            weights = list(engine.module.parameters())
+            gradients = [offload.safe_get_full_grad(weight) for weight in weights]
+            offload.safe_set_full_grad(weights[0], torch.ones_like(gradients[0]))
+            engine.step()
+            moments = [offload.safe_get_full_optimizer_state(weight, "exp_avg") for weight in weights]
+            with torch.no_grad():
+                weights[1].mul_(0.5)  # an edit, which is an update without a gradient
+            found[name] = ([*gradients, *moments, *engine.state_dict().values()], engine.get_global_grad_norm())
+            engine.destroy(remove=True)
+    assert found["plain"][1] == found["late"][1]
+    assert all(torch.equal(one, other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["Lion", "Lamb"])
+def test_what_has_no_kernel_there_is_updated_on_the_host(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JOB._replace(optimizer=optimizer)
+    expected = run(job, ("none", "none"), tmp_path / "plain")
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, device)
+    assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=WHOLE))
+    assert device.broken == [] and device.downloads > job.steps
+
+
+def hold_nothing(self: LateDevice, event: Any) -> None:
+    """Compute does not wait for uploads."""
+
+
+def write_at_once(self: LateDevice, *given: Any) -> Any:
+    """Uploads do not wait for compute."""
+    return self._give("upload", given[0], given[1], ())
+
+
+def take_lease_at_once(self: HostCache, entry: Any) -> None:
+    """Leases are used again while an upload reads them."""
+    entry.copied, before = DONE, entry.copied
+    REAL_TAKE_LEASE(self, entry)
+    entry.copied = before
+
+
+REAL_TAKE_LEASE = HostCache._take_lease
+
+
+def free_at_once(self: DeviceToHost, sent: Any, *given: Any) -> None:
+    """Gradients are freed while a download reads them."""
+    REAL_START(self, sent, *given)
+    elsewhere = sent._replace(source=sent.source.new_empty(len(sent.source)))
+    self._arriving[-1] = self._arriving[-1]._replace(sent=elsewhere)
+    for position, each in enumerate(self._sent):
+        if each is sent:
+            self._sent[position] = elsewhere
+
+
+REAL_START = DeviceToHost._start
+
+
+FAULTS = {
+    "read early": (LateDevice, "hold", hold_nothing),
+    "written early": (LateDevice, "upload", write_at_once),
+    "changed early": (DeviceToHost, "_start", free_at_once),
+    "changed early, a lease": (HostCache, "_take_lease", take_lease_at_once),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    device = LateDevice(0, 0.95)
+    use_device(monkeypatch, device)
+    try:
+        train(JOB, ("nvme", "nvme"), tmp_path, device, device_memory=room_for(JOB, 4))
+    except (offload.OffloadError, AssertionError):
+        pass  # wrong weights may well become a NaN
+    assert fault.partition(",")[0] in device.broken
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_gradient_that_is_not_waited_for_shows_itself(
+    accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it is copied to where it stays, or added there: what a copy has not filled yet are NaNs."""
+    job = JOB._replace(accumulation=accumulation)
+    real = DeviceToHost._receive
+    monkeypatch.setattr(DeviceToHost, "_receive", lambda self, arriving: real(self, arriving._replace(done=DONE)))
+    device = LateDevice(0, 1.0)
+    use_device(monkeypatch, device)
+    with pytest.raises(offload.OffloadError):
+        train(job, ("cpu", "cpu"), tmp_path, device)
+
+
+def test_a_gradient_that_cannot_leave_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, device)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    train_step(engine, JOB, 0)
+    monkeypatch.setattr(LateDevice, "download", broken)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        train_step(engine, JOB, 1)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        engine.zero_grad()
+    engine.destroy()
+    assert not [thread for thread in threading.enumerate() if thread.name == "offload-gradients"]
+
+
+def broken(*_: Any) -> Any:
+    raise RuntimeError("CUDA error")
+
+
+def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a fault of the GPU does: no later call waits for what will never be there."""
+    device = LateDevice(0, 0.0)
+    use_device(monkeypatch, device)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    monkeypatch.setattr(LateDevice, "upload", broken)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        train_step(engine, JOB, 0)
+    with pytest.raises(EngineFailed, match="CUDA error"):
+        train_step(engine, JOB, 0)
+    engine.destroy()

@@ -1,0 +1,152 @@
+"""On a device with streams random plans keep every bit, and each use of a buffer comes after its event.
+
+`LateDevice` carries a copy out as late as it may, and records what reads or writes a place too early, or frees it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from offload.sizes import GIB, PAGE
+from offload.swapper.memory.device import DeviceRoom
+from tests.support import models
+from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
+
+
+class Recomputed(models.Mixture):
+    """Its blocks run again in the backward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        return self.head(hidden)
+
+
+JOBS = {
+    "gpt2": models.GPT2,
+    "dropout": models.DROPOUT,
+    "experts, tied and frozen": models.MIXTURE,
+    "recomputation": models.MIXTURE._replace(model=Recomputed),
+}
+
+
+class Plan(NamedTuple):
+    """What may be otherwise from run to run."""
+
+    job: Job
+    placement: tuple[str, str]
+    host: float | None
+    """How far the host budget is above the least, in times of it; None for the default."""
+    device: float | None
+    """The same of the device's; from 20 on it has room to add gradients up."""
+    options: dict[str, Any]
+    lateness: float
+    spare: int
+    """What the first step is said to leave of the device."""
+    pieces: bool
+    """Whether gradients, tiles and what streams come in tiny pieces."""
+
+
+def draw(chance: random.Random) -> Plan:
+    job = chance.choice(list(JOBS.values()))._replace(
+        steps=3,
+        dtype=chance.choice(["bf16", "bf16", "fp32", "fp16"]),
+        accumulation=chance.choice([1, 1, 2, 3]),
+        optimizer=chance.choice(["AdamW", "AdamW", "AdamW", "Lion"]),
+    )
+    budgets = [None, 0.0, 0.3, 2.0]
+    placement = chance.choice(PLACEMENTS)
+    options: dict[str, Any] = {"durability": chance.choice(["auto", "none", {"every": 2}])}
+    if options["durability"] == {"every": 2} and "nvme" not in placement:
+        options["durability"] = "step"
+    return Plan(
+        job,
+        placement,
+        chance.choice(budgets),
+        chance.choice([*budgets, 30.0]),
+        options,
+        chance.choice([0.5, 0.9, 1.0]),
+        chance.choice([0, GIB]),
+        chance.random() < 0.5,
+    )
+
+
+def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
+    """The smallest budget that works, as the error says it."""
+    with pytest.raises(offload.BudgetError) as caught:
+        start(job, placement, folder, **{which: 1}, **options)
+    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def budget(plan: Plan, which: str, above: float | None, folder: Path, **options: Any) -> dict[str, int]:
+    if above is None:
+        return {}
+    lowest = least(plan.job, plan.placement, folder, which, **options)
+    if which == "device_memory":
+        lowest += room_for(plan.job, 1)  # two units are in use at a time
+    return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}
+
+
+def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[Result, bool]:
+    """What came of it, and whether gradients were added up on the device."""
+    options = dict(plan.options)
+    options |= budget(plan, "device_memory", plan.device, folder, **options)
+    options |= budget(plan, "host_memory", plan.host, folder, **options)
+    engine = start(plan.job, plan.placement, folder, **options)
+    try:
+        with Ticks(device):
+            result = trained(engine, plan.job)
+        totals = engine._core.components.gradients.totals
+        return result, any(totals.takes(unit) for unit in range(len(engine._core.components.layouts)))
+    finally:
+        engine.destroy(remove=True)
+
+
+def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether gradients were added up on the device."""
+    if plan.pieces:
+        small_pieces(monkeypatch)
+    expected = run(plan.job, ("none", "none"), folder / "plain")
+    device = LateDevice(seed, plan.lateness)
+    device.spare = DeviceRoom(plan.spare, 0)
+    use_device(monkeypatch, device)
+    found, added = carry_out(plan, seed, folder / "late", device)
+    assert device.broken == [], plan
+    assert_same(expected, found, str(plan))
+    return added
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("seed", range(16))
+def test_a_random_plan(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("seed", range(500, 508))
+def test_a_random_plan_that_adds_up_on_the_device(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    plan = draw(chance)
+    while plan.placement == ("none", "none"):
+        plan = draw(chance)
+    accumulation = chance.choice([2, 3, 4])
+    plan = plan._replace(job=plan.job._replace(accumulation=accumulation), device=30.0)
+    assert check(plan, seed, tmp_path, monkeypatch), plan
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16, 216))
+def test_many_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)

@@ -1,0 +1,68 @@
+"""`.grad` is None in a loop of one's own; who reads it is told once where gradients are, and nobody else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.nn.utils.clip_grad import __file__ as clip_grad_file
+
+import offload
+from offload.errors import UsageError
+from tests.support import models
+from tests.support.oracle import start
+
+JOB = models.MIXTURE._replace(accumulation=1)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "`.grad`" in record.getMessage()]
+
+
+def test_who_reads_grad_after_backward_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(JOB, ("none", "none"), tmp_path)
+    weight = engine.module.head.weight
+    for step in range(2):
+        assert weight.grad is None and len(lines(caplog)) == step
+        loss = JOB.loss(engine, step, 0)
+        assert weight.grad is None and len(lines(caplog)) == step
+        engine.backward(loss)
+        assert [p.grad for p in engine.parameters()] == [None] * len(list(engine.parameters()))
+        (line,) = lines(caplog)
+        assert "`.grad` of scale is None" in line and "offload.safe_get_full_grad(parameter)" in line
+        assert offload.safe_get_full_grad(weight) is not None
+        engine.step()
+    engine.destroy()
+
+
+def test_clipping_by_torch_is_recognized_below_any_number_of_calls(tmp_path: Path) -> None:
+    """But only below code of torch: what a user calls in a hook of torch's own code is the user's."""
+
+    def in_file(file: str, module: str, source: str) -> Any:
+        names: dict[str, Any] = {"__name__": module}
+        exec(compile(source, file, "exec"), names)
+        return names
+
+    engine = start(JOB, ("none", "none"), tmp_path)
+    engine.backward(JOB.loss(engine, 0, 0))
+    deep = "def read(weight, calls):\n    return read(weight, calls - 1) if calls else weight.grad\n"
+    clip = in_file(clip_grad_file, "torch.nn.utils.clip_grad", "def clip(read, weight):\n    return read(weight, 30)\n")
+    with pytest.raises(UsageError, match=r"torch\.nn\.utils cannot clip them"):
+        clip["clip"](in_file("foreach.py", "torch.utils", deep)["read"], engine.module.head.weight)
+    assert clip["clip"](in_file("user.py", "user", deep)["read"], engine.module.head.weight) is None
+    engine.destroy()
+
+
+def test_libraries_that_look_for_themselves_are_no_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(JOB, ("nvme", "nvme"), tmp_path)
+    engine.backward(JOB.loss(engine, 0, 0))
+    nn.Module.zero_grad(engine.module)  # reads each `.grad`
+    engine.optimizer.zero_grad()
+    engine.module.zero_grad()
+    engine.backward(JOB.loss(engine, 0, 0))
+    engine.module.to("cpu")
+    engine.step()
+    assert not lines(caplog)
+    engine.destroy(remove=True)

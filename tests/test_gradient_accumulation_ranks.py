@@ -1,0 +1,57 @@
+"""Two ranks: who says where a step ends changes no bit there either, and ranks that say other things are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.errors import UsageError
+from tests.support import models
+from tests.support.oracle import assert_same_tensors, weights_of
+from tests.support.rank_pool import RankPool, pool, start
+from tests.test_gradient_accumulation import as_accelerate, as_ddp, counted
+
+JOB = models.MIXTURE._replace(accumulation=4)
+LOOPS = {"counted": counted, "accelerate": as_accelerate, "ddp": as_ddp}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[RankPool]:
+    with pool(2) as two:
+        yield two
+
+
+def train(folder: Path, loop: str) -> tuple[float | None, int, int, dict[str, torch.Tensor]]:
+    engine = start(JOB, ("nvme", "nvme"), folder)
+    for step in range(2):
+        LOOPS[loop](engine, JOB, step)
+    found = engine.get_global_grad_norm(), engine.micro_steps, engine.global_samples, weights_of(engine)
+    engine.destroy(remove=True)
+    return found
+
+
+def clip_otherwise(folder: Path) -> str:
+    engine = start(JOB, ("none", "none"), folder)
+    engine.clip_grad_norm_(1.0 + engine.global_rank)
+    try:
+        counted(engine, JOB, 0)
+    except UsageError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    found = {loop: ranks.run(train, tmp_path / loop, loop) for loop in LOOPS}
+    for loop, of_ranks in found.items():
+        for mine, first in zip(of_ranks, found["counted"], strict=True):
+            assert mine[:3] == first[:3] and mine[1:3] == (8, 16), loop
+            assert_same_tensors(mine[3], first[3], loop)
+
+
+def test_another_clip_on_each_rank_is_told(ranks: RankPool, tmp_path: Path) -> None:
+    assert all("settings" in text for text in ranks.run(clip_otherwise, tmp_path))

@@ -1,0 +1,32 @@
+"""The pager's lock: who waits gives it away wholly, or is told that it cannot."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
+
+
+def test_a_wait_gives_the_lock_away_and_holds_it_again() -> None:
+    monitor = InterruptibleLock()
+
+    def change() -> None:
+        with monitor.lock:
+            monitor.notify_all()
+
+    with monitor.lock:
+        other = threading.Thread(target=change)
+        other.start()
+        monitor.wait()
+        assert monitor.lock._is_owned()  # type: ignore[attr-defined]
+    assert not monitor.lock._is_owned()  # type: ignore[attr-defined]
+    other.join()
+
+
+def test_a_wait_with_the_lock_taken_twice_is_an_error_and_not_for_ever() -> None:
+    monitor = InterruptibleLock()
+    with monitor.lock, monitor.lock, pytest.raises(AssertionError, match="took the lock twice"):
+        monitor.wait()
+    assert not monitor.lock._is_owned()  # type: ignore[attr-defined]

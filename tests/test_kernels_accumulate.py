@@ -1,0 +1,85 @@
+"""Gradients add up as torch adds them; their sums of squares are those of the stored values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from offload import kernels
+from tests.support import rounding_bounds
+
+pytestmark = pytest.mark.numeric
+
+SIZES = [0, 1, 15, 16, 17, 4095, 4096, 4097, 32768, 32769, 100003]
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def normal(numel: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def float64_sum(values: torch.Tensor) -> float:
+    return float(np.square(values.double().numpy()).sum())
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+@pytest.mark.parametrize("grad_dtype", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_accumulate(numel: int, out_dtype: torch.dtype, grad_dtype: torch.dtype, add: bool) -> None:
+    out, grad = normal(numel, 0, out_dtype), normal(numel, 1, grad_dtype)
+    expected = (out.float() + grad.float() if add else grad).to(out_dtype)
+    total = kernels.accumulate(out, grad, add=add)
+    assert torch.equal(out, expected)
+    assert total == pytest.approx(float64_sum(expected), rel=rounding_bounds.sum_error(numel, "fp64"), abs=0)
+    assert total == kernels.sum_squares(out)
+
+
+def test_without_add_the_old_values_do_not_count() -> None:
+    out = torch.full((100,), float("nan"), dtype=torch.bfloat16)
+    assert kernels.accumulate(out, torch.ones(100), add=False) == 100.0
+
+
+def test_a_sum_that_is_not_finite_shows() -> None:
+    out = torch.zeros(5000, dtype=torch.bfloat16)
+    grad = torch.zeros(5000)
+    grad[4999] = float("inf")
+    assert kernels.accumulate(out, grad, add=True) == math.inf
+    grad[17] = float("nan")
+    assert math.isnan(kernels.accumulate(out, grad, add=True))
+    assert out.view(torch.int16)[17] == 0x7FC0
+
+
+def test_large_values_do_not_overflow_the_sum() -> None:
+    largest = torch.full((1000,), torch.finfo(torch.float32).max)
+    assert kernels.sum_squares(largest) == pytest.approx(
+        1000 * float(largest[0]) ** 2, rel=rounding_bounds.sum_error(1000, "fp64")
+    )
+
+
+def test_denormals_count_whatever_the_callers_mode() -> None:
+    tiny = torch.full((1000,), 1e-42)
+    expected = kernels.sum_squares(tiny)
+    assert expected > 0
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        assert kernels.sum_squares(tiny) == expected
+        out = torch.zeros(1000)
+        assert kernels.accumulate(out, tiny, add=True) == expected
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_wrong_tensors_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"x: expected a tensor of torch.bfloat16 or .*, got torch.int16"):
+        kernels.sum_squares(torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(ValueError, match=r"grad: expected shape \(3,\), got \(4,\)"):
+        kernels.accumulate(torch.zeros(3), torch.zeros(4), add=True)
+    with pytest.raises(TypeError, match="master"):
+        kernels.split_master(torch.zeros(3).half(), torch.zeros(3).bfloat16(), torch.zeros(3, dtype=torch.int16))
+    with pytest.raises(ValueError, match=r"residual: expected shape \(3,\)"):
+        kernels.join_master(torch.zeros(3).bfloat16(), torch.zeros(2, dtype=torch.int16), torch.zeros(3))

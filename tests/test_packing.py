@@ -1,0 +1,272 @@
+"""Documents become rows: each token once, learned as it would be alone, in an order that seed and step alone decide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
+from torch.nn import functional
+
+from offload.errors import ConfigError
+from offload.finetune.corpus.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.packing import Document, Rows, encode, notices, pack
+from offload.finetune.model import APART, make_ready, without_cache
+from tests.support import rounding_bounds
+from tests.support.model_folders import MARKING_TEMPLATE, PLAIN_TEMPLATE, llama_config, tokenizer
+from tests.support.models import DECODER, gpt2
+
+SAID = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"}]
+
+
+def words(document: Document, by: Any) -> tuple[str, str]:
+    """All of a document, and what is learned of it."""
+    return by.decode(document.ids), by.decode(document.ids[document.learned])
+
+
+def one(record: Record, by: Any) -> tuple[str, str]:
+    (document,) = encode([record], by)
+    assert document.divisible == isinstance(record, Text)
+    return words(document, by)
+
+
+# -- tokens -------------------------------------------------------------------------------------------
+
+
+def test_text_is_learned_to_its_end() -> None:
+    assert one(Text("", "one é"), tokenizer()) == ("one é</s>", "one é</s>")
+    (empty,) = encode([Text("", "")], tokenizer())
+    assert len(empty.ids) == 0
+
+
+def test_of_a_chat_the_assistants_words_where_the_template_marks_them() -> None:
+    marking = tokenizer(MARKING_TEMPLATE)
+    assert one(Chat("", SAID), marking) == ("<|user|>hi<|assistant|>yes</s><|user|>so", "yes</s>")
+    whole = "<|user|>hi</s><|assistant|>yes</s><|user|>so</s>"
+    assert one(Chat("", SAID), tokenizer(PLAIN_TEMPLATE)) == (whole, whole)
+
+
+def test_of_a_completion_the_completion() -> None:
+    assert one(Completion("", "2 + 2 =", " 4"), tokenizer()) == ("2 + 2 = 4</s>", " 4</s>")
+
+
+def test_a_tokenizer_that_begins_and_ends_all_it_is_given() -> None:
+    both = tokenizer()
+    both.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    assert one(Completion("", "p", "c"), both) == ("<s>pc</s>", "c</s>")
+    assert one(Text("", "t"), both) == ("<s>t</s>", "<s>t</s>")
+
+
+def test_without_a_tokenizer_tokens_are_bytes() -> None:
+    text, completion = encode([Text("", "é"), Completion("", "a", "b")], None)
+    assert bytes(text.ids.astype(np.uint8)) == "é\n".encode()
+    assert completion.ids.tolist() == [97, 98, 10] and completion.learned.tolist() == [False, True, True]
+    with pytest.raises(ConfigError, match=r"chats:3 is a chat.*no chat template"):
+        encode([Chat("chats:3", SAID)], None)
+
+
+def test_what_a_template_refuses_is_named() -> None:
+    picky = tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(ConfigError, match=r"chats:3: .*template refuses this chat: roles must alternate"):
+        encode([Chat("chats:3", SAID)], picky)
+
+
+# -- rows ---------------------------------------------------------------------------------------------
+
+
+def documents(*lengths: int, divisible: bool = False) -> list[Document]:
+    """Documents whose tokens are all different."""
+    starts = np.cumsum([1, *lengths])
+    return [
+        Document(np.arange(start, start + length, dtype=np.int32), np.ones(length, bool), divisible)
+        for start, length in zip(starts, lengths, strict=False)
+    ]
+
+
+SIZES = st.just(0) | st.integers(3, 40)
+
+
+@given(st.lists(SIZES, max_size=30), st.lists(st.integers(3, 40), min_size=1, max_size=30), st.integers(3, 16))
+def test_each_token_lies_in_one_row(texts: list[int], whole: list[int], length: int) -> None:
+    made = documents(*texts, divisible=True) + documents(*whole)
+    for document in made[len(texts) :]:
+        document.ids[:] += 100_000
+    packed = pack(made, length)
+    found = Counter(packed.ids.ravel().tolist())
+    for document in made[len(texts) :]:
+        assert all(found[token] == 1 for token in document.ids[:length].tolist())
+        ((row, start),) = np.argwhere(packed.ids == document.ids[0])
+        taken = document.ids[:length]
+        assert (packed.ids[row, start : start + len(taken)] == taken).all(), "a chat lies in one row"
+        assert packed.positions[row, start] == 0 and packed.labels[row, start] == -100
+        assert (packed.labels[row, start + 1 : start + len(taken)] == taken[1:]).all()
+    rows_of_text = [row for row in packed.ids.tolist() if any(0 < token < 100_000 for token in row)]
+    tokens = [token for row in rows_of_text for token in row if 0 < token < 100_000]
+    lost = sum(texts) - len(tokens)
+    assert tokens == list(range(1, len(tokens) + 1)) and lost in (0, 1), "the last one may be alone in its row"
+    assert packed.cut == sum(size > length for size in whole) and packed.dropped == 0
+
+
+def test_little_room_is_lost() -> None:
+    sizes = np.random.default_rng(0).integers(10, 100, 500).tolist()
+    packed = pack(documents(*sizes), 128)
+    assert len(packed.ids) <= 1.02 * -(-sum(sizes) // 128)
+
+
+def test_what_cannot_be_learned_is_left_out() -> None:
+    long_prompt = Document(np.arange(20, dtype=np.int32), np.arange(20) >= 15, False)
+    packed = pack([long_prompt, *documents(4)], 8)
+    assert (packed.dropped, packed.cut, len(packed.ids)) == (1, 1, 1)
+    with pytest.raises(ConfigError, match=r"nothing can be learned.*--seq-len 8"):
+        pack([long_prompt], 8)
+    with pytest.raises(ConfigError, match="the data contain nothing to learn"):
+        pack([], 8)
+
+
+@pytest.mark.parametrize("make", [gpt2, lambda: transformers.LlamaForCausalLM(llama_config())])
+@pytest.mark.numeric
+def test_a_row_is_learned_as_its_documents_are_alone(make: Any) -> None:
+    """The oracle: each document in a forward of its own."""
+    torch.manual_seed(0)
+    model = make().eval()
+    make_ready(model, False)
+    records = [
+        Completion("", "one", " and two"),
+        Completion("", "three", " four"),
+        Completion("", "5", "6"),
+    ]
+    made = encode(records, None)
+    rows = Rows(pack(made, 40), 1, 1, seed=0)
+    assert rows.row_count == 1
+    inputs = {k: v % 128 if k == "input_ids" else v for k, v in rows.inputs(1, 0).items()}
+    together = model(**inputs, **without_cache(model)).loss
+    sums, count = torch.tensor(0.0), 0
+    for document in made:
+        ids = torch.from_numpy(document.ids.astype(np.int64))[None] % 128
+        learned = torch.from_numpy(document.learned)[1:]
+        loss = functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        sums, count = sums + loss[learned].sum(), count + int(learned.sum())
+    rounding_bounds.same_tensor(together, sums / count, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
+
+
+SMALL = {**DECODER, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 128, "n_positions": 64, "eos_token_id": 2}
+ITS_OWN: dict[str, dict[str, Any]] = {
+    "gpt2": OLD,
+    "gptj": {**OLD, "rotary_dim": 8},
+    "gpt_neox": {key: value for key, value in SMALL.items() if key != "num_key_value_heads"},
+    "mixtral": {**SMALL, "num_local_experts": 4},
+    "qwen3_moe": {**SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+WITH_EXPERTS = ("mixtral", "qwen3_moe")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(APART))
+@pytest.mark.numeric
+def test_documents_of_a_row_do_not_see_each_other(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family, **ITS_OWN.get(family, SMALL))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert model.config.model_type == family and without_cache(model) == {"use_cache": False}
+    one, other, second = (torch.randint(3, 128, (1, 10), generator=torch.Generator().manual_seed(n)) for n in range(3))
+    places = torch.arange(10).repeat(2)[None]
+    with torch.no_grad():
+        found = [
+            model(torch.cat([first, second], 1), position_ids=places, use_cache=False).logits[:, 10:]
+            for first in (one, other)
+        ]
+        alone = model(second, use_cache=False).logits
+    if family in WITH_EXPERTS:  # other documents share an expert's product, whose order of additions its size decides
+        rounding_bounds.same_tensor(*found, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
+    else:
+        assert torch.equal(*found)
+    rounding_bounds.same_tensor(found[0], alone, rounding_bounds.sum_error(rounding_bounds.roundings(model)))
+
+
+def test_where_they_would_each_has_a_row_of_its_own() -> None:
+    packed = pack(documents(3, 2, 4), 8, together=False)
+    assert packed.alone and len(packed.ids) == 3
+    records = [Completion("", "one", " and two"), Completion("", "three", " four")]
+    packed = pack(encode(records, None), 40, together=False)
+    assert "each of these has a row of its own" in " ".join(
+        notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), None)
+    )
+
+
+def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    by, text = tokenizer(), "one two\n" * 20
+    (whole,) = encode([Text("", text)], by)
+    monkeypatch.setattr("offload.finetune.corpus.packing._AT_ONCE", 10)
+    (pieces,) = encode([Text("", text)], by)
+    assert by.decode(pieces.ids) == by.decode(whole.ids) and pieces.learned.all()
+
+
+# -- batches ------------------------------------------------------------------------------------------
+
+
+def rows_of(sizes: Sequence[int] = (8,) * 10, size: int = 2, **options: Any) -> Rows:
+    return Rows(pack(documents(*sizes), 8), size, **({"accumulation": 2, "seed": 3} | options))
+
+
+def first_tokens(rows: Rows, step: int, micro: int) -> list[int]:
+    found: list[int] = rows.inputs(step, micro)["input_ids"][:, 0].tolist()
+    return found
+
+
+def test_a_batch_depends_on_nothing_else() -> None:
+    ahead, rows = rows_of(), rows_of()
+    ahead.inputs(9, 0)  # an earlier one leaves no trace
+    for step in (4, 1):
+        for name, value in ahead.inputs(step, 1).items():
+            assert torch.equal(value, rows.inputs(step, 1)[name]) and value.dtype == torch.int64
+    assert first_tokens(rows_of(seed=4), 1, 0) != first_tokens(rows, 1, 0)
+
+
+def test_a_pass_has_each_row_once_in_an_order_of_its_own() -> None:
+    rows = rows_of()
+    assert rows.steps_of_a_pass == 3
+    drawn = [token for step in range(1, 6) for micro in (0, 1) for token in first_tokens(rows, step, micro)]
+    assert sorted(drawn[:10]) == sorted(drawn[10:]) and len(set(drawn[:10])) == 10 and drawn[:10] != drawn[10:]
+
+
+def test_ranks_have_their_rows_of_the_same_batch() -> None:
+    whole = rows_of(size=4)
+    for step, micro in ((1, 0), (2, 1)):
+        parts = [first_tokens(rows_of(rank=rank, world_size=2), step, micro) for rank in (0, 1)]
+        assert parts[0] + parts[1] == first_tokens(whole, step, micro)
+
+
+def test_a_model_that_takes_no_positions_gets_none() -> None:
+    rows = rows_of()
+    rows.with_positions = False
+    assert rows.inputs(1, 0).keys() == {"input_ids", "labels"}
+
+
+def test_a_checksum_tells_data_apart() -> None:
+    plain, other = rows_of(), pack(documents(*(8,) * 10), 8)
+    assert Rows(other, 2, 2, 0).checksum == plain.checksum
+    other.labels[0, 3] = -100
+    assert Rows(other, 2, 2, 0).checksum != plain.checksum
+
+
+def test_a_person_is_told_what_is_learned() -> None:
+    records: list[Record] = [Chat("", SAID), Completion("", "p" * 9, "c"), Completion("", "p", "c" * 99)]
+    for template, words in ((MARKING_TEMPLATE, "the assistant's words"), (PLAIN_TEMPLATE, "all words")):
+        by = tokenizer(template)
+        packed = pack(encode(records, by), 8)
+        said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
+        assert f"chats: {words} are learned" in said and "the completions are learned" in said
+        assert "3 documents in 2 rows of 8 tokens" in said
+        assert "3 documents are longer than a row, and cut" in said and "1 document is left out" in said

@@ -1,0 +1,169 @@
+"""A script that ran once can run again: a run that was closed is replaced, and one that was killed is protected."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from offload.errors import StoreError
+from tests.support import rank_pool
+from tests.support.fault_injection import die
+from tests.support.models import GPT2
+from tests.support.oracle import Result, assert_same, dies, start, train_step, weights_of
+
+DISK = ("nvme", "nvme")
+JOB = GPT2._replace(steps=2)
+
+
+def script(folder: Path, remove: bool | None = None, **options: object) -> tuple[Result, tuple[str, ...]]:
+    """What a script does: all of `JOB`, and the end; what it gave and was told."""
+    engine = start(JOB, DISK, folder, **options)
+    losses = [train_step(engine, JOB, step) for step in range(engine.global_steps, JOB.steps)]
+    found = Result(losses, [], weights_of(engine))
+    engine.destroy(remove)
+    return found, engine.notices
+
+
+def _killed(folder: Path) -> None:
+    engine = start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    engine.module.state_dict()
+    train_step(engine, JOB, 1)
+    die()
+
+
+def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, told = script(tmp_path)
+    assert not any("is replaced" in line for line in told)
+    (left,) = [record.getMessage() for record in caplog.records if "the run is kept in" in record.getMessage()]
+    assert '"resume": "auto" resumes the run, the next start replaces the run; `offload rm' in left
+    again, told = script(tmp_path)
+    (line,) = [line for line in told if "is replaced" in line]
+    assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
+    assert_same(first, again)
+
+
+def test_it_can_be_gone_on_with(tmp_path: Path) -> None:
+    first, _ = script(tmp_path)
+    going_on, told = script(tmp_path, resume="auto")
+    assert going_on.losses == [] and not any("is replaced" in line for line in told)
+    assert_same(Result([], [], first.weights), going_on)
+
+
+def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
+    first, _ = script(tmp_path, remove=False)
+    with pytest.raises(StoreError, match=r'"resume": "auto".*"resume": "restart".*offload rm'):
+        script(tmp_path)
+    assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
+
+
+@pytest.mark.parametrize("steps", [0, JOB.steps])
+def test_one_that_ended_without_destroy_is_replaced(
+    steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    for step in range(steps):
+        train_step(engine, JOB, step)
+    caplog.clear()
+    engine._core.ending.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert f"at step {steps}: " in line and "the next start replaces the run" in line
+    _, told = script(tmp_path)
+    assert any("which was closed at its end, is replaced" in line for line in told)
+
+
+@pytest.mark.parametrize("how", ["exception", "failed engine"])
+def test_one_that_ended_by_an_error_is_protected(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    if how == "exception":
+        monkeypatch.setattr(sys, "last_value", ValueError("of the script"), raising=False)
+    else:
+        engine._core.components.pager.fail(RuntimeError("of the test"))
+    caplog.clear()
+    engine._core.ending.at_exit()
+    (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
+    assert "the next start that does not resume the run is refused" in line
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
+
+
+def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) -> None:
+    dies(_killed, tmp_path)
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
+    restarted, told = script(tmp_path, resume="restart")
+    assert any("which did not end, is replaced" in line for line in told)
+    assert_same(restarted, script(tmp_path / "other")[0])
+
+
+def _goes_on_and_dies(folder: Path) -> None:
+    start(JOB, DISK, folder, resume="auto")
+    die()
+
+
+def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Path) -> None:
+    script(tmp_path)
+    dies(_goes_on_and_dies, tmp_path)
+    with pytest.raises(StoreError, match="holds a run that did not end"):
+        script(tmp_path)
+
+
+def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path)
+    train_step(engine, JOB, 0)
+    engine._core._begin()
+    engine._core.components.update_worker.finish()
+    for resume in ("never", "restart"):
+        with pytest.raises(StoreError, match=r"in use by process \d+ on .*, which trains; wait"):
+            script(tmp_path, resume=resume)
+    engine.destroy(remove=True)
+
+
+def test_restart_where_nothing_is_begins(tmp_path: Path) -> None:
+    found, told = script(tmp_path, resume="restart")
+    assert len(found.losses) == JOB.steps and not any("is replaced" in line for line in told)
+
+
+def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
+    engine = rank_pool.start(JOB, DISK, folder)
+    losses = [train_step(engine, JOB, step) for step in range(JOB.steps)]
+    found = Result(losses, [], weights_of(engine))
+    engine.destroy()
+    return found, engine.notices
+
+
+def _exits_on_ranks(folder: Path) -> list[str]:
+    sys.__dict__.pop("last_value", None)
+    engine = rank_pool.start(JOB, DISK, folder)
+    train_step(engine, JOB, 0)
+    heard = logging.handlers.BufferingHandler(99)
+    logging.getLogger("offload").addHandler(heard)
+    engine._core.ending.at_exit()
+    logging.getLogger("offload").removeHandler(heard)
+    return [record.getMessage() for record in heard.buffer]
+
+
+def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        (line,), others = ranks.run(_exits_on_ranks, tmp_path)
+    assert "the next start replaces the run" in line and others == []
+
+
+def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        first = ranks.run(_on_ranks, tmp_path)
+        again = ranks.run(_on_ranks, tmp_path)
+    for (one, _), (other, _) in zip(first, again, strict=True):
+        assert_same(one, other)
+    told = [any("is replaced" in line for line in notices) for _, notices in again]
+    assert told == [True, False], "the first rank says it for all"

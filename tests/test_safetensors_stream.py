@@ -1,0 +1,120 @@
+"""safetensors files written in pieces are what the library reads; damaged ones are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.errors import IoError, StoreError
+from offload.fileio.safetensors_stream import DTYPES, Tensor, Writer, read_header, shard
+from offload.layout.flat_layout import Segment, UnitLayout, pieces
+from offload.sizes import PAGE
+from tests.support.oracle import assert_same_tensors
+
+
+def test_the_library_reads_what_was_written_in_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    values = {
+        "w": torch.randn(7, 5),
+        "b": torch.randn(3).to(torch.bfloat16),
+        "n": torch.tensor(5),
+        "none": torch.empty(0, 4),
+    }
+    kinds = {name: Tensor(value.dtype, tuple(value.shape)) for name, value in values.items()}
+    with Writer(path, kinds, {"format": "pt"}) as file:
+        data = memoryview(values["w"].numpy()).cast("B")
+        file.write("w", 60, data[60:])
+        file.write("w", 0, data[:60])
+        for name in ("b", "n", "none"):
+            file.write_tensor(name, values[name])
+    found = safetensors.torch.load_file(path)
+    assert list(found) == sorted(found) or set(found) == set(values)
+    assert_same_tensors(found, values)
+    with safetensors.safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+    places, metadata = read_header(path)
+    assert places["w"].offset % PAGE == 0 and metadata == {"format": "pt"}
+    assert {name: place.tensor for name, place in places.items()} == kinds
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_that_is_named(dtype: torch.dtype, tmp_path: Path) -> None:
+    value = torch.tensor([0, 1, 1, 0, 1]).to(dtype)
+    with Writer(tmp_path / "x", {"x": Tensor(dtype, (5,))}) as file:
+        file.write_tensor("x", value)
+    assert torch.equal(safetensors.torch.load_file(tmp_path / "x")["x"], value)
+
+
+def test_a_file_of_nothing(tmp_path: Path) -> None:
+    Writer(tmp_path / "x", {}).close()
+    assert safetensors.torch.load_file(tmp_path / "x") == {}
+
+
+@pytest.mark.parametrize("cut", [0, 7, 100, PAGE, PAGE + 10])
+def test_a_file_that_is_cut_is_refused(cut: int, tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    with Writer(path, {"x": Tensor(torch.float32, (5,))}) as file:
+        file.write_tensor("x", torch.ones(5))
+    os.truncate(path, cut)
+    with pytest.raises(StoreError, match="not a complete safetensors file"):
+        read_header(path)
+
+
+@pytest.mark.parametrize("content", [b"\x80\x04pickle.", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]"])
+def test_what_is_no_such_file_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(StoreError, match="not a complete safetensors file"):
+        read_header(tmp_path / "x")
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("precious")
+    with pytest.raises(IoError, match="cannot make"):
+        Writer(tmp_path / "x", {})
+    assert (tmp_path / "x").read_text() == "precious"
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 100))
+def test_shards_hold_all_in_order_and_keep_the_size(sizes: list[int], most: int) -> None:
+    kinds = {str(i): Tensor(torch.uint8, (size,)) for i, size in enumerate(sizes)}
+    shards = shard(kinds, most)
+    assert [name for each in shards for name in each] == list(kinds)
+    for each in shards:
+        assert sum(tensor.nbytes for tensor in each.values()) <= most or len(each) == 1
+
+
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=6), st.data())
+def test_pieces_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool]], data: st.DataObject) -> None:
+    """Against the definition: each rank's partition is its cut of the trainable and its cut of the frozen stretch."""
+    step = 8 * world_size
+    segments: list[Segment] = []
+    end = trainable_stop = 0
+    for wanted in (True, False):
+        for numel, trainable in sizes:
+            if trainable is wanted:
+                segments.append(Segment(str(len(segments)), (numel,), end, numel, trainable))
+                end += numel + 3
+        end = -(-end // step) * step
+        if wanted:
+            trainable_stop = end
+    layout = UnitLayout("unit", tuple(segments), max(end, step), trainable_stop)
+    flat = torch.arange(layout.numel)
+    partitions = [
+        torch.cat([flat[s.start : s.stop] for s in (layout.trainable(r, world_size), layout.frozen(r, world_size))])
+        for r in range(world_size)
+    ]
+    for segment in segments:
+        start = data.draw(st.integers(0, segment.numel))
+        stop = data.draw(st.integers(start, segment.numel))
+        found = list(pieces(layout, world_size, segment, start, stop))
+        values = [partitions[p.rank][p.start : p.start + p.numel] for p in found]
+        whole = torch.cat(values) if values else flat[:0]
+        assert torch.equal(whole, flat[segment.start + start : segment.start + stop])
+        assert [p.position for p in found] == [start + sum(q.numel for q in found[:i]) for i in range(len(found))]

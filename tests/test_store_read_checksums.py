@@ -1,0 +1,263 @@
+"""Checksums of what is read: no alarm without damage, whoever reads when, and none missed, however it is read."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.aio import IoQueue, aligned_empty, crc32c
+from offload.errors import IoError
+from offload.states import State
+from offload.swapper.store import Store, StoreSpec
+from offload.swapper.store import store as store_module
+from offload.swapper.store.format.checksums import Passages, Slot, Stretch
+from offload.swapper.store.requests import Compared
+from tests.support.fault_injection import flip_bit
+
+TRAINABLE, ALL = 12288, 20480
+SPEC = StoreSpec(
+    ({State.WEIGHT: ALL, State.EXP_AVG: TRAINABLE}, {State.WEIGHT: ALL}), 2, {}, frozen=(ALL - TRAINABLE, ALL)
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path, queue: IoQueue) -> Iterator[Store]:
+    """One unit of which the weight is frozen from `TRAINABLE` on, and a frozen one; committed."""
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    store.create()
+    for unit in (0, 1):
+        writes = [
+            write(store, unit, State.WEIGHT, 0, start, stop) for start, stop in ((0, TRAINABLE), (TRAINABLE, ALL))
+        ]
+        store.wrote(unit, 0, {State.WEIGHT: writes})
+    store.commit(0, {})
+    yield store
+    store.close()
+
+
+def write(store: Store, unit: int, state: State, slot: int, start: int, stop: int, seed: int = 0) -> tuple:
+    buffer = aligned_empty(stop - start)
+    buffer[:] = random.Random(f"{unit} {state} {seed if stop <= TRAINABLE else 0} {start}").randbytes(stop - start)
+    future = store.write(unit, state, slot, start, buffer)
+    future.wait()
+    return start, future
+
+
+def update(store: Store, tile: int, seed: int) -> None:
+    slot = store.target(0)
+    written = {
+        state: [write(store, 0, state, slot, s, min(s + tile, TRAINABLE), seed) for s in range(0, TRAINABLE, tile)]
+        for state in (State.WEIGHT, State.EXP_AVG)
+    }
+    store.wrote(0, slot, written)
+
+
+def read(store: Store, unit: int, state: State, start: int, stop: int) -> None:
+    store.read(unit, state, store.newest[unit], start, aligned_empty(stop - start)).wait()
+
+
+@contextmanager
+def by_another_process(store: Store) -> Iterator[Store]:
+    """The store opened again: what one has written itself is not compared."""
+    if store._files.locked:
+        store.commit(store.durable.epoch + 1 if store.durable else 0, {})
+        store.close()
+    other = Store([store.folders[0].parents[1]], "run", 0, SPEC, store._queue)
+    other.open()
+    yield other
+    other.close()
+
+
+def damage(store: Store, unit: int, state: State, at: int, slot: int | None = None) -> None:
+    """Flip a bit, in the newest slot if none is given."""
+    place = store._places[unit][state][store.newest[unit] if slot is None else slot]
+    flip_bit(store.folders[0] / "states", place.offset(at))
+
+
+def test_who_waits_late_for_a_read_is_not_alarmed_by_an_update(store: Store) -> None:
+    """Two threads wait for one read; before the second looks at it, the unit is updated, in place within a window."""
+    for seed in (1, 2, 3):
+        with by_another_process(store) as other:
+            _be_late(other, seed)
+
+
+def _be_late(store: Store, seed: int) -> None:
+    late = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(ALL))
+    late._future.wait()  # type: ignore[attr-defined]
+    piece = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(3000))
+    piece.wait()
+    rest = store.read(0, State.EXP_AVG, store.newest[0], 3000, aligned_empty(TRAINABLE - 3000))
+    rest._future.wait()  # type: ignore[attr-defined]
+    update(store, 4096, seed)
+    late.wait()
+    rest.wait()
+    read(store, 0, State.EXP_AVG, 3000, TRAINABLE)  # it begins in the middle: of the old ones nothing is known any more
+
+
+@pytest.mark.parametrize("tile", [1024, 4096, 5000, TRAINABLE])
+def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, store: Store) -> None:
+    """The update worker reads a tile, what is frozen behind all tiles, and then the other tiles."""
+    update(store, 4096, 1)
+    damage(store, 0, State.WEIGHT, 7000)
+    with by_another_process(store) as store, pytest.raises(IoError, match="use weight of unit 0"):
+        read(store, 0, State.WEIGHT, 0, tile)
+        read(store, 0, State.WEIGHT, TRAINABLE, ALL)
+        for start in range(tile, TRAINABLE, tile):
+            read(store, 0, State.WEIGHT, start, min(start + tile, TRAINABLE))
+
+
+def test_one_who_reads_in_pieces_and_one_who_reads_all(store: Store) -> None:
+    update(store, 4096, 1)
+    damage(store, 0, State.WEIGHT, 11000)
+    with by_another_process(store) as other:
+        read(other, 0, State.WEIGHT, 0, 6000)
+        with pytest.raises(IoError):
+            read(other, 0, State.WEIGHT, 0, ALL)
+        with pytest.raises(IoError):
+            read(other, 0, State.WEIGHT, 6000, TRAINABLE)
+
+
+def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:
+    """An update before anybody has read them proves nothing of them."""
+    update(store, 4096, 1)
+    with by_another_process(store) as other:
+        damage(other, 0, State.WEIGHT, ALL - 100, other.target(0))
+        update(other, 4096, 2)
+        read(other, 0, State.WEIGHT, 0, TRAINABLE)
+        for start in (TRAINABLE, 0):
+            with pytest.raises(IoError, match="use weight of unit 0"):
+                read(other, 0, State.WEIGHT, start, ALL)
+
+
+def test_frozen_weights_that_were_compared_in_one_slot_are_not_compared_in_the_other(store: Store) -> None:
+    with by_another_process(store) as other:
+        read(other, 0, State.WEIGHT, 0, ALL)
+        update(other, 4096, 2)
+        again = other.read(0, State.WEIGHT, other.newest[0], TRAINABLE, aligned_empty(ALL - TRAINABLE))
+        assert not isinstance(again, Compared)
+        again.wait()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, ALL), (5000, TRAINABLE + 1), (TRAINABLE - 1, ALL), (TRAINABLE, ALL)])
+def test_a_read_goes_on_behind_what_trains_in_either_slot(start: int, stop: int, store: Store) -> None:
+    """One request: frozen weights lie behind slot B, and behind slot A there is B."""
+    seen = set()
+    for seed in (1, 2, 3):
+        update(store, 4096, seed)
+        store.commit(seed, {})
+        slot = store.newest[0]
+        expected = b"".join(
+            random.Random(f"0 {State.WEIGHT} {seed} {first}").randbytes(4096) for first in range(0, TRAINABLE, 4096)
+        ) + random.Random(f"0 {State.WEIGHT} 0 {TRAINABLE}").randbytes(ALL - TRAINABLE)
+        buffer = aligned_empty(stop - start)
+        store.read(0, State.WEIGHT, slot, start, buffer, compare=True).wait()
+        assert bytes(buffer) == expected[start:stop]
+        seen.add(slot)
+    assert seen == {0, 1}
+
+
+@pytest.mark.parametrize("nbytes", [4096, TRAINABLE, TRAINABLE + 4096, ALL])
+@pytest.mark.parametrize("stops_at", [None, 0, 1])
+def test_a_slot_is_shared_extent_by_extent(
+    nbytes: int, stops_at: int | None, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file system that can does it: here by copies, all of them or not."""
+    done = 0
+
+    def copy(source: int, start: int, count: int, destination: int, offset: int) -> bool:
+        nonlocal done
+        if done == stops_at:
+            return False
+        done += 1
+        return os.pwrite(destination, os.pread(source, count, start), offset) == count
+
+    monkeypatch.setattr(store_module, "clone_range", copy)
+    update(store, 4096, 1)
+    expected = aligned_empty(nbytes)
+    store.read(0, State.WEIGHT, store.newest[0], 0, expected).wait()
+    with (tmp_path / "other").open("w+b") as file:
+        shared = store.clone(0, State.WEIGHT, nbytes, file.fileno(), 8192)
+        assert shared is (stops_at is None or (stops_at == 1 and nbytes <= TRAINABLE))
+        if shared:
+            assert file.read() == bytes(8192) + bytes(expected)
+
+
+@st.composite
+def passes(draw: st.DrawFn) -> tuple[Slot, bytes, list[list[tuple[int, int]]], list[int]]:
+    """Stretches of some bytes, readers that go through all in pieces of their own, and whose turn it is."""
+    data = draw(st.binary(min_size=1, max_size=60))
+
+    def cuts() -> list[int]:
+        inner = draw(st.sets(st.integers(1, len(data) - 1))) if len(data) > 1 else set()
+        return [0, *sorted(inner), len(data)]
+
+    slot = tuple(Stretch(a, b - a, crc32c(data[a:b])) for a, b in itertools.pairwise(cuts()))
+    readers = [list(itertools.pairwise(cuts())) for _ in range(draw(st.integers(1, 3)))]
+    turns = draw(st.permutations([number for number, pieces in enumerate(readers) for _ in pieces]))
+    return slot, data, readers, turns
+
+
+def verdicts(slot: Slot, data: bytes, readers: list[list[tuple[int, int]]], turns: list[int]) -> list[bool]:
+    passages, left = Passages(), [iter(pieces) for pieces in readers]
+    found = []
+    for reader in turns:
+        start, stop = next(left[reader])
+        found.append(passages.compare((0, State.WEIGHT), slot, start, stop - start, crc32c(data[start:stop]))[0])
+    return found
+
+
+@given(passes())
+def test_readers_that_take_turns_are_never_alarmed_by_what_is_right(case) -> None:  # type: ignore[no-untyped-def]
+    assert all(verdicts(*case))
+
+
+@given(passes(), st.data())
+def test_readers_that_take_turns_never_miss_damage(case, more: st.DataObject) -> None:  # type: ignore[no-untyped-def]
+    """Each who reads all of it meets it: there are as many alarms as readers at least."""
+    slot, data, readers, turns = case
+    wrong = bytearray(data)
+    wrong[more.draw(st.integers(0, len(data) - 1))] ^= 1 << more.draw(st.integers(0, 7))
+    assert verdicts(slot, bytes(wrong), readers, turns).count(False) >= len(readers)
+
+
+def test_many_threads_read_while_one_updates(store: Store) -> None:
+    """As in training: readers of the frozen unit at any time, those of the other between its updates."""
+    update(store, 4096, 0)
+    errors: list[BaseException] = []
+    over, turn = threading.Event(), threading.Lock()
+
+    def reader(seed: int) -> None:
+        chance = random.Random(seed)
+        try:
+            while not over.is_set():
+                piece = chance.choice([1024, 3000, 4096, 6000, ALL])
+                unit = chance.randrange(2)
+                with turn if unit == 0 else threading.Lock():
+                    for start in range(0, ALL, piece):
+                        if chance.random() < 0.02:
+                            break  # an interrupt
+                        read(store, unit, State.WEIGHT, start, min(start + piece, ALL))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for seed in range(60):
+        with turn:
+            update(store, random.Random(seed).choice([1024, 4096, 5000]), seed)
+            if seed % 3 == 0:
+                store.commit(seed, {})
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not errors

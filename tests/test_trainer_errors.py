@@ -1,0 +1,210 @@
+"""What `OffloadTrainer` cannot do is said before anything is touched, with both values and what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import offload
+from offload.hf import OffloadTrainer
+from offload.hf.auto_values import Said, filled
+from tests.support.trainer_runs import MEMORY, Texts, arguments, config, ended, seeded, trainer
+
+
+def made(folder: Path, blocks: dict[str, Any] | None = None, **changed: Any) -> OffloadTrainer:
+    return trainer(folder, MEMORY, blocks=blocks, **changed)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "changed", "said"),
+    [
+        (
+            {"train_micro_batch_size_per_gpu": 4},
+            {},
+            "per_gpu is 4 in the config, and per_device_train_.* is 2",
+        ),
+        (
+            {"gradient_accumulation_steps": 8},
+            {},
+            "gradient_accumulation_steps is 8 in the config, and gradient_acc.* is 2",
+        ),
+        ({"train_batch_size": 16}, {}, r"train_batch_size is 16 in the config, and per_device.* \* .*1 rank is 4"),
+        ({"gradient_clipping": 1.0}, {}, "gradient_clipping is 1.0 in the config, and max_grad_norm is 0.5"),
+        ({"bf16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"bfloat16": {"enabled": True}}, {}, "bf16.enabled is True in the config, and bf16 is False"),
+        ({"fp16": {"enabled": False}}, {"fp16": True}, "fp16.enabled is False in the config, and fp16 is True"),
+        (
+            {"optimizer": {"params": {"lr": 3e-4}}},
+            {},
+            r"optimizer.params.lr is 0.0003 in the config, and learning_rate is 0.001",
+        ),
+        (
+            {"optimizer": {"params": {"betas": [0.9, 0.95]}}},
+            {},
+            r"is \[0.9, 0.95\] in the config, and adam_beta1, .* \[0.9, 0.999",
+        ),
+        (
+            {"optimizer": {"type": "SGD", "params": {"weight_decay": 1}}},
+            {},
+            "decay is 1 in the config, and weight_decay is 0.1",
+        ),
+        (
+            {"offload": {"device": "cuda"}},
+            {},
+            "offload.device is 'cuda' in the config, and the device of the arguments is 'cpu'",
+        ),
+    ],
+    ids=str,
+)
+def test_config_and_arguments_that_differ(
+    blocks: dict[str, Any], changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(offload.ConfigError, match=said):
+        made(tmp_path, blocks, **changed)
+
+
+def test_all_that_differs_is_said_at_once() -> None:
+    with pytest.raises(
+        offload.ConfigError,
+        match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",
+    ):
+        filled({"a": {"b": 1}, "c": 3}, [Said("a.b", 2, "one"), Said("c", 4, "two")])
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        ({"total_num_steps": 100}, "total_num_steps is 100 in the config, and the steps of the training is 12"),
+        ({"warmup_num_steps": 7}, "warmup_num_steps is 7 in the config, and warmup_steps is 2"),
+        ({"warmup_max_lr": 1.0}, "warmup_max_lr is 1.0 in the config, and learning_rate is 0.001"),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_differs(params: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """The number of steps is known when the training begins, and the engine is made after that."""
+    mine = made(tmp_path, {"scheduler": {"type": "WarmupDecayLR", "params": params}})
+    with pytest.raises(offload.ConfigError, match=said):
+        mine.train()
+    assert mine.engine is None
+
+
+@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "lion_8bit", "galore_adamw", "lomo"])
+def test_an_optimizer_that_no_kernel_does(optim: str, tmp_path: Path) -> None:
+    mine = made(tmp_path, optim=optim)
+    with pytest.raises(
+        offload.ConfigError, match=rf'optim="{optim}" cannot .* expected one of adamw_torch, .*"optimizer"'
+    ):
+        mine.train()
+    assert mine.engine is None
+
+
+SGD = {"optimizer": {"type": "SGD"}}
+DECAY = {"scheduler": {"type": "WarmupDecayLR"}}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "changed", "said"),
+    [
+        (SGD, {"optim": "adafactor"}, 'optimizer.type is "SGD" in .*optim is "adafactor" .*: take optim out of'),
+        ({"optimizer": {"type": "AdamW"}}, {"optim": "adamw_bnb_8bit"}, 'is "adamw_bnb_8bit" in the script'),
+        (DECAY, {"lr_scheduler_type": "cosine"}, 'type is "WarmupDecayLR" .*lr_scheduler_type is "cosine"'),
+        (SGD, {"optim": "sgd"}, None),
+        (SGD, {}, None),
+        ({"scheduler": {"type": "WarmupCosineLR"}}, {"lr_scheduler_type": "cosine"}, None),
+        (DECAY, {}, None),
+    ],
+    ids=str,
+)
+def test_an_optimizer_or_a_schedule_of_another_kind(
+    blocks: dict[str, Any], changed: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    if said is None:
+        assert made(tmp_path, blocks, **changed).engine is None
+        return
+    with pytest.raises(offload.ConfigError, match=said):
+        made(tmp_path, blocks, **changed)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "deepspeed", "parallelism_config", "auto_find_batch_size", "bf16_full_eval"])
+def test_arguments_of_another_engine(name: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, "something")  # some of them need packages, or several processes, to be made
+    with pytest.raises(offload.ConfigError, match=rf"OffloadTrainer cannot be combined with {name}='something': "):
+        OffloadTrainer(model=seeded(), args=args, offload_config=config(tmp_path))
+
+
+def test_two_gpus_and_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", 2)
+    with pytest.raises(offload.ConfigError, match=r"sees 2 GPUs .* torchrun"):
+        made(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "block", [{"resume": "auto"}, {"resume": "must"}, {"durability": "step"}, {"durability": {"every": 5}}], ids=str
+)
+def test_two_ways_to_go_on(block: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match=rf"offload.{next(iter(block))} is .*resume_from_checkpoint=True"):
+        made(tmp_path, {"offload": block})
+
+
+def test_an_engine_or_its_model(tmp_path: Path) -> None:
+    of_config = config(tmp_path, MEMORY) | {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = offload.initialize(model=seeded(), config=of_config)
+    try:
+        for model, said in (
+            (engine, "makes the engine itself; give it the model"),
+            (engine.module, "is under an engine"),
+        ):
+            with pytest.raises(offload.ConfigError, match=said):
+                OffloadTrainer(model=model, args=arguments(tmp_path), offload_config=config(tmp_path))
+    finally:
+        engine.destroy()
+
+
+def test_an_optimizer_and_a_schedule_twice(tmp_path: Path) -> None:
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    for block, pair in (("optimizer", (optimizer, None)), ("scheduler", (None, schedule))):
+        content = config(tmp_path, MEMORY) | {block: {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[block]}}
+        with pytest.raises(offload.ConfigError, match=f'has a block "{block}", and the Trainer was given one'):
+            OffloadTrainer(model=model, args=arguments(tmp_path), offload_config=content, optimizers=pair)
+
+
+def test_an_optimizer_and_a_schedule_that_are_given(tmp_path: Path) -> None:
+    """The schedule holds the groups of the optimizer that was given, and moves them."""
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=6, gamma=0.1)
+    mine = OffloadTrainer(
+        model=model,
+        args=arguments(tmp_path),
+        train_dataset=Texts(),
+        offload_config=config(tmp_path),
+        optimizers=(optimizer, schedule),
+    )
+    with ended(mine):
+        mine.train()
+        assert mine.engine is not None and mine.engine.get_lr() == pytest.approx([1e-4])
+        rates = [log["learning_rate"] for log in mine.state.log_history if "loss" in log]
+        assert rates == pytest.approx([1e-2] * 6 + [1e-3] * 6)
+
+
+def test_no_folder_to_resume_from(tmp_path: Path) -> None:
+    mine = made(tmp_path)
+    with pytest.raises(offload.StoreError, match="resume_from_checkpoint is nowhere, which is not a folder"):
+        mine.train(resume_from_checkpoint="nowhere")
+    assert mine.engine is None
+
+
+@pytest.mark.parametrize("name", ["accelerate", "transformers"])
+def test_without_the_extra(name: str) -> None:
+    code = f"import sys; sys.modules[{name!r}] = None; import offload.hf"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert f"ImportError: offload.hf needs {name}: pip install 'offload[hf]'" in done.stderr

@@ -1,0 +1,59 @@
+"""A warm process is a process: its streams, environment, folder, exit status and signals are its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_process
+
+
+def test_a_program_runs_as_main(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, atexit; atexit.register(lambda: print('end'))\n"
+        "print(__name__, os.getcwd(), os.environ['HERE'], sys.argv); print('word', file=sys.stderr); sys.exit(3)"
+    )
+    done = warm_process.python(code, cwd=tmp_path, env={"HERE": "there"})
+    assert done.stdout == f"__main__ {tmp_path} there ['-c']\nend\n"
+    assert (done.stderr, done.returncode) == ("word\n", 3)
+
+
+def test_torch_is_there_already_and_globals_of_one_are_not_seen_by_the_next() -> None:
+    code = "import sys, torch, offload; print('torch' in sys.modules, hasattr(offload, 'mark')); offload.mark = 1"
+    assert [warm_process.python(code).stdout for _ in range(2)] == ["True False\n"] * 2
+
+
+def test_an_error_has_its_traceback() -> None:
+    done = warm_process.python("raise ValueError('what')")
+    assert done.returncode == 1 and done.stderr.startswith("Traceback") and done.stderr.endswith("ValueError: what\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_signal_ends_it(number: signal.Signals) -> None:
+    process = warm_process.begin(
+        ["-c", "import time; print('up', flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        assert process.poll() is None and os.path.exists(f"/proc/{process.pid}")
+        process.send_signal(number)
+    assert process.returncode == -number
+
+
+def test_ctrl_c_is_python_s() -> None:
+    code = "import signal\ntry:\n signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt: print('interrupted')"
+    assert warm_process.python(code).stdout == "interrupted\n"
+
+
+def test_the_command() -> None:
+    assert warm_process.run(["-m", "offload", "--version"]).stdout.count(".") == 2
+
+
+def test_a_mutant_is_in_warm_processes_too() -> None:
+    """`tests` puts it in when it is imported, which must come before anything of ours is."""
+    code = "import sys; names = list(sys.modules); print(names.index('tests') < names.index('offload'))"
+    assert warm_process.python(code).stdout == "True\n"
