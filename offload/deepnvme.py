@@ -59,12 +59,12 @@ class _Reopened(DirectFile):
         self.path = self.descriptors.path = name  # for messages alone
 
     def _open(self, flags: int) -> int:
-        return super()._open(self._mine(flags))
+        return super()._open(self._reopen_flags(flags))
 
     def _open_again(self, flags: int) -> int:
-        return super()._open_again(self._mine(flags))
+        return super()._open_again(self._reopen_flags(flags))
 
-    def _mine(self, flags: int) -> int:
+    def _reopen_flags(self, flags: int) -> int:
         return flags & ~(os.O_NOFOLLOW | os.O_ACCMODE) | self._access
 
 
@@ -177,7 +177,7 @@ class aio_handle:
             async_: True for `async_pread`.
             file_offset: first byte in the file.
         """
-        return self._do("read", buffer, filename, validate, async_, file_offset)
+        return self._submit("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
         """Returns the result of `async_pwrite` or `sync_pwrite`.
@@ -189,7 +189,7 @@ class aio_handle:
             async_: True for `async_pwrite`.
             file_offset: first byte in the file.
         """
-        return self._do("write", buffer, filename, validate, async_, file_offset)
+        return self._submit("write", buffer, filename, validate, async_, file_offset)
 
     def read(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
         """Returns 0 after filling `buffer`. Other requests stay in flight.
@@ -266,12 +266,12 @@ class aio_handle:
         if num_elem == 0:
             return torch.empty(0, dtype=example_tensor.dtype)
         memory = aligned_empty(num_elem * example_tensor.element_size())
-        torchs = memory[:]  # dies with the tensor; `memory` stays mapped until CUDA has unregistered it
-        tensor = torch.frombuffer(torchs, dtype=example_tensor.dtype)
+        tensor_view = memory[:]  # dies with the tensor; `memory` stays mapped until CUDA has unregistered it
+        tensor = torch.frombuffer(tensor_view, dtype=example_tensor.dtype)
         registered = torch.cuda.is_available()
         if registered:
             _register(tensor.data_ptr(), memory.nbytes)
-        end = weakref.finalize(torchs, _forget, tensor.data_ptr(), memory, os.getpid() if registered else None)
+        end = weakref.finalize(tensor_view, _forget, tensor.data_ptr(), memory, os.getpid() if registered else None)
         # At exit CUDA may be gone already, and the process gives all memory back.
         end.atexit = False
         _locked[tensor.data_ptr()] = end
@@ -298,7 +298,7 @@ class aio_handle:
         """
         return buffer.untyped_storage().data_ptr() in _locked or buffer.is_pinned()
 
-    def _do(
+    def _submit(
         self, operation: str, buffer: Memory, filename: Filename, validate: bool, asynchronous: bool, offset: int
     ) -> int:
         if asynchronous:

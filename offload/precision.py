@@ -30,11 +30,11 @@ _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
 """Shape of the products. At 7 Gflop/s all three take 7 ms; their ratio is within a third of that of larger ones."""
 _ROUNDS = 4
-_ENOUGH = 0.01
+_MAX_SECONDS = 0.01
 """Seconds after which no further round starts."""
-_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 """Environment variables that keep torch and its libraries from using instruction sets."""
-_OF_PROCESSOR = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+_CPUINFO_FIELDS = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 """Lines of /proc/cpuinfo that identify the processor."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -59,9 +59,9 @@ class Choice(NamedTuple):
     line: str | None = None
 
 
-def decide(found: Rates) -> str:
+def decide(measured: Rates) -> str:
     """Returns "bf16" if its products are at least as fast as those in fp32, else "fp32"."""
-    return "bf16" if found.half >= found.fp32 else "fp32"
+    return "bf16" if measured.half >= measured.fp32 else "fp32"
 
 
 def choose(device: torch.device) -> Choice:
@@ -71,17 +71,17 @@ def choose(device: torch.device) -> Choice:
         if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice("bf16")
         return Choice("fp32", f"fp32: {torch.cuda.get_device_name(device)} has no arithmetic in bf16")
-    found = rates("bf16")
-    if decide(found) == "bf16":
+    measured = rates("bf16")
+    if decide(measured) == "bf16":
         return Choice("bf16")
-    return Choice("fp32", f"fp32: this processor multiplies it {figures('bf16', found)}")
+    return Choice("fp32", f"fp32: this processor multiplies it {figures('bf16', measured)}")
 
 
-def figures(half: str, found: Rates) -> str:
+def figures(half: str, measured: Rates) -> str:
     """Returns the ratio of fp32 to the 16-bit dtype, in words that follow a verb."""
     return (
-        f"{found.slower:.1f} times as fast as {half} ({found.fp32 / 1e9:.0f} and {found.half / 1e9:.1f} Gflop/s "
-        f"in a thread)"
+        f"{measured.slower:.1f} times as fast as {half} ({measured.fp32 / 1e9:.0f} and "
+        f"{measured.half / 1e9:.1f} Gflop/s in a thread)"
     )
 
 
@@ -104,7 +104,7 @@ def measure(half: str) -> Rates:
             # In turns and by the minimum: a disturbance hits both dtypes, and no single one decides.
             for each, work in enumerate(works):
                 best[each] = min(best[each], _seconds(work))
-            if time.thread_time() - began > _ENOUGH:
+            if time.thread_time() - began > _MAX_SECONDS:
                 break
     finally:
         torch.set_num_threads(before)
@@ -140,40 +140,42 @@ def rates(half: str) -> Rates:
     So the choice does not vary from run to run. Measures if the cache is empty or belongs to another processor, torch
     or limit. If the cache cannot be written, each process measures.
     """
-    path, key = kept_at(), f"{half}: {_about()}"
-    kept = _read(path)
-    if (found := _as_rates(kept.get(key))) is not None:
-        return found
+    path, key = cache_path(), f"{half}: {_cache_key()}"
+    cached = _read_cache(path)
+    if (measured := _parse_rates(cached.get(key))) is not None:
+        return measured
     # Processes that start together may all measure; `atomic_write` leaves one complete result.
-    found = measure(half)
+    measured = measure(half)
     with contextlib.suppress(OSError):
-        _keep(path, {**kept, key: [float(f"{rate:.3g}") for rate in found]})
-    return found
+        _write_cache(path, {**cached, key: [float(f"{rate:.3g}") for rate in measured]})
+    return measured
 
 
-_SANE = (1e6, 1e16)
+_VALID_RATES = (1e6, 1e16)
 """Range of rates that a thread of a processor can reach. A cached number outside is damage."""
 
 
-def _as_rates(kept: Any) -> Rates | None:
-    """Returns the rates that `_keep` wrote, or None if `kept` is anything else."""
-    if not (isinstance(kept, list) and len(kept) == 2 and all(type(rate) in (int, float) for rate in kept)):
+def _parse_rates(cached: Any) -> Rates | None:
+    """Returns the rates that `_write_cache` wrote, or None if `cached` is anything else."""
+    if not (isinstance(cached, list) and len(cached) == 2 and all(type(rate) in (int, float) for rate in cached)):
         return None
-    return Rates(*map(float, kept)) if all(_SANE[0] <= rate <= _SANE[1] for rate in kept) else None
+    return Rates(*map(float, cached)) if all(_VALID_RATES[0] <= rate <= _VALID_RATES[1] for rate in cached) else None
 
 
-def kept_at() -> Path:
+def cache_path() -> Path:
     """Returns the path of the cache, beside that of `offload probe`."""
     return cache_file("products")
 
 
-def _about() -> str:
+def _cache_key() -> str:
     """Returns a line with everything that the rates depend on, the key of the cache."""
     lines = [line.partition(":") for line in _cpuinfo().partition("\n\n")[0].splitlines()]
-    said = {name.strip(): value.strip() for name, _, value in lines if name.strip() in _OF_PROCESSOR}
-    processor = f"{said.get('model name', platform.machine())} {zlib.crc32(repr(sorted(said.items())).encode()):08x}"
+    fields = {name.strip(): value.strip() for name, _, value in lines if name.strip() in _CPUINFO_FIELDS}
+    processor = (
+        f"{fields.get('model name', platform.machine())} {zlib.crc32(repr(sorted(fields.items())).encode()):08x}"
+    )
     # A run under such a limit has rates of its own and must not spoil those of others.
-    limits = [f"{name}={value}" for name in _LIMITS if (value := os.environ.get(name))]
+    limits = [f"{name}={value}" for name in _ISA_VARIABLES if (value := os.environ.get(name))]
     return ", ".join([processor, f"{len(os.sched_getaffinity(0))} cores", f"torch {torch.__version__}", *limits])
 
 
@@ -185,17 +187,17 @@ def _cpuinfo() -> str:
         return ""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_cache(path: Path) -> dict[str, Any]:
     """Returns the cached rates by key; empty if the file is missing, damaged or of another version."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        kept = content["products"] if content["version"] == _VERSION else {}
+        cached = content["products"] if content["version"] == _VERSION else {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    return cached if isinstance(cached, dict) else {}
 
 
-def _keep(path: Path, products: dict[str, Any]) -> None:
+def _write_cache(path: Path, products: dict[str, Any]) -> None:
     """Writes the cache. Losing it in a crash costs a measurement, so the file is not synced."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, json.dumps({"version": _VERSION, "products": products}, indent=2) + "\n", durable=False)

@@ -130,7 +130,7 @@ def check_positions(config: Any, seq_len: int) -> None:
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
 
 
-def said(error: Exception) -> str:
+def error_message(error: Exception) -> str:
     """Returns the message of an error of transformers, without its list of all known models."""
     return str(error).partition("\nModel type should be")[0].strip()
 

@@ -1,4 +1,4 @@
-"""Accelerate's loop by an engine: the words of its documentation, and what an ordinary loop gives."""
+"""Accelerate's loop runs on an engine: its documented calls work, and training equals an ordinary loop."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def loop(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: An
     return Run(logs, {name: value.clone() for name, value in weights.items()})
 
 
-def by_engine(folder: Path, home: str = DISK, accumulation: int = 2, **blocks: Any) -> Run:
+def by_engine(folder: Path, tier: str = DISK, accumulation: int = 2, **blocks: Any) -> Run:
     accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=accumulation, offload_config=config(folder, home, **blocks)
+        cpu=True, gradient_accumulation_steps=accumulation, offload_config=config(folder, tier, **blocks)
     )
     try:
         return loop(accelerator, *accelerator.prepare(*parts()))
@@ -149,7 +149,7 @@ def test_a_step_that_was_skipped(tmp_path: Path) -> None:
 # -- what cannot be -----------------------------------------------------------------------------------
 
 
-def test_stock_accelerate_says_what_to_call(tmp_path: Path) -> None:
+def test_stock_accelerate_raises_an_error_that_names_the_call(tmp_path: Path) -> None:
     """Its clip would find no gradients."""
     model, optimizer, loader, _ = parts()
     engine, mine, _, _ = offload.initialize(model=model, optimizer=optimizer, config=config(tmp_path))
@@ -190,7 +190,7 @@ def test_a_model_of_an_engine_is_not_for_ddp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("blocks", "given", "said"),
+    ("blocks", "given", "message"),
     [
         (
             {"gradient_accumulation_steps": 8},
@@ -209,10 +209,10 @@ def test_a_model_of_an_engine_is_not_for_ddp(tmp_path: Path) -> None:
     ids=str,
 )
 def test_config_and_accelerator_that_differ(
-    blocks: dict[str, Any], given: dict[str, Any], said: str, tmp_path: Path
+    blocks: dict[str, Any], given: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     accelerator = Accelerator(cpu=True, offload_config=config(tmp_path, **blocks), **given)
-    with pytest.raises(offload.ConfigError, match=said):
+    with pytest.raises(offload.ConfigError, match=message):
         accelerator.prepare(*parts())
     assert accelerator.engine is None
 

@@ -1,4 +1,4 @@
-"""The trace foresees the order of the last run of each kind; what was not foreseen is counted and does no harm."""
+"""The access order predicts the last run of each kind; a misprediction is counted and does no harm."""
 
 from __future__ import annotations
 

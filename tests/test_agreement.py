@@ -1,4 +1,4 @@
-"""What ranks do next, decided from what each is about to do: nobody waits for ever, whatever paths they take."""
+"""Ranks decide the next collective from all ranks' intents: no rank waits for ever, on any paths."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ free = st.builds(RankIntent, st.sampled_from(FREE), st.integers(0, 3), st.boolea
 together = st.builds(RankIntent, st.sampled_from(TOGETHER), st.integers(-1, 3))
 
 
-def goes_on(wish: RankIntent, choice: NextCollective) -> bool:
+def goes_on(intent: RankIntent, choice: NextCollective) -> bool:
     """Whether a rank with this wish has what it wanted by the end of the round."""
-    return wish.kind is Collective.USE if choice.next is None else wish.same(choice.next)
+    return intent.kind is Collective.USE if choice.next is None else intent.same(choice.next)
 
 
 @st.composite
@@ -33,9 +33,9 @@ def programs(draw: st.DrawFn) -> list[list[RankIntent]]:
     ranks = draw(st.integers(2, 4))
     return [
         [
-            wish
+            intent
             for common in [*shared, RankIntent(Collective.STEP)]
-            for wish in [*draw(st.lists(free, max_size=6)), common]
+            for intent in [*draw(st.lists(free, max_size=6)), common]
         ]
         for _ in range(ranks)
     ]
@@ -47,28 +47,28 @@ def test_every_program_comes_to_its_end(programs: list[list[RankIntent]]) -> Non
     done: list[RankIntent] = []
     while any(position < len(program) for position, program in zip(at, programs, strict=True)):
         # A rank cannot be past its end while another is not: the last wish is one that all must have.
-        wishes = [program[position] for position, program in zip(at, programs, strict=True)]
-        choice = next_collective(wishes)
-        assert choice is not None, f"nothing can be next of {wishes}"
-        moved = [rank for rank, wish in enumerate(wishes) if goes_on(wish, choice)]
+        intents = [program[position] for position, program in zip(at, programs, strict=True)]
+        choice = next_collective(intents)
+        assert choice is not None, f"nothing can be next of {intents}"
+        moved = [rank for rank, intent in enumerate(intents) if goes_on(intent, choice)]
         for rank in moved:
             at[rank] += 1
         assert moved, "every round brings somebody on"
         if choice.next is None:
-            assert all(wishes[rank].ready for rank in moved), "nobody uses what it has not"
+            assert all(intents[rank].ready for rank in moved), "nobody uses what it has not"
         else:
             done.append(choice.next)
             if choice.next.kind in TOGETHER:
                 assert len(moved) == len(programs), "what must be done together is done together"
-    common = [wish for wish in programs[0] if wish.kind in TOGETHER]
-    assert [wish for wish in done if wish.kind in TOGETHER] == common
+    common = [intent for intent in programs[0] if intent.kind in TOGETHER]
+    assert [intent for intent in done if intent.kind in TOGETHER] == common
     for program in programs:
         needed = [
-            wish
-            for wish in program
-            if wish.kind is Collective.REDUCE or (wish.kind is Collective.USE and not wish.ready)
+            intent
+            for intent in program
+            if intent.kind is Collective.REDUCE or (intent.kind is Collective.USE and not intent.ready)
         ]
-        assert all(any(wish.same(other) for other in done) for wish in needed)
+        assert all(any(intent.same(other) for other in done) for intent in needed)
 
 
 @given(st.lists(st.tuples(st.sampled_from(FREE), st.integers(0, 3)), max_size=8), st.integers(2, 4), st.data())
@@ -80,21 +80,21 @@ def test_ranks_on_one_path_move_together(path: list[tuple[Collective, int]], ran
 
 
 @given(st.lists(together, min_size=2, max_size=4))
-def test_what_must_be_the_same_and_is_not_can_never_be(wishes: list[RankIntent]) -> None:
-    same = all(wish.same(wishes[0]) for wish in wishes)
-    assert (next_collective(wishes) is None) == (not same)
+def test_what_must_be_the_same_and_is_not_can_never_be(intents: list[RankIntent]) -> None:
+    same = all(intent.same(intents[0]) for intent in intents)
+    assert (next_collective(intents) is None) == (not same)
 
 
 @given(st.lists(st.one_of(free, together), min_size=1, max_size=5))
-def test_every_rank_sees_the_same_choice(wishes: list[RankIntent]) -> None:
+def test_every_rank_sees_the_same_choice(intents: list[RankIntent]) -> None:
     """It depends on the list alone, and what the lowest rank needs comes before what others need of the same kind."""
-    choice = next_collective(wishes)
-    assert choice == next_collective(list(wishes))
-    if choice is not None and choice.next is not None and not all(wish.same(wishes[0]) for wish in wishes):
+    choice = next_collective(intents)
+    assert choice == next_collective(list(intents))
+    if choice is not None and choice.next is not None and not all(intent.same(intents[0]) for intent in intents):
         needs = [
-            wish
-            for wish in wishes
-            if wish.kind is choice.next.kind and not (wish.kind is Collective.USE and wish.ready)
+            intent
+            for intent in intents
+            if intent.kind is choice.next.kind and not (intent.kind is Collective.USE and intent.ready)
         ]
         assert choice.next == needs[0]
 

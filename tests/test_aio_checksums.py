@@ -42,7 +42,7 @@ def test_one_bit_is_noticed(backend: str, tmp_path: Path, bit: int) -> None:
         assert (caught.value.errno, caught.value.offset, caught.value.nbytes) == (errno.EBADMSG, 0, 2 << 20)
 
 
-def test_a_failure_is_told_before_a_checksum(backend: str, tmp_path: Path) -> None:
+def test_a_failed_request_raises_its_own_error_and_not_that_of_its_checksum(backend: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     with DirectFile(tmp_path / "file") as file, IoQueue(backend) as queue:
         future = queue.read(file, 0, bytearray(200), expect_crc32c=0)
@@ -61,7 +61,7 @@ def test_a_checksum_that_was_not_asked_for(backend: str, tmp_path: Path) -> None
         queue.write(file, 0, b"x").crc32c()
 
 
-def test_long_stretches_are_those_of_the_table() -> None:
+def test_long_ranges_have_the_checksum_of_the_table() -> None:
     """The three streams of the instruction, the folding, and what is left over."""
     data = os.urandom(100_000)
     for start in (0, 1, 7):
@@ -71,7 +71,7 @@ def test_long_stretches_are_those_of_the_table() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 0), (0, 5), (5, 0), (4096, 1), (100_003, 70_001)])
-def test_the_sum_of_two_stretches_comes_from_theirs(first: int, second: int) -> None:
+def test_the_checksum_of_two_ranges_combines_theirs(first: int, second: int) -> None:
     left, right = os.urandom(first), os.urandom(second)
     assert crc32c_joined(crc32c(left), crc32c(right), second) == crc32c(left + right)
 

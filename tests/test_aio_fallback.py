@@ -1,4 +1,4 @@
-"""A system that refuses a backend gets the next one, and is told why."""
+"""A system that refuses a backend gets the next backend, and a reason."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ with DirectFile("file", create=True) as file, IoQueue() as queue:
 
 
 @pytest.mark.parametrize(
-    ("refused", "backend", "words"),
+    ("refused", "backend", "pattern"),
     [
         ({"io_uring_setup": errno.EPERM}, "libaio", ["io_uring is not available", "EPERM", "seccomp"]),
         ({"io_uring_setup": errno.ENOSYS}, "libaio", ["io_uring is not available", "ENOSYS", "Linux 5.1"]),
@@ -46,12 +46,12 @@ with DirectFile("file", create=True) as file, IoQueue() as queue:
     ],
     ids=["seccomp", "old kernel", "memlock", "libaio exhausted", "no libaio"],
 )
-def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, words: list[str]) -> None:
+def test_the_next_backend_takes_over(tmp_path: Path, refused: dict[str, int], backend: str, pattern: list[str]) -> None:
     taken, reason = refusing(tmp_path, refused, WORK)
     if taken != backend and refusals()[backend]:
         pytest.skip(str(refusals()[backend]))
     assert taken == backend
-    assert all(word in reason for word in words), reason
+    assert all(word in reason for word in pattern), reason
 
 
 def test_a_backend_that_is_named_is_not_replaced(tmp_path: Path) -> None:
@@ -69,11 +69,11 @@ except ConfigError as error:
 
 
 @pytest.mark.parametrize(
-    ("disabled", "words"), [("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")]
+    ("disabled", "pattern"), [("2", "kernel.io_uring_disabled is 2"), ("0", "seccomp"), ("", "seccomp")]
 )
-def test_who_switched_io_uring_off(monkeypatch: pytest.MonkeyPatch, disabled: str, words: str) -> None:
+def test_who_switched_io_uring_off(monkeypatch: pytest.MonkeyPatch, disabled: str, pattern: str) -> None:
     monkeypatch.setattr(backend_module, "_read", lambda path: disabled if "io_uring_disabled" in path else "")
-    assert words in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
+    assert pattern in backend_module.refusal("io_uring", OSError(errno.EPERM, "", "io_uring_setup"))
 
 
 def test_the_real_limit_of_libaio(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whatever fails is the error of that request, with its place and reason; the others and the queue go on."""
+"""A failed request raises its own error with place and reason; the other requests and the queue continue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _error_of(future: IoFuture) -> IoError:
     return caught.value
 
 
-def test_a_full_disk(backend: str, small_disk: Path) -> None:
+def test_a_full_disk_fails_the_write_with_enospc(backend: str, small_disk: Path) -> None:
     """Where others report success, this is an error; what was there before stays as it was."""
     with DirectFile(small_disk / "kept", create=True) as kept, IoQueue(backend, block_bytes=256 << 10) as queue:
         before = random.Random(0).randbytes(MIB)
@@ -136,12 +136,12 @@ with DirectFile({str(tmp_path / "file")!r}) as file, IoQueue("threads", block_by
 def test_a_file_cut_short_under_its_reader(backend: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(random.Random(0).randbytes(4 * MIB))
     with DirectFile(tmp_path / "file") as file, IoQueue(backend, block_bytes=256 << 10) as queue:
-        whole = aligned_empty(4 * MIB)
-        assert queue.read(file, 0, whole).wait() == 4 * MIB
+        target = aligned_empty(4 * MIB)
+        assert queue.read(file, 0, target).wait() == 4 * MIB
         os.truncate(tmp_path / "file", 2 * MIB + 100)
-        error = _error_of(queue.read(file, 0, whole))
+        error = _error_of(queue.read(file, 0, target))
         assert (error.errno, error.offset, error.nbytes) == (errno.ENODATA, 0, 4 * MIB)
-        assert queue.read(file, 0, whole[: 2 * MIB + 100]).wait() == 2 * MIB + 100
+        assert queue.read(file, 0, target[: 2 * MIB + 100]).wait() == 2 * MIB + 100
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_000])
@@ -170,13 +170,13 @@ def test_a_path_that_is_a_symlink(tmp_path: Path) -> None:
         assert file.size() == 4
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
     with pytest.raises(IoError) as caught:
         DirectFile(tmp_path)
     assert caught.value.errno == errno.EISDIR
 
 
-def test_a_closed_queue(backend: str, tmp_path: Path) -> None:
+def test_a_closed_queue_refuses_requests(backend: str, tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         queue = IoQueue(backend)
         queue.close()
@@ -189,7 +189,7 @@ def test_a_closed_queue(backend: str, tmp_path: Path) -> None:
                 call()
 
 
-def test_a_signal_storm(backend: str, tmp_path: Path) -> None:
+def test_a_signal_storm_interrupts_no_request(backend: str, tmp_path: Path) -> None:
     """Thousands of interruptions, of every thread that takes signals, and not a byte wrong."""
     code = f"""
 import random, signal

@@ -92,7 +92,7 @@ def test_callbacks_of_an_error(backend: str, tmp_path: Path) -> None:
     assert errors == [errno.ENODATA]
 
 
-def test_await(backend: str, tmp_path: Path) -> None:
+def test_a_future_can_be_awaited(backend: str, tmp_path: Path) -> None:
     async def work() -> None:
         with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
 

@@ -20,7 +20,7 @@ from tests.support.aio_queues import noise, queue
 __all__ = ["queue"]  # fixtures
 
 
-def test_close_drains(tmp_path: Path, backend: str) -> None:
+def test_close_waits_for_all_requests(tmp_path: Path, backend: str) -> None:
     file = DirectFile(tmp_path / "file", create=True)
     queue = IoQueue(backend, threads=1)
     buffer = aligned_empty(8 << 20)

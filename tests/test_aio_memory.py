@@ -34,7 +34,7 @@ def test_memory_is_aligned_zeroed_and_of_that_size(nbytes: int) -> None:
     buffer[-1] = 7
 
 
-def test_no_bytes() -> None:
+def test_an_empty_allocation_is_allowed() -> None:
     assert len(aligned_empty(0)) == 0
     with pytest.raises(ValueError):
         aligned_empty(-1)
@@ -52,7 +52,7 @@ def test_it_is_unmapped_with_its_last_view() -> None:
     assert not any(int(start, 16) <= address < int(stop, 16) for start, stop in mapped)
 
 
-def test_huge_pages() -> None:
+def test_large_allocations_use_huge_pages() -> None:
     enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not enabled.exists() or "[never]" in enabled.read_text():
         pytest.skip("no transparent huge pages")
@@ -100,7 +100,7 @@ def test_memory_prefers_a_node(nbytes: int) -> None:
     assert buffer[-1] == 7
 
 
-def test_a_part_of_memory_prefers_a_node() -> None:
+def test_a_range_of_memory_prefers_a_node() -> None:
     buffer = aligned_empty(4 * HUGE)
     start = _address(buffer)
     if not prefer_node(buffer[HUGE + 4096 : HUGE + 8192], 0):

@@ -1,4 +1,4 @@
-"""A request of any size, offset and address moves all of its bytes, or says what failed."""
+"""A request of any size, offset and address moves all of its bytes, or raises an error that names the failure."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_urgent_goes_before_normal(tmp_path: Path, backend: str) -> None:
     assert _overtakes(backend, tmp_path / "file", "read", "read", Priority.URGENT)
 
 
-def test_arrays_of_numpy(queue: IoQueue, tmp_path: Path) -> None:
+def test_numpy_arrays_are_written_and_read(queue: IoQueue, tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         array, back = np.arange(5000.0).reshape(50, 100), np.empty((50, 100))
         assert queue.write(file, 0, array).wait() == array.nbytes

@@ -129,7 +129,9 @@ def test_bytes_are_those_of_a_reference(
 @given(_lengths(LONGEST), st.integers(0, 3 * MIB), st.sampled_from([0, 1, 4095]), st.integers(0, 2**32))
 @example(LONGEST, 0, 0, 0)
 @example(LONGEST - 1, 4095, 1, 0)
-def test_long_requests(backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int) -> None:
+def test_long_requests_move_all_bytes(
+    backend: str, folder: Path, nbytes: int, offset: int, skew: int, seed: int
+) -> None:
     with DirectFile(folder / "long", create=True) as file, IoQueue(backend) as queue:
         data, back = (aligned_empty(nbytes + skew)[skew:] for _ in range(2))
         data[:] = random.Random(seed).randbytes(nbytes)
@@ -156,27 +158,27 @@ def test_ten_thousand_requests_at_once(backend: str, tmp_path: Path) -> None:
 
 def test_threads_that_share_a_queue(backend: str, tmp_path: Path) -> None:
     """Each has its own stretch, of a size that is no multiple of anything."""
-    stretch = 777_777
+    span = 777_777
     wrong: list[int] = []
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend, threads=2, depth=5) as queue:
-        file.reserve(8 * stretch)
+        file.reserve(8 * span)
         start = threading.Barrier(8)
 
         def work(index: int) -> None:
             chance = random.Random(index)
-            mine = bytearray(stretch)
+            mine = bytearray(span)
             start.wait()
             for _ in range(25):
-                at = chance.randrange(stretch)
-                data = chance.randbytes(chance.randrange(1, stretch - at + 1))
+                at = chance.randrange(span)
+                data = chance.randbytes(chance.randrange(1, span - at + 1))
                 mine[at : at + len(data)] = data
-                queue.write(file, index * stretch + at, data).wait()
+                queue.write(file, index * span + at, data).wait()
                 back = bytearray(len(data))
-                queue.read(file, index * stretch + at, back).wait()
+                queue.read(file, index * span + at, back).wait()
                 if back != data:
                     wrong.append(index)
-            back = bytearray(stretch)
-            queue.read(file, index * stretch, back).wait()
+            back = bytearray(span)
+            queue.read(file, index * span, back).wait()
             if back != mine:
                 wrong.append(index)
 

@@ -49,14 +49,14 @@ def test_a_request_is_the_same_wherever_it_is_cut(layout: Layout, offset: int, f
             share[file] = share.get(file, 0) + count
         return share
 
-    whole, parts = bytes_of(offset, first + second), bytes_of(offset, first)
+    complete, parts = bytes_of(offset, first + second), bytes_of(offset, first)
     for file, count in bytes_of(offset + first, second).items():
         parts[file] = parts.get(file, 0) + count
-    assert whole == parts
+    assert complete == parts
 
 
 @pytest.mark.parametrize(
-    ("weights", "whole"),
+    ("weights", "complete"),
     [
         ([1, 1], (1, 1)),
         ([4, 2], (2, 1)),
@@ -66,9 +66,9 @@ def test_a_request_is_the_same_wherever_it_is_cut(layout: Layout, offset: int, f
         ([5.1e9, 2.6e9, 0.05e9], None),
     ],
 )
-def test_weights_become_small_whole_numbers(weights: list[float], whole: tuple[int, ...] | None) -> None:
+def test_weights_become_small_whole_numbers(weights: list[float], complete: tuple[int, ...] | None) -> None:
     found = whole_weights(weights)
-    assert found == whole or (whole is None and all(weight >= 1 for weight in found) and sum(found) <= 40)
+    assert found == complete or (complete is None and all(weight >= 1 for weight in found) and sum(found) <= 40)
     assert whole_weights(found) == found, "given again they are the same"
 
 
@@ -125,7 +125,7 @@ def test_an_error_names_the_drive(backend: str, tmp_path: Path) -> None:
         assert (caught.value.offset, caught.value.nbytes) == (4096, 4096)
 
 
-def test_bad_arguments(tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     for arguments, words in (
         (([],), "at least one path"),
@@ -145,7 +145,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         StripedFile([a, b])
 
 
-def test_a_checksum_is_of_the_whole_request(backend: str, tmp_path: Path) -> None:
+def test_a_checksum_covers_the_complete_request(backend: str, tmp_path: Path) -> None:
     with StripedFile([tmp_path / "a", tmp_path / "b"], create=True, stripe_bytes=4096) as file:
         with IoQueue(backend) as queue:
             queue.write(file, 0, bytes(40_960)).wait()

@@ -1,4 +1,4 @@
-"""A file is replaced whole or not at all, by one function for all rooms."""
+"""A file is replaced completely or not at all, by one function for all rooms."""
 
 from __future__ import annotations
 

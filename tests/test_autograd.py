@@ -364,7 +364,7 @@ def test_same_bits_and_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.works("Modules", "`nn.Embedding(sparse=True)`: as if it were dense", "right")
 @pytest.mark.numeric
-def test_sparse_gradients(tmp_path: Path) -> None:
+def test_sparse_gradients_train_with_the_same_bits(tmp_path: Path) -> None:
     sparse = run(LAYERS._replace(model=Sparse), DISK, tmp_path / "sparse")
     rounding_bounds.same_training(sparse, run(LAYERS, DISK, tmp_path / "dense"), LAYERS, reordered=True)
 

@@ -1,4 +1,4 @@
-"""Graphs and views that would show other weights, or need too many at a time: refused; what torch allows is right."""
+"""Graphs and views that would show other weights, or need too many at a time, are refused; torch's own are right."""
 
 from __future__ import annotations
 
@@ -152,13 +152,13 @@ def test_an_operation_that_needs_too_much_at_a_time(tmp_path: Path) -> None:
 
 @pytest.mark.works("Engines and processes", "weights read by another thread while the model runs", "refused")
 def test_another_thread_may_not_disturb_a_forward(tmp_path: Path) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def look() -> None:
         try:
             engine.module.head.weight.detach().clone()
         except UsageError as error:
-            told.append(str(error))
+            messages.append(str(error))
 
     def look_from_elsewhere(*_: object) -> None:
         thread = threading.Thread(target=look)
@@ -170,6 +170,6 @@ def test_another_thread_may_not_disturb_a_forward(tmp_path: Path) -> None:
     losses = [train_step(engine, LAYERS, step) for step in range(LAYERS.steps)]
     hook.remove()
     look_from_elsewhere()
-    assert len(told) == LAYERS.steps and "the model runs on thread MainThread" in told[0]
+    assert len(messages) == LAYERS.steps and "the model runs on thread MainThread" in messages[0]
     engine.destroy(remove=True)
     assert losses == run(LAYERS, DISK, tmp_path / "plain").losses

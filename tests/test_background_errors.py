@@ -1,4 +1,4 @@
-"""An error on a background thread is told once, with its cause; nothing that was committed is lost."""
+"""An error on a background thread is raised once, with its cause; no commit is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_failed_request_stops_the_engine(
     operation: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = models.GPT2._replace(steps=10)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     with monkeypatch.context() as patch:
         use_queue(patch, lambda: LateQueue(0, 0.001, failing(operation, after)))
         engine = start(job, DISK, tmp_path / "cut")
@@ -62,7 +62,7 @@ def test_a_failed_request_stops_the_engine(
     again = start(job, DISK, tmp_path / "cut", resume="must")
     losses = [train_step(again, job, step) for step in range(again.global_steps, job.steps)]
     again.destroy(remove=True)
-    assert losses == whole.losses[job.steps - len(losses) :]
+    assert losses == unbroken.losses[job.steps - len(losses) :]
 
 
 class Awaited:
@@ -141,12 +141,12 @@ def test_no_thread_outlives_its_engine(tmp_path: Path) -> None:
 def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a boundary is none: the engine stops, and the run goes on from its last commit with the right bits."""
     job = models.GPT2
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "cut")
     losses = [train_step(engine, job, step) for step in range(3)]
     engine.backward(job.loss(engine, 3, 0))
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.boundary._decider, "updates", _interrupt)
+        patch.setattr(engine._core.optimizer_step._update_builder, "updates", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
     with pytest.raises(EngineFailed, match="last committed step"):
@@ -156,7 +156,7 @@ def test_an_interrupt_in_the_middle_of_a_boundary(tmp_path: Path, monkeypatch: p
     assert again.global_steps == 3
     losses += [train_step(again, job, step) for step in range(3, job.steps)]
     again.destroy(remove=True)
-    assert losses == whole.losses
+    assert losses == unbroken.losses
 
 
 def _interrupt(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Every benchmark runs and says what it measured; on little data, so that the numbers mean nothing."""
+"""Every benchmark runs and reports its figures; on little data, so that the numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     return figures
 
 
-def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step.main([str(tmp_path), "--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1"])
     assert 20 < _figures(capsys)["bytes_per_parameter"] < 30
 
 
-def test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_predict_reports_its_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(predict, "probe", functools.partial(predict.probe, seconds=0.3))
     sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1"]
     predict.main([str(tmp_path), *sizes, "--placements", "nvme/nvme"])
@@ -40,7 +42,7 @@ def test_predict(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [], "it cleans up"
 
 
-def test_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_checkpoint_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.main([str(tmp_path), "--model", "gpt2-tiny", "--layers", "2", "--rounds", "1"])
     figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
     assert all(figures[name]["seconds"] > 0 and figures[name]["kept"] for name in ("save", "load"))

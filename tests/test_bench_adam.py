@@ -1,4 +1,4 @@
-"""`offload bench adam` measures what it says, and puts settings back."""
+"""`offload bench adam` reports its measurements and restores settings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_values_stay_as_in_training() -> None:
         (["--plot", "plot.txt"], ".png"),
     ],
 )
-def test_bad_input(arguments: list[str], words: str) -> None:
+def test_bad_input_is_refused(arguments: list[str], words: str) -> None:
     done = CliRunner().invoke(app, ["bench", "adam", *arguments])
     assert done.exit_code == 2 and words in done.stderr, done.output
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark: what it decides, and its parts on a CPU with little data, so that the numbers mean nothing."""
+"""The GPU benchmark runs all of its parts on a CPU with little data, so that the numbers mean nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def numel_of(work: Work) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_it_says_so_in_one_line_and_that_is_no_failure(tmp_path: Path) -> None:
+def test_without_a_gpu_one_line_says_so_and_the_exit_code_is_0(tmp_path: Path) -> None:
     by_hand = [sys.executable, "-m", "bench.gpu", "--budget-minutes", "8", "--json", str(tmp_path / "figures.json")]
     done = subprocess.run(by_hand, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -
 # -- its parts ----------------------------------------------------------------------------------------
 
 
-def test_bits(tmp_path: Path) -> None:
+def test_the_bits_of_all_placements_are_compared(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     bits(small(tmp_path), seen.append, jobs=["gpt2 bf16", "llama fp32"], placements=("none/none", "nvme/cpu"), steps=2)
     for found in seen[-1]["jobs"].values():
@@ -152,7 +152,9 @@ def test_bits(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("states")) and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_bits_tell_what_differs_and_go_on_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_bits_are_reported_and_the_comparison_continues_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def train(job: str, placement: str, work: Work, steps: int) -> Any:
         if placement == "cpu/none":
             raise ValueError("no room")
@@ -171,7 +173,7 @@ def test_bits_tell_what_differs_and_go_on_after_an_error(tmp_path: Path, monkeyp
     assert found["failed"] == {"cpu/none": "ValueError: no room"} and found["equal"] == ["nvme/nvme"]
 
 
-def test_copies(tmp_path: Path) -> None:
+def test_copies_are_measured_in_both_directions(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     copies(small(tmp_path), seen.append)
     for way in WAYS:
@@ -203,7 +205,7 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     parts["7B"] = {"state": "done", "figures": {"skipped": "not one layer of llama-7b fits"}}
     parts["rates"] = {"state": "done", "figures": {"plain_matmul": 1e12, "optimizer": 1e9}}
     memory["profiled"] = exposure(2.0, [(0.0, 1.0)], [(0.5, 1.5)])._asdict()
-    said = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
+    output = report.words({"machine": report.machine(torch.device("cpu")), "parts": parts})
     for word in (
         f"gpt2-tiny, {numel_of(small(tmp_path)):,} parameters, bf16, a step is 16 tokens",
         "nvme/nvme",
@@ -213,8 +215,8 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
         "7B was skipped: not one layer",
         "25.0%",
     ):
-        assert word in said
-    assert max(map(len, said.splitlines())) < 200
+        assert word in output
+    assert max(map(len, output.splitlines())) < 200
 
 
 def test_what_a_step_of_a_gpu_came_to() -> None:
@@ -224,7 +226,7 @@ def test_what_a_step_of_a_gpu_came_to() -> None:
     assert exposure(1.0, [], []) == Exposure(1.0, 0.0, 0.0, 0.0, 1.0)
 
 
-def test_the_profilers_events_are_told_apart() -> None:
+def test_events_of_the_profiler_are_sorted_by_kind() -> None:
     def event(name: str, start: float, device: str = "CUDA") -> Any:
         return SimpleNamespace(
             name=name,
@@ -237,17 +239,17 @@ def test_the_profilers_events_are_told_apart() -> None:
     assert split([*events, event("aten::add", 0.0, "CPU")]) == ([(0.0, 1.0), (3.0, 4.0)], [(1.0, 2.0), (2.0, 3.0)])
 
 
-def test_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_are_measured_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = Rates(*[1.0] * 5, {"bf16": DtypeRates(5e12, 1.0, 1.0, 2e9, 1.0)})
     monkeypatch.setattr(rates_part, "measure_rates", lambda device: given)
     seen: list[dict[str, Any]] = []
     rates_part.rates(small(tmp_path), seen.append)
     assert seen[-1]["matmul"] == 5e12 and seen[-1]["plain_matmul"] > 0 and seen[-1]["drive"]["read"] > 0
-    said = report._rates_words(seen[-1])
-    assert "TFLOP/s" in said and "2.00 G parameters/s" in said and "the drive reads" in said
+    output = report._rates_words(seen[-1])
+    assert "TFLOP/s" in output and "2.00 G parameters/s" in output and "the drive reads" in output
 
 
-def test_a_model_in_pieces_of_recomputation_and_accumulation(tmp_path: Path) -> None:
+def test_a_model_is_measured_with_recomputation_and_accumulation(tmp_path: Path) -> None:
     work = small(tmp_path)._replace(layers=2, accumulation=2, recompute=True, steps=1)
     seen: list[dict[str, Any]] = []
     measure_steps(work, config_for("cpu/cpu", work, "bf16", work.accumulation), seen.append)
@@ -281,7 +283,7 @@ def test_what_ram_has_no_room_for_goes_to_disk(tmp_path: Path) -> None:
     assert fitted.settings["offload"]["host_memory"] == 72 * MIB
 
 
-def test_where_both_are_too_small_there_are_fewer_layers_and_it_says_so(tmp_path: Path) -> None:
+def test_where_both_are_too_small_the_model_has_fewer_layers_and_a_note_says_so(tmp_path: Path) -> None:
     disks = (GIB, 28 * MIB, 0)
     found = [fit(small(tmp_path), Room(81 * MIB, GPU, disk)) for disk in disks]
     assert found[0].layers == 4 > found[1].layers > found[2].layers > 0
@@ -403,7 +405,7 @@ def test_stalls_of_the_compute_stream_are_added_up(monkeypatch: pytest.MonkeyPat
     with watch.watching():
         device = vars(initialize)["open_device"](torch.device("cuda"))
     for done in (False, True, False):
-        device.hold(FakeUpload(compute, done))
+        device.wait_event(FakeUpload(compute, done))
     assert watch.take() == Waits(0.5, 0.0, 0.0)
     assert watch.take() == Waits(0.0, 0.0, 0.0)
 
@@ -423,7 +425,7 @@ def test_one_command_for_all_of_it(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_bits_on_the_gpu(tmp_path: Path) -> None:
+def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
     given = command._parser().parse_args([])
     result = command.run_part("bits", given, tmp_path, 240, 240)
     assert result["state"] == "done", result

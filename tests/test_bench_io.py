@@ -1,4 +1,4 @@
-"""`offload bench io` measures what it says, beside fio and the plain ways, and leaves nothing behind."""
+"""`offload bench io` reports its measurements beside fio and plain calls, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_several_paths_and_a_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-def test_fio_beside(tmp_path: Path) -> None:
+def test_fio_is_measured_in_the_same_run(tmp_path: Path) -> None:
     rows = _json("bench", "io", str(tmp_path), *SMALL, "--backend", "threads")["rows"]
     assert {row["backend"] for row in rows} == {"threads", "fio io_uring", "fio libaio"}
     assert all(row["of_fio"] > 0 for row in rows)
@@ -137,7 +137,7 @@ def test_a_ratio_is_that_of_the_rounds() -> None:
 
 def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    for arguments, words in (
+    for arguments, message in (
         ((str(tmp_path / "none"),), "there is no folder"),
         ((folder, "--backend", "gds"), "io_uring, libaio, threads, aiofiles, python-libaio"),
         ((folder, "--op", "trim"), "write, read, mixed"),
@@ -150,7 +150,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
         ((folder, "--plot", str(tmp_path / "plot.txt")), ".png"),
         ((folder, "--plot", str(tmp_path / "none" / "plot.png")), "no folder"),
     ):
-        assert words in _refused("bench", "io", *arguments), arguments
+        assert message in _refused("bench", "io", *arguments), arguments
     assert not list(tmp_path.iterdir())
 
 
@@ -176,7 +176,7 @@ def test_a_table_for_people(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
-def test_a_plot(tmp_path: Path, suffix: str) -> None:
+def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"plot.{suffix}"
     rows = [
         Row(

@@ -1,4 +1,4 @@
-"""`offload bench swap` moves the bytes of training, says what was hidden, and leaves nothing behind."""
+"""`offload bench swap` moves the bytes of training, reports the hidden time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_table_and_a_sentence(tmp_path: Path) -> None:
 
 def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    for arguments, words in (
+    for arguments, message in (
         ((str(tmp_path / "none"),), "there is no folder"),
         ((folder, "--units", "0"), "units >= 1"),
         ((folder, "--steps", "0"), "steps >= 1"),
@@ -144,7 +144,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
         ((folder, *SMALL, "--host-memory", "1MiB"), '"host_memory"'),
         ((folder, *SMALL, "--device-memory", "4096"), '"device_memory"'),
     ):
-        assert words in _refused(*arguments), arguments
+        assert message in _refused(*arguments), arguments
     assert not list(tmp_path.iterdir())
 
 
@@ -271,17 +271,17 @@ def test_updates_hide_behind_the_first_forward_alone() -> None:
         (3.2, 1.0, 2.0, 2.5, "budgets"),
     ],
 )
-def test_what_limits(step: float, compute: float, io: float, order: float, limit: str) -> None:
+def test_the_limiting_rate_is_named(step: float, compute: float, io: float, order: float, limit: str) -> None:
     assert find_limit(step, compute, io, order) == limit
 
 
-def test_every_limit_has_words() -> None:
+def test_every_limit_has_a_description() -> None:
     plan = _plan()
     row = make_row(plan, 50, RATES, [_turn(plan, 3)])
-    for limit, words in (
+    for limit, message in (
         ("compute", "is hidden"),
         ("drive", "the drive limits"),
         ("order", "first forward"),
         ("budgets", "budgets limit"),
     ):
-        assert words in in_words(plan, replace(row, limit=limit))
+        assert message in in_words(plan, replace(row, limit=limit))

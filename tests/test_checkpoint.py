@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint as the unbroken one, bit for bit; what does not fit changes nothing."""
+"""A run resumes from a checkpoint as the unbroken one, bit for bit; a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def goes_on(
     job: Job, one: tuple[str, str], other: tuple[str, str], folder: Path, before: Any = (), after: Any = ()
 ) -> None:
     """Save in placement `one`, load in `other`; losses, norm and weights are those of a run that was not broken."""
-    whole = run(job, other, folder / "whole")
+    unbroken = run(job, other, folder / "whole")
     losses = saved(job, one, folder, **dict(before))
     engine = begin(job, other, folder / "second", **dict(after))
     train_step(engine, job, 9)  # so that leases, slices and moments hold something else
     path, client_state = engine.load_checkpoint(folder / "saved")
     assert path == str(folder / "saved" / "global_step2") and client_state == {} and engine.global_steps == 2
     losses += [train_step(engine, job, step) for step in range(2, job.steps)]
-    assert losses == whole.losses and engine.get_global_grad_norm() == whole.norms[-1]
-    assert_same_tensors(weights_of(engine), whole.weights)
+    assert losses == unbroken.losses and engine.get_global_grad_norm() == unbroken.norms[-1]
+    assert_same_tensors(weights_of(engine), unbroken.weights)
     engine.destroy(remove=True)
 
 
@@ -101,7 +101,7 @@ def test_with_one_slot_with_commits_now_and_then_and_with_a_cache(options: dict[
 def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     """The same parameters in other units, by their names."""
     job = models.DROPOUT._replace(steps=4, dtype="bf16")
-    whole = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
+    unbroken = run(job, DISK, tmp_path / "whole", units=["GPT2Block"])
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second", units=["GPT2MLP", "GPT2Attention"])
     units = len(engine._core.components.layouts)
@@ -109,25 +109,25 @@ def test_units_may_be_cut_otherwise(tmp_path: Path) -> None:
     losses += [train_step(engine, job, step) for step in range(2, 4)]
     manifest = checkpoints(tmp_path / "saved")["global_step2"]
     assert units != len(manifest.layout["units"])
-    rounding_bounds.same_losses(losses, whole.losses, job)  # the norm's sum has another order
+    rounding_bounds.same_losses(losses, unbroken.losses, job)  # the norm's sum has another order
     engine.destroy(remove=True)
 
 
 def test_what_was_loaded_is_what_a_kill_leaves(tmp_path: Path) -> None:
     """The load is the next commit of the store, whatever its epoch."""
     job = models.DROPOUT._replace(steps=4, dtype="bf16")
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second")
     for step in range(5, 9):
         train_step(engine, job, step)
     engine.load_checkpoint(tmp_path / "saved")
-    engine._core.ending.abandon(remove=False)  # as a kill would: nothing is finished
+    engine._core.shutdown.abandon(remove=False)  # as a kill would: nothing is finished
     again = begin(job, DISK, tmp_path / "second", resume="must")
     assert again.global_steps == 2
     losses += [train_step(again, job, step) for step in range(2, 4)]
-    assert losses == whole.losses
-    assert_same_tensors(weights_of(again), whole.weights)
+    assert losses == unbroken.losses
+    assert_same_tensors(weights_of(again), unbroken.weights)
     again.destroy(remove=True)
 
 
@@ -144,10 +144,10 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
             model=job.model(), lr_scheduler=schedule, config=config(job, DISK, tmp_path / folder)
         )[0]
 
-    whole = made("whole")
-    expected = [train_step(whole, job, step) for step in range(6)]
-    calls = whole.module.calls.clone()
-    whole.destroy(remove=True)
+    unbroken = made("whole")
+    expected = [train_step(unbroken, job, step) for step in range(6)]
+    calls = unbroken.module.calls.clone()
+    unbroken.destroy(remove=True)
     first = made("first")
     losses = [train_step(first, job, step) for step in range(3)]
     state = {"best": 0.5, "names": ["a", None], "span": (1, 2), "by number": {3: True}}
@@ -165,14 +165,14 @@ def test_schedule_groups_counts_and_client_state_come_back(tmp_path: Path) -> No
 
 def test_gradients_of_before_a_load_are_dropped(tmp_path: Path) -> None:
     job = models.GPT2._replace(accumulation=2, steps=3)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     losses = saved(job, DISK, tmp_path)
     engine = begin(job, DISK, tmp_path / "second")
     engine.backward(job.loss(engine, 50, 0))
     engine.step()
     engine.load_checkpoint(tmp_path / "saved")
     assert engine.micro_batches == 0
-    assert [*losses, train_step(engine, job, 2)] == whole.losses
+    assert [*losses, train_step(engine, job, 2)] == unbroken.losses
     engine.destroy(remove=True)
 
 
@@ -296,7 +296,7 @@ def test_not_strict_loads_what_both_have(placement: tuple[str, str], dtype: str,
 
 def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path: Path) -> None:
     job = MIXTURE._replace(dtype="bf16", steps=4)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     first = start(job, DISK, tmp_path / "first")
     losses = [train_step(first, job, step) for step in range(2)]
     first.save_checkpoint(tmp_path / "all")
@@ -307,8 +307,8 @@ def test_frozen_weights_may_be_left_out_and_are_those_of_the_model_then(tmp_path
     second = start(job, CPU, tmp_path / "second")  # the job's seed gives the frozen weights of the first
     second.load_checkpoint(tmp_path / "some")
     losses += [train_step(second, job, step) for step in range(2, 4)]
-    assert losses == whole.losses
-    assert_same_tensors(weights_of(second), whole.weights)
+    assert losses == unbroken.losses
+    assert_same_tensors(weights_of(second), unbroken.weights)
     second.destroy(remove=True)
 
 

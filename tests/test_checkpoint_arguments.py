@@ -10,9 +10,9 @@ import pytest
 
 import offload
 from offload.errors import StoreError, UsageError
-from tests.support.checkpoint_runs import engine, folder, inspect, names, whole
+from tests.support.checkpoint_runs import engine, folder, inspect, names, saved_checkpoint
 
-__all__ = ["engine", "folder", "whole"]  # fixtures
+__all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
 # -- bad input ----------------------------------------------------------------------------------------
 
@@ -35,8 +35,8 @@ def test_a_tag_that_is_unusual(tag: str, engine: offload.Engine, folder: Path) -
 
 
 @pytest.mark.parametrize("text", ["", "\n", "../one", "a\x07", ".a.partial"])
-def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
-    shutil.copytree(whole, folder / "one")
+def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, saved_checkpoint: Path, folder: Path) -> None:
+    shutil.copytree(saved_checkpoint, folder / "one")
     (folder / "latest").write_text(text)
     with pytest.raises(StoreError, match=r"latest must contain the tag .* in the folder: one"):
         engine.load_checkpoint(folder)
@@ -44,7 +44,7 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: P
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"keep_last": "2"}, "keep_last must be .*, got '2'"),
         ({"keep_last": 1.5}, r"keep_last must be .*, got 1\.5"),
@@ -61,8 +61,8 @@ def test_a_latest_that_names_nothing(text: str, engine: offload.Engine, whole: P
         ({"save_dir": "a\ud800b"}, "save_dir is 'a.ud800b'"),
     ],
 )
-def test_what_cannot_be_meant(options: dict[str, Any], words: str, engine: offload.Engine, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_what_cannot_be_meant(options: dict[str, Any], message: str, engine: offload.Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
         engine.save_checkpoint(**{"save_dir": tmp_path / "saved", **options})
     assert not (tmp_path / "saved").exists()
 

@@ -61,7 +61,7 @@ def harm(folder: Path, how: str) -> None:
 @pytest.mark.parametrize("placement", [DISK, CPU])
 def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tuple[str, str], tmp_path: Path) -> None:
     job = models.DROPOUT._replace(dtype="bf16", steps=4)
-    whole = run(job, placement, tmp_path / "whole")
+    unbroken = run(job, placement, tmp_path / "whole")
     engine = start(job, placement, tmp_path / "run")
     losses = [train_step(engine, job, step) for step in range(2)]
     engine.save_checkpoint(tmp_path / "saved")
@@ -70,8 +70,8 @@ def test_damage_is_named_and_changes_nothing(how: str, words: str, placement: tu
     with pytest.raises(StoreError, match=words):
         engine.load_checkpoint(tmp_path / "saved", tag="global_step2")
     losses.append(train_step(engine, job, 3))
-    assert losses == whole.losses
-    assert_same_tensors(weights_of(engine), whole.weights)
+    assert losses == unbroken.losses
+    assert_same_tensors(weights_of(engine), unbroken.weights)
     engine.destroy(remove=True)
 
 
@@ -93,7 +93,7 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
 def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last commit is whole: the run goes on from there."""
     job = models.GPT2._replace(steps=4)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "run")
     losses = [train_step(engine, job, step) for step in range(2)]
     engine.save_checkpoint(tmp_path / "saved", tag="two")
@@ -111,8 +111,8 @@ def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch
     engine.destroy()
     again = start(job, DISK, tmp_path / "run", resume="must")
     losses = losses[: again.global_steps] + [train_step(again, job, step) for step in range(again.global_steps, 4)]
-    assert losses == whole.losses
-    assert_same_tensors(weights_of(again), whole.weights)
+    assert losses == unbroken.losses
+    assert_same_tensors(weights_of(again), unbroken.weights)
     again.destroy(remove=True)
 
 

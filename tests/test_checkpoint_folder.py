@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is not ours stays, one save at a time, what a kill has left goes, bad input is told."""
+"""A folder of checkpoints keeps foreign files, takes one save at a time, and loses the leftovers of a kill."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ import shutil
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import offload
 from offload.engine.checkpoint import directory as checkpoint_folder
-from offload.engine.checkpoint import restore as checkpoint_fill
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError
-from offload.fileio import buffered_copy as flow
 from tests.support import models
-from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, whole
-from tests.support.oracle import assert_same_tensors, start, train_step, weights_of
+from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
+from tests.support.oracle import start, train_step
 
-__all__ = ["engine", "folder", "whole"]  # fixtures
+__all__ = ["engine", "folder", "saved_checkpoint"]  # fixtures
 
 # -- what is not ours ---------------------------------------------------------------------------------
 
@@ -52,13 +47,13 @@ def a_thesis(path: Path, _: Path) -> None:
     (path / "thesis.txt").write_text("all of it")
 
 
-def a_thesis_in_a_checkpoint(path: Path, whole: Path) -> None:
-    shutil.copytree(whole, path)
+def a_thesis_in_a_checkpoint(path: Path, saved_checkpoint: Path) -> None:
+    shutil.copytree(saved_checkpoint, path)
     (path / "thesis.txt").write_text("all of it")
 
 
-def a_folder_in_a_checkpoint(path: Path, whole: Path) -> None:
-    shutil.copytree(whole, path)
+def a_folder_in_a_checkpoint(path: Path, saved_checkpoint: Path) -> None:
+    shutil.copytree(saved_checkpoint, path)
     (path / "states.rank7.safetensors").mkdir()
 
 
@@ -66,8 +61,8 @@ def a_file(path: Path, _: Path) -> None:
     path.write_text("all of it")
 
 
-def a_link_to_a_checkpoint(path: Path, whole: Path) -> None:
-    shutil.copytree(whole, path.parent / "linked")
+def a_link_to_a_checkpoint(path: Path, saved_checkpoint: Path) -> None:
+    shutil.copytree(saved_checkpoint, path.parent / "linked")
     path.symlink_to("linked")
 
 
@@ -90,9 +85,9 @@ OTHERS: tuple[Callable[[Path, Path], None], ...] = (
 @pytest.mark.parametrize("name", ["tag", ".tag.partial", ".tag.old", ".tag.removed"])
 @pytest.mark.parametrize("make", OTHERS)
 def test_what_is_not_ours_is_refused_and_stays(
-    make: Callable[[Path, Path], None], name: str, engine: offload.Engine, whole: Path, folder: Path
+    make: Callable[[Path, Path], None], name: str, engine: offload.Engine, saved_checkpoint: Path, folder: Path
 ) -> None:
-    make(folder / name, whole)
+    make(folder / name, saved_checkpoint)
     before = everything(folder)
     with pytest.raises(StoreError, match=rf"{name} (is|has|would)"):
         engine.save_checkpoint(folder, tag="tag")
@@ -137,8 +132,10 @@ def test_a_manifest_of_others_is_no_checkpoint_to_look_at(engine: offload.Engine
 
 
 @pytest.mark.parametrize("how", ["half a manifest", "another format", "a byte"])
-def test_a_damaged_checkpoint_of_ours_is_replaced(how: str, engine: offload.Engine, whole: Path, folder: Path) -> None:
-    path = Path(shutil.copytree(whole, folder / "tag")) / "manifest.json"
+def test_a_damaged_checkpoint_of_ours_is_replaced(
+    how: str, engine: offload.Engine, saved_checkpoint: Path, folder: Path
+) -> None:
+    path = Path(shutil.copytree(saved_checkpoint, folder / "tag")) / "manifest.json"
     text = path.read_text()
     changed = {
         "half a manifest": text[:200],
@@ -148,7 +145,7 @@ def test_a_damaged_checkpoint_of_ours_is_replaced(how: str, engine: offload.Engi
     assert changed != text
     path.write_text(changed)
     engine.save_checkpoint(folder, tag="tag")
-    assert names(folder) == {"tag", "latest"} and read_manifest(folder / "tag").epoch == 1
+    assert names(folder) == {"tag", "latest"} and read_manifest(folder / "tag").step == 1
 
 
 def test_what_is_not_of_a_checkpoint_keeps_it_from_being_pruned(
@@ -317,36 +314,38 @@ def test_a_prune_that_fails_is_a_warning(
 
 
 def test_every_leftover_goes_with_the_next_save_whatever_its_tag(
-    engine: offload.Engine, whole: Path, folder: Path
+    engine: offload.Engine, saved_checkpoint: Path, folder: Path
 ) -> None:
     for name in ("kept", ".kept.old", ".a.partial", ".b.removed"):
-        shutil.copytree(whole, folder / name)
+        shutil.copytree(saved_checkpoint, folder / name)
     (folder / ".a.partial" / "manifest.json").write_text("")  # a power cut
     (folder / ".b.removed" / "progress.rank0.safetensors").unlink()
     (folder / ".c.partial").mkdir()
     (folder / ".latest.d").write_text("d")
     (folder / ".latest.swp").write_text("b0VIM 9.0")
-    said = inspect("inspect", folder).output
-    assert said.count("left over; the next save removes it") == 5
+    output = inspect("inspect", folder).output
+    assert output.count("left over; the next save removes it") == 5
     engine.save_checkpoint(folder, tag="new")
     assert names(folder) == {"kept", "new", "latest", ".latest.swp"}
     assert "left over" not in inspect("inspect", folder).output
 
 
-def test_one_that_was_set_aside_gets_its_name_again(engine: offload.Engine, whole: Path, folder: Path) -> None:
+def test_one_that_was_set_aside_gets_its_name_again(
+    engine: offload.Engine, saved_checkpoint: Path, folder: Path
+) -> None:
     """Of any tag: a save died between two renames."""
-    shutil.copytree(whole, folder / ".a.old")
+    shutil.copytree(saved_checkpoint, folder / ".a.old")
     assert "left over; the next save gives it its name" in inspect("inspect", folder).output
     engine.save_checkpoint(folder, tag="new")
     assert names(folder) == {"a", "new", "latest"} and engine.load_checkpoint(folder, tag="a")[0] is not None
 
 
 def test_one_that_was_set_aside_outlives_what_is_damaged(
-    engine: offload.Engine, whole: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    engine: offload.Engine, saved_checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint_folder, "exchange", lambda *_: False)
     for name in ("a", ".a.old"):
-        shutil.copytree(whole, folder / name)
+        shutil.copytree(saved_checkpoint, folder / name)
     (folder / "a" / "states.rank0.safetensors").unlink()
     engine.save_checkpoint(folder, tag="new")
     assert (folder / ".a.old").exists()
@@ -384,61 +383,6 @@ def test_what_was_saved_first_goes_first_whatever_its_step(folder: Path) -> None
 
 
 # -- memory -------------------------------------------------------------------------------------------
-
-
-class HalfFrozen(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        for layer in self.layers[1:3]:
-            layer.requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def half_frozen_loss(model: nn.Module, step: int, _: int) -> torch.Tensor:
-    return model(torch.randn(4, 64, generator=torch.Generator().manual_seed(step))).square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("others", [False, True], ids=["the same frozen weights", "others"])
-def test_a_load_with_frozen_weights_takes_one_set_of_buffers(
-    others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = models.GPT2._replace(model=HalfFrozen, loss=half_frozen_loss)
-    engine = start(job, DISK, tmp_path / "one")
-    train_step(engine, job, 0)
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = weights_of(engine)
-    engine.destroy(remove=True)
-    engine = start(job._replace(seed=4711 if others else job.seed), DISK, tmp_path / "two")
-    now, most = [0], [0]
-    real = flow.aligned_empty
-
-    def counted(nbytes: int) -> memoryview:
-        memory = real(nbytes)
-        now[0] += nbytes
-        most[0] = max(most[0], now[0])
-        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
-        return memory
-
-    monkeypatch.setattr(flow, "aligned_empty", counted)
-    monkeypatch.setattr(checkpoint_fill, "aligned_empty", counted, raising=False)
-    wrote: list[str] = []
-    real_put = type(engine._core.components.store).write
-
-    def write(store: Any, unit: int, state: Any, *rest: Any) -> Any:
-        wrote.append(engine._core.components.shards.sizes[unit].title)
-        return real_put(store, unit, state, *rest)
-
-    monkeypatch.setattr(type(engine._core.components.store), "write", write)
-    engine.load_checkpoint(tmp_path / "saved")
-    assert most[0] == flow.BUFFERS * flow.BUFFER_NBYTES
-    assert any("layers.1" in title for title in wrote) == others
-    assert_same_tensors(expected, engine.module.state_dict())
-    engine.destroy(remove=True)
 
 
 def test_no_word_is_logged_of_a_save_that_is_right(

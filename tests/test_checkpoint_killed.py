@@ -1,4 +1,4 @@
-"""A save is killed at any moment: the checkpoint before is whole, `latest` names one that is, the next one works."""
+"""A save may be killed at any moment: the checkpoint before stays, `latest` names an intact one, the next works."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     engine.load_checkpoint(folder / "saved")
     assert engine.global_steps == step + 2
     engine.destroy()
-    whole = start(JOB, CPU, folder / "whole")
-    assert [train_step(whole, JOB, each) for each in range(step + 2)][step:] == losses
-    whole.destroy()
+    unbroken = start(JOB, CPU, folder / "whole")
+    assert [train_step(unbroken, JOB, each) for each in range(step + 2)][step:] == losses
+    unbroken.destroy()
     return step
 
 

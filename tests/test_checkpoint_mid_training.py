@@ -1,4 +1,4 @@
-"""`load_checkpoint` in the middle of a loop: data, schedules and objects of the user go on from the checkpoint too."""
+"""`load_checkpoint` in the middle of a loop restores data, schedules and the user's objects from the checkpoint."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def to_the_end(script: Script) -> list[Any]:
     return [script.step() for _ in range(script.engine.global_steps, STEPS)]
 
 
-def whole(folder: Path, setup: Setup) -> tuple[Any, ...]:
+def unbroken(folder: Path, setup: Setup) -> tuple[Any, ...]:
     script, seen = saved(folder / "whole", setup)
     seen += to_the_end(script)
     return seen, script.engine.get_lr(), script.end()
@@ -56,7 +56,7 @@ def whole(folder: Path, setup: Setup) -> tuple[Any, ...]:
 @pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
 def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_anew: bool, tmp_path: Path) -> None:
     """Twice, from before and behind the end of a pass; with the iterator that was under way, or a new one."""
-    expected = whole(tmp_path, setup)
+    expected = unbroken(tmp_path, setup)
     script, seen = saved(tmp_path, setup)
     for more in (1, 4):
         for _ in range(more):
@@ -77,7 +77,7 @@ def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_ane
 @pytest.mark.parametrize("loads", [1, 2])
 def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
     setup = SETUPS[2]
-    expected = whole(tmp_path, setup)
+    expected = unbroken(tmp_path, setup)
     script, seen = saved(tmp_path, setup)
     generator = torch.get_rng_state()
     script.step()
@@ -93,7 +93,7 @@ def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
 
 def killed_after(script: Script) -> None:
     """As a kill would leave it: nothing is finished."""
-    script.engine._core.ending.abandon(remove=False)
+    script.engine._core.shutdown.abandon(remove=False)
 
 
 @pytest.mark.sample(4)

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, what a name may be, and which are replaced or removed."""
+"""The name of a checkpoint decides which one is loaded, replaced or removed; wrong names are refused."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_the_same_name_is_replaced(
         train_step(engine, models.GPT2, step)
         engine.save_checkpoint(tmp_path / "saved", tag="best")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"best", "latest"}
-    assert checkpoints(tmp_path / "saved")["best"].epoch == 2
+    assert checkpoints(tmp_path / "saved")["best"].step == 2
     engine.destroy()
 
 

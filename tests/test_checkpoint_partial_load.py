@@ -1,4 +1,4 @@
-"""A load that leaves part of a unit as it is does not make its damaged bytes good ones."""
+"""A load that keeps a part of a unit does not make damaged bytes of that part valid."""
 
 from __future__ import annotations
 

@@ -68,10 +68,10 @@ def test_the_same_ranks_go_on_bit_for_bit(
     name: str, one: tuple[str, str], other: tuple[str, str], ranks: RankPool, tmp_path: Path
 ) -> None:
     job = JOBS[name]._replace(dtype="bf16")
-    whole = ranks.run(save_at_two, job, tmp_path, one)
+    unbroken = ranks.run(save_at_two, job, tmp_path, one)
     for rank, (losses, weights, client_state, _) in enumerate(ranks.run(load_at_two, job, tmp_path, other)):
-        assert losses == whole[rank][0] and client_state == {"rank": rank}
-        assert_same_tensors(whole[rank][1], weights)
+        assert losses == unbroken[rank][0] and client_state == {"rank": rank}
+        assert_same_tensors(unbroken[rank][1], weights)
 
 
 def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
@@ -88,8 +88,8 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
         for segment in layout.segments:
             for state in found.mode.states if segment.trainable else (State.WEIGHT,):
                 parts = [
-                    files[piece.rank][f"{unit}.{state.value}"][piece.start : piece.start + piece.numel]
-                    for piece in checkpoint_pieces(layout, found.manifest.world_size, segment)
+                    files[shard.rank][f"{unit}.{state.value}"][shard.start : shard.start + shard.numel]
+                    for shard in checkpoint_pieces(layout, found.manifest.world_size, segment)
                 ]
                 joined[segment.name, state] = torch.cat(parts) if parts else torch.empty(0)
     return joined
@@ -137,11 +137,11 @@ def fails_on_one(folder: Path) -> str:
         return real(*arguments)
 
     checkpoint_save._write_states = write  # type: ignore[assignment]
-    told = ""
+    message = ""
     try:
         engine.save_checkpoint(folder / "saved", tag="two")
     except (StoreError, IoError) as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     finally:
         checkpoint_save._write_states = real
     engine.mean(0.0)  # rank 0 has removed what was begun
@@ -150,7 +150,7 @@ def fails_on_one(folder: Path) -> str:
     train(engine, job, range(1, 2))
     engine.save_checkpoint(folder / "saved")
     engine.destroy(remove=True)
-    return told
+    return message
 
 
 def test_an_error_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
@@ -163,7 +163,7 @@ def one_is_wrong(folder: Path) -> list[str]:
     """What only rank 1 asks for cannot be; each time both are told, and go on together."""
     job = JOBS["gpt2"]
     engine = start(job, CPU, folder / "run")
-    rank, told = rank_and_size()[0], []
+    rank, message = rank_and_size()[0], []
     right: dict[str, Any] = {"save_dir": folder / "saved", "tag": "one"}
     wrong: list[dict[str, Any]] = [{"tag": "a/b"}, {"keep_last": 0}, {"keep_last": "2"}, {"save_dir": None}]
     wrong += [{"client_state": [1]}, {"client_state": {"big": 10**5000}}]
@@ -171,20 +171,20 @@ def one_is_wrong(folder: Path) -> list[str]:
         try:
             engine.save_checkpoint(**{**right, **(each if rank else {})})
         except (StoreError, UsageError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            message.append(f"{type(error).__name__}: {error}")
     assert not (folder / "saved").exists()
     engine.save_checkpoint(**right)
     for load_dir in (None if rank else folder / "saved", folder / "saved"):
         try:
             engine.load_checkpoint(load_dir)  # type: ignore[arg-type]
         except (StoreError, UsageError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+            message.append(f"{type(error).__name__}: {error}")
     train(engine, job, range(1))
     engine.destroy(remove=True)
-    return told
+    return message
 
 
-def test_what_one_rank_alone_gets_wrong_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(ranks: RankPool, tmp_path: Path) -> None:
     zero, one = ranks.run(one_is_wrong, tmp_path)
     assert len(zero) == len(one) == 7
     for mine, theirs in zip(zero, one, strict=True):
@@ -224,14 +224,14 @@ def one_saves_alone(folder: Path, what: str) -> str:
     except RankError as error:
         return str(error)
     finally:
-        engine._core.ending.abandon(remove=True)
+        engine._core.shutdown.abandon(remove=True)
     return ""
 
 
 @pytest.mark.parametrize("what", ["mean", "load", "tags"])
-def test_ranks_that_do_other_things_are_told(what: str, ranks: RankPool, tmp_path: Path) -> None:
-    for told in ranks.run(one_saves_alone, tmp_path, what):
-        assert ("other tag" if what == "tags" else "rank 0 saves a checkpoint; rank 1") in told
+def test_ranks_that_disagree_get_an_error(what: str, ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(one_saves_alone, tmp_path, what):
+        assert ("other tag" if what == "tags" else "rank 0 saves a checkpoint; rank 1") in message
     assert not (tmp_path / "saved").exists()
 
 
@@ -240,23 +240,23 @@ def damaged_on_one(folder: Path) -> str:
     job = JOBS["gpt2"]
     engine = start(job, DISK, folder / "run")
     train(engine, job, range(2))
-    weights, told = weights_of(engine), ""
+    weights, message = weights_of(engine), ""
     try:
         engine.load_checkpoint(folder / "saved")
     except StoreError as error:
-        told = str(error)
+        message = str(error)
     assert_same_tensors(weights, weights_of(engine))
     train(engine, job, range(2, 3))
     engine.destroy(remove=True)
-    return told
+    return message
 
 
-def test_damage_is_told_to_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_damage_is_reported_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(save_at_two, JOBS["gpt2"], tmp_path, DISK)
     path = tmp_path / "saved" / "global_step2" / "states.rank1.safetensors"
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1
     path.write_bytes(data)
-    for told in ranks.run(damaged_on_one, tmp_path):
-        assert "states.rank1.safetensors is damaged" in told
+    for message in ranks.run(damaged_on_one, tmp_path):
+        assert "states.rank1.safetensors is damaged" in message
     assert json.loads((path.parent / "manifest.json").read_text())["epoch"] == 2

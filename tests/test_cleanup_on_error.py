@@ -1,4 +1,4 @@
-"""Whatever fails while an engine is made or closed, its thread, hooks, memory and lock are given back."""
+"""An error while an engine is made or closed gives back its thread, hooks, memory and lock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_start_that_fails_late_leaves_nothing(
 
 
 @pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])
-def test_a_part_that_cannot_be_closed_keeps_nothing_open(
+def test_a_component_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(models.GPT2, DISK, tmp_path)

@@ -1,4 +1,4 @@
-"""`inspect`, `verify` and `export` do with a checkpoint what they do with a run, and name what is wrong with it."""
+"""`inspect`, `verify` and `export` accept a checkpoint as they accept a run, and name every damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(*arguments: object) -> Any:
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
 
 
-def told(*arguments: object, code: int = 0) -> dict[str, Any]:
+def report_of(*arguments: object, code: int = 0) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)  # type: ignore[no-any-return]
@@ -68,7 +68,7 @@ def flip(path: Path, position: int) -> None:
 def test_a_folder_of_checkpoints_lists_them(saved: Path) -> None:
     (saved / ".global_step3.partial").mkdir()
     (saved / "notes").mkdir()
-    found = told("inspect", saved)
+    found = report_of("inspect", saved)
     assert (found["kind"], found["latest"]) == ("checkpoints", "global_step2")
     assert [(each["tag"], each["epoch"]) for each in found["checkpoints"]] == [("global_step1", 1), ("global_step2", 2)]
     assert found["leftovers"] == [str(saved / ".global_step3.partial")]
@@ -78,7 +78,7 @@ def test_a_folder_of_checkpoints_lists_them(saved: Path) -> None:
 
 
 def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
-    found = told("inspect", saved / "global_step1")
+    found = report_of("inspect", saved / "global_step1")
     assert found["kind"] == "checkpoint" and found["epoch"] == 1 and not found["damaged"]
     assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
     assert (found["mode"], found["world_size"], found["frozen_weights"]) == ("bf16", 1, True)
@@ -87,10 +87,10 @@ def test_one_checkpoint_tells_of_itself(saved: Path) -> None:
     assert "GPT2LMHeadModel, 162,368 parameters, 6 units" in run("inspect", saved / "global_step1").output
 
 
-def test_a_checkpoint_that_is_not_whole_says_so(saved: Path) -> None:
+def test_a_damaged_checkpoint_is_reported(saved: Path) -> None:
     (saved / "global_step1" / "states.rank0.safetensors").unlink()
     flip(saved / "global_step2" / "manifest.json", 300)
-    one, other = sorted(told("inspect", saved)["checkpoints"], key=lambda each: str(each["tag"]))
+    one, other = sorted(report_of("inspect", saved)["checkpoints"], key=lambda each: str(each["tag"]))
     assert one["damaged"][0]["path"].endswith("states.rank0.safetensors")
     assert "No such file" in one["damaged"][0]["reason"]
     assert other["epoch"] is None and other["damaged"][0]["path"].endswith("global_step2/manifest.json")
@@ -105,7 +105,7 @@ def test_a_checkpoint_that_is_not_whole_says_so(saved: Path) -> None:
 def test_the_latest_is_verified_and_any_that_is_named(saved: Path) -> None:
     nbytes = sum(file.nbytes for file in read_manifest(saved / "global_step2").files.values())
     for path in (saved, saved / "global_step2"):
-        found = told("verify", path)
+        found = report_of("verify", path)
         assert found["whole"] and found["epoch"] == 2 and found["path"] == str(saved / "global_step2")
         assert 0 <= nbytes - found["bytes"] < 16 << 10, "all but the header"
     assert run("verify", saved / "global_step1").output.endswith(": intact\n")
@@ -116,12 +116,12 @@ def test_every_tensor_that_differs_is_named(saved: Path) -> None:
     places, _ = read_header(path)
     for name in ("0.weight", "3.exp_avg"):
         flip(path, places[name].offset + places[name].tensor.nbytes - 1)
-    found = told("verify", saved, code=1)
+    found = report_of("verify", saved, code=1)
     assert not found["whole"] and [wrong["path"] for wrong in found["files"]] == [str(path)] * 2
     words = run("verify", saved).output
     assert "checksum of 0.weight is" in words and "checksum of 3.exp_avg is" in words
     assert "damaged in 2 places" in words
-    assert told("verify", saved / "global_step1")["whole"]
+    assert report_of("verify", saved / "global_step1")["whole"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_file_that_is_not_what_was_written(file: str, how: str, words: str, sa
         path.write_bytes(path.read_bytes()[:-1])
     else:
         path.unlink()
-    found = told("verify", saved, code=1)
+    found = report_of("verify", saved, code=1)
     assert len(found["files"]) == 1 and words in found["files"][0]["path"] + found["files"][0]["reason"]
 
 
@@ -171,28 +171,28 @@ def test_a_checkpoint_gives_what_its_run_gives(
 ) -> None:
     job = job._replace(dtype="bf16")
     save(job, tmp_path, placement)
-    told("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", dtype)
+    report_of("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", dtype)
     swap = tmp_path
     if placement == MEMORY:
         save(job, tmp_path / "again")
         swap = tmp_path / "again"
-    told("export", swap / "swap" / "default", tmp_path / "of-run", "--dtype", dtype)
+    report_of("export", swap / "swap" / "default", tmp_path / "of-run", "--dtype", dtype)
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
     assert_same_tensors(ours, theirs)
     config = [(tmp_path / name / "config.json").read_text() for name in ("of-checkpoint", "of-run")]
     assert config[0] == config[1]
 
 
-def test_frozen_weights_that_were_not_saved_are_told_of(tmp_path: Path) -> None:
+def test_frozen_weights_that_were_not_saved_are_reported(tmp_path: Path) -> None:
     save(FROZEN, tmp_path, exclude_frozen_parameters=True)
-    found = told("export", tmp_path / "saved", tmp_path / "out")
+    found = report_of("export", tmp_path / "saved", tmp_path / "out")
     model = FROZEN.model()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
     assert f"{len(frozen)} frozen weights are not in the checkpoint" in " ".join(found["notices"])
     assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
-    assert told("verify", tmp_path / "saved")["whole"]
+    assert report_of("verify", tmp_path / "saved")["whole"]
 
 
 def test_buffers_come_along(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_buffers_come_along(tmp_path: Path) -> None:
         return model(torch.randn(8, 4, generator=torch.Generator().manual_seed(step))).square().mean()
 
     save(Job(make, loss), tmp_path)
-    told("export", tmp_path / "saved", tmp_path / "out")
+    report_of("export", tmp_path / "saved", tmp_path / "out")
     found = tensors(tmp_path / "out")
     assert found["1.running_mean"].abs().sum() > 0 and found["1.num_batches_tracked"] == 1
 
@@ -227,13 +227,13 @@ def _on_ranks(folder: Path) -> None:
     engine.destroy()
 
 
-def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         ranks.run(_on_ranks, tmp_path)
-    told("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
-    told("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
+    report_of("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
+    report_of("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")
     assert_same_tensors(ours, theirs)
-    assert told("verify", tmp_path / "saved")["world_size"] == 2
+    assert report_of("verify", tmp_path / "saved")["world_size"] == 2
     flip(tmp_path / "saved" / "global_step1" / "progress.rank1.safetensors", 3000)
     assert "progress.rank1" in run("verify", tmp_path / "saved").output

@@ -1,4 +1,4 @@
-"""Every command: help with an example, `--json`, and an exit code of 2 with words for what is not understood."""
+"""Every command has help with an example, `--json`, and an exit code of 2 with a message for wrong usage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 COMMANDS = list(commands(typer.main.get_command(app)))
 
 
-def test_there_are_some() -> None:
+def test_commands_are_found() -> None:
     assert {("train",), ("plan",), ("rm",), ("bench", "io")} <= set(COMMANDS)
 
 
@@ -49,7 +49,7 @@ def refused(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_what_is_typed_wrong_is_one_line_that_says_where_help_is(path: tuple[str, ...]) -> None:
+def test_a_usage_error_is_one_line_that_points_to_help(path: tuple[str, ...]) -> None:
     help = f"see `offload {' '.join(path)} --help`"
     unknown = refused(*path, "--no-such-option")
     assert unknown.startswith("no such option: --no-such-option") and unknown.endswith(help)
@@ -75,7 +75,7 @@ def test_a_value_that_is_none_of_its_choices_and_a_command_that_is_none() -> Non
     assert refused("train", "more").startswith("got unexpected extra argument")
 
 
-def test_a_group_without_a_command_says_its_help() -> None:
+def test_a_group_without_a_command_prints_its_help() -> None:
     for path in ((), ("bench",)):
         result = CliRunner().invoke(app, path, prog_name="offload")
         assert result.exit_code == 2 and result.output.startswith("Usage: offload "), result.output

@@ -12,9 +12,9 @@ import torch
 from offload.finetune.corpus import packing, token_stream
 from offload.finetune.evaluation import HeldOut, choose
 from offload.report.log import read_log
-from tests.support.cli_in_process import _alone, all_lines, call, facts, log
+from tests.support.cli_in_process import all_lines, call, facts, log, run_folder
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 def evaluated() -> list[tuple[int, float]]:
@@ -48,10 +48,10 @@ def test_the_loss_is_that_of_the_weights_without_dropout() -> None:
     assert first[1] == second[1] == pytest.approx(np.log(256), rel=0.1)
 
 
-def test_too_little_to_hold_out_is_said() -> None:
+def test_too_little_to_hold_out_is_an_error() -> None:
     Path("short.py").write_text("x = 1\n" * 20)
-    said = call("--steps", "1", "--json", text="short.py")
-    assert "no evaluation: there is too little data" in said.stderr and facts(said)["evaluations"] == []
+    done = call("--steps", "1", "--json", text="short.py")
+    assert "no evaluation: there is too little data" in done.stderr and facts(done)["evaluations"] == []
 
 
 def test_a_report_shows_steps_and_evaluations() -> None:
@@ -88,7 +88,7 @@ def test_text_is_divided_into_sequences_and_the_rest() -> None:
     assert (np.diff(learned) > 0).all() and learned.dtype == tokens.dtype
 
 
-def test_rows_are_divided() -> None:
+def test_rows_are_split_into_training_and_evaluation() -> None:
     documents = [packing.Document(np.full(8, n, np.int32), np.ones(8, bool), False) for n in range(40)]
     packed = packing.pack(documents, 8)
     learned, held = packing.hold_out(packed)

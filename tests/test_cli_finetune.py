@@ -74,23 +74,23 @@ def model_of(folder: str) -> Any:
 
 def test_the_weights_are_those_of_the_folder() -> None:
     """With a learning rate of 0 the model is saved as it was."""
-    said = call("--steps", "1", "--lr", "0", "--dtype", "fp32", "--save", "out")
-    assert said.exit_code == 0 and "weights of model, from 1 safetensors file\n" in said.stdout, said.output
+    done = call("--steps", "1", "--lr", "0", "--dtype", "fp32", "--save", "out")
+    assert done.exit_code == 0 and "weights of model, from 1 safetensors file\n" in done.stdout, done.output
     before, after = (load_file(f"{folder}/model.safetensors") for folder in ("model", "out"))
     assert_same_tensors(before, after)
 
 
 def test_a_folder_without_weights_is_trained_from_scratch() -> None:
     (Path("model") / "model.safetensors").unlink()
-    said = call("--steps", "1")
-    assert said.exit_code == 0 and "model contains no weights: its model is trained from scratch" in said.stdout
+    done = call("--steps", "1")
+    assert done.exit_code == 0 and "model contains no weights: its model is trained from scratch" in done.stdout
 
 
-def test_a_folder_without_a_tokenizer_is_said_to_have_none() -> None:
+def test_a_folder_without_a_tokenizer_is_reported() -> None:
     """Of a GPT-2 without its files transformers makes a tokenizer that knows no words."""
     transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2).save_pretrained("bare")
-    said = call("--model", "bare", "--steps", "1", data="texts.jsonl")
-    assert said.exit_code == 2 and "bare contains no tokenizer" in said.stderr, said.output
+    done = call("--model", "bare", "--steps", "1", data="texts.jsonl")
+    assert done.exit_code == 2 and "bare contains no tokenizer" in done.stderr, done.output
 
 
 @pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
@@ -102,8 +102,8 @@ def test_every_kind_of_document_is_learned(data: str) -> None:
 def test_documents_may_come_from_several_places() -> None:
     Path("more").mkdir()
     Path("more/book.txt").write_text("a word " * 50)
-    said = call("--steps", "1", "--data", "more", data="pairs.jsonl")
-    assert "data: 13 documents in" in said.stdout and "completions are learned" in said.stdout, said.output
+    done = call("--steps", "1", "--data", "more", data="pairs.jsonl")
+    assert "data: 13 documents in" in done.stdout and "completions are learned" in done.stdout, done.output
 
 
 def test_tables_are_learned_as_the_same_lines_of_json_are() -> None:
@@ -185,8 +185,8 @@ LORA = ("--lora", "r=4,dropout=0.1,targets=q_proj+down_proj", "--lr", "1e-2")
 
 def test_adapters_are_trained_and_saved_alone() -> None:
     frozen = sum(value.nbytes // 2 for value in load_file("model/model.safetensors").values())
-    said = call("--steps", "6", *LORA, "--save", "out", "--log", "log")
-    assert said.exit_code == 0 and "of them train" in said.stdout, said.output
+    done = call("--steps", "6", *LORA, "--save", "out", "--log", "log")
+    assert done.exit_code == 0 and "of them train" in done.stdout, done.output
     steps = [json.loads(line) for line in Path("log").read_text().splitlines() if '"loss"' in line]
     assert steps[-1]["loss"] < steps[0]["loss"]
     adapters = load_file("out/adapter_model.safetensors")
@@ -199,10 +199,10 @@ def test_adapters_are_trained_and_saved_alone() -> None:
     assert not torch.equal(model(ids).logits, model_of("model")(ids).logits)
 
 
-def test_a_run_that_goes_on_with_other_adapters_says_so() -> None:
+def test_a_resume_with_other_adapters_is_reported() -> None:
     assert call("--steps", "1", "--keep", "--lora", "r=4").exit_code == 0
-    said = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")
-    assert "resumed, and --lora was r=4, is r=4,alpha=2" in said.stdout, said.output
+    done = call("--steps", "2", "--keep", "--resume", "must", "--lora", "r=4,alpha=2")
+    assert "resumed, and --lora was r=4, is r=4,alpha=2" in done.stdout, done.output
 
 
 # -- bad input -----------------------------------------------------------------------------------------
@@ -234,16 +234,16 @@ def test_a_chat_without_a_template() -> None:
     assert result.exit_code == 2 and "chats.jsonl:1 is a chat" in result.stderr and not Path("swap").exists()
 
 
-def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     result = call("--lora", "r=4")
     assert result.exit_code == 2 and "pip install 'offload[hf]'" in result.stderr and not Path("swap").exists()
 
 
 def test_help_has_groups_and_an_example() -> None:
-    said = CliRunner().invoke(app, ["train", "--help"]).stdout
-    for words in ("Model:\n", "Data:\n", "Placement:\n", "Example: offload train --model", "--lora"):
-        assert words in said, words
+    done = CliRunner().invoke(app, ["train", "--help"]).stdout
+    for message in ("Model:\n", "Data:\n", "Placement:\n", "Example: offload train --model", "--lora"):
+        assert message in done, message
 
 
 def test_code_of_a_folder_is_neither_run_nor_asked_about() -> None:

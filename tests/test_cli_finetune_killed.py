@@ -1,4 +1,4 @@
-"""A fine-tuning that is killed goes on bit for bit: documents, adapters with dropout, and the model that it saves."""
+"""A fine-tuning that was killed resumes bit for bit: documents, adapters with dropout, and the saved model."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     reached = len(losses(tmp_path / "killed.jsonl"))
     assert reached < 40 and not (tmp_path / "killed-out").exists()
     ends = [start(tmp_path, "killed", *options, "--resume", "must"), start(tmp_path, "whole", *options)]
-    said = [finish(end) for end in ends]
-    assert "resuming after step" in said[0] and "other" not in said[0]
+    outputs = [finish(end) for end in ends]
+    assert "resuming after step" in outputs[0] and "other" not in outputs[0]
     assert losses(tmp_path / "killed.jsonl") == losses(tmp_path / "whole.jsonl") and losses(tmp_path / "whole.jsonl")
     name = "adapter_model.safetensors" if "--lora" in options else "model.safetensors"
     saved = [(tmp_path / f"{run}-out" / name).read_bytes() for run in ("killed", "whole")]

@@ -18,8 +18,8 @@ TRAIN = "train --model model --data data.jsonl --seq-len 64 --device cpu --dtype
 def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
     own = ("--run", run, "--nvme-path", run, "--log", f"{run}.jsonl", "--output", f"{run}-out", *options)
     own += ("--batch-size", str(4 // ranks))
-    said = finish(*(begin_ranks(folder, *TRAIN, *own) if ranks == 2 else [begin(folder, *TRAIN, *own)]))
-    assert said.count("saved in") == 1, "one rank speaks"
+    output = finish(*(begin_ranks(folder, *TRAIN, *own) if ranks == 2 else [begin(folder, *TRAIN, *own)]))
+    assert output.count("saved in") == 1, "one rank speaks"
     return losses(folder / f"{run}.jsonl")
 
 

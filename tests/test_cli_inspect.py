@@ -1,4 +1,4 @@
-"""`offload inspect` tells of whatever lies there, live, damaged or old, and changes nothing."""
+"""`offload inspect` describes any folder, live, damaged or old, and changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "default"
 
 
-def test_a_run(run: Path) -> None:
+def test_a_run_is_described(run: Path) -> None:
     found = inspect(run)
     assert found["kind"] == "run" and found["path"] == str(run) and found["run"] == "default"
     assert found["model"] == {"class": "GPT2LMHeadModel", "parameters": 162368, "trainable": 162368, "units": 6}
@@ -73,12 +73,12 @@ def test_a_run(run: Path) -> None:
         assert each in words
 
 
-def test_a_rank(run: Path) -> None:
+def test_a_single_rank_is_described(run: Path) -> None:
     found = inspect(run / "rank0")
-    whole = inspect(run)
-    for commit in (*found["ranks"][0]["commits"], *whole["ranks"][0]["commits"]):
+    complete = inspect(run)
+    for commit in (*found["ranks"][0]["commits"], *complete["ranks"][0]["commits"]):
         del commit["age_seconds"]
-    assert found["kind"] == "rank" and found["ranks"] == whole["ranks"]
+    assert found["kind"] == "rank" and found["ranks"] == complete["ranks"]
 
 
 def test_an_nvme_path_lists_its_runs_and_nothing_else(run: Path) -> None:
@@ -137,7 +137,7 @@ def test_who_starts_at_the_moment_of_a_look_has_the_lock(run: Path, monkeypatch:
         assert holder(run / "rank0") is not None
 
 
-def test_an_old_format_says_so(run: Path) -> None:
+def test_an_old_format_is_reported(run: Path) -> None:
     path = run / "rank0" / "manifest.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps({**content, "format": 1, "about": {"offload": "0.0.9"}}))
@@ -195,12 +195,12 @@ def notices(engine: offload.Engine) -> list[str]:
 def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     drive = run.parent
     other = begin(drive, 1, run="second")
-    (told,) = notices(other)
-    assert told.startswith("1 other run that no process uses takes 4.0 MiB: ") and str(run) in told
-    assert f"`offload inspect {drive}`" in told and "`offload rm`" in told
+    (message,) = notices(other)
+    assert message.startswith("1 other run that no process uses takes 4.0 MiB: ") and str(run) in message
+    assert f"`offload inspect {drive}`" in message and "`offload rm`" in message
     third = begin(drive, 1, run="third")
-    (told,) = notices(third)
-    assert str(run) in told and "second" not in told, "one that is held is no leftover"
+    (message,) = notices(third)
+    assert str(run) in message and "second" not in message, "one that is held is no leftover"
     other.destroy(remove=True)
     third.destroy(remove=True)
     assert run.is_dir(), "nothing is deleted"

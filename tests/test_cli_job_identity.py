@@ -1,4 +1,4 @@
-"""Which job of `offload train` a run is: another one never passes for it, and every line of `--json` has all fields."""
+"""A run of `offload train` keeps its job: another job never passes for it. Every line of `--json` has all fields."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from offload.cli.main import app
 from offload.errors import StoreError
 from offload.finetune.identity import weights_of
 from offload.finetune.output import check_output
-from tests.support.cli_in_process import _alone, call, facts, log, swap_files
+from tests.support.cli_in_process import call, facts, log, run_folder, swap_files
 from tests.support.model_folders import make_folder
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 DONE = ("--steps", "1", "--resume", "auto")
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("more", "message"),
     [
         (("--output", "b"), "--output was None, is "),
         (("--text", "other.py"), "the data differ (tokens was "),
@@ -36,17 +36,17 @@ DONE = ("--steps", "1", "--resume", "auto")
         (("--accumulation", "3"), "gradient_accumulation_steps was None, is 3"),
     ],
 )
-def test_another_job_is_no_job_that_is_done(more: tuple[str, str], words: str) -> None:
+def test_another_job_is_no_job_that_is_done(more: tuple[str, str], message: str) -> None:
     make_folder(Path("llama"))
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
     assert call(*DONE).exit_code == 0
     refused = call(*DONE, *more)
-    assert refused.exit_code == 2 and "ended at step 1" in refused.stderr and words in refused.stderr, refused.stderr
+    assert refused.exit_code == 2 and "ended at step 1" in refused.stderr and message in refused.stderr, refused.stderr
     assert "another --run, or --resume restart" in refused.stderr and not Path("b").exists()
     assert call(*DONE, *more, "--resume", "restart").exit_code == 0
 
 
-def test_the_same_job_is_done_and_says_so_with_every_field() -> None:
+def test_a_finished_job_is_reported_with_every_field() -> None:
     first = facts(call(*DONE, "--output", "a", "--json"))
     again = call(*DONE, "--output", "a", "--json")
     assert "ended at step 1" in again.stderr and "nothing to do" in again.stderr
@@ -137,22 +137,22 @@ def test_names_of_hugging_face_are_taken() -> None:
         *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "3", "--max_grad_norm", "0.5"),
         *("--output_dir", "out", "--logging_steps", "1", "--weight_decay", "0.0", "--eval_steps", "1"),
     )
-    said = call(*typed, "--log", "log")
-    assert said.exit_code == 0, said.output
+    result = call(*typed, "--log", "log")
+    assert result.exit_code == 0, result.output
     assert [(line["lr"], line["tokens"]) for line in log()] == [(0.01, 96)] * 2
-    assert "clipped to a norm of 0.5" in said.stdout and Path("out/config.json").is_file()
-    for words in ("step 1/2  loss", "lr 1.00e-02", "norm "):
-        assert words in said.stdout
+    assert "clipped to a norm of 0.5" in result.stdout and Path("out/config.json").is_file()
+    for message in ("step 1/2  loss", "lr 1.00e-02", "norm "):
+        assert message in result.stdout
 
 
 def test_the_help_has_one_name_of_each_option() -> None:
-    words = CliRunner().invoke(app, ["train", "--help"]).output
-    assert "--lr " in words and "--learning-rate" not in words and "--save " not in words
-    assert "Hugging Face" in words
+    message = CliRunner().invoke(app, ["train", "--help"]).output
+    assert "--lr " in message and "--learning-rate" not in message and "--save " not in message
+    assert "Hugging Face" in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ("--steps 1 --epochs 1", "give one of them"),
         ("--epochs 0", "--epochs must be a number above 0"),
@@ -162,7 +162,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--weight-decay nan", "--weight-decay must be a number of at least 0"),
         ("--grad-clip -1", "--grad-clip must be a number of at least 0"),
         ("--eval-every -1", "--eval-every must be a number of at least 0"),
-        ("--eval-every 0 --eval-data text.py", "evaluates never"),
+        ("--eval-every 0 --eval-data text.py", "never evaluates"),
         ("--eval-data none", "there is no text at none"),
         ("--save-every 2", "--save-every writes the model below --output"),
         ("--log-every 0", "--log-every must be at least 1"),
@@ -177,11 +177,11 @@ def test_the_help_has_one_name_of_each_option() -> None:
         ("--output swap/default/model", "is in the run's own folder"),
     ],
 )
-def test_bad_input(arguments: str, words: str) -> None:
+def test_bad_input_is_refused(arguments: str, message: str) -> None:
     Path("binary").write_bytes(bytes(range(256)) * 100)
     Path("binary.gz").write_bytes(bytes(range(256)) * 100)
     Path("data.jsonl").write_text('{"text": "words"}\n')
     Path("empty").write_bytes(b"")
     refused = call("--steps", "1", *arguments.split()) if "steps" not in arguments else call(*arguments.split())
-    assert refused.exit_code == 2 and words in refused.stderr, refused.output
+    assert refused.exit_code == 2 and message in refused.stderr, refused.output
     assert refused.stderr.startswith("error: ") and not Path("swap").exists()

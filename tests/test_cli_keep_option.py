@@ -1,4 +1,4 @@
-"""`offload train`: --keep keeps what can be used, or is an error; a resume with another text says so."""
+"""`offload train --keep` keeps a usable run or is an error; a resume with another text is reported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 from offload.swapper.store import swap_files as swap_files_module
 from offload.swapper.store.drives import Shortage
-from tests.support.cli_in_process import _alone, call, swap_files
+from tests.support.cli_in_process import call, run_folder, swap_files
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 def test_keep_without_durability_is_an_error() -> None:
@@ -27,12 +27,12 @@ def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.Monkey
     assert result.exit_code == 2 and "4.0 MiB" in result.stderr and "3.0 MiB" in result.stderr and not swap_files()
 
 
-def test_another_text_or_length_is_said() -> None:
+def test_another_text_or_length_is_reported() -> None:
     assert call("--steps", "1", "--keep").exit_code == 0
     more = ("--keep", "--resume", "auto")
     assert "resumed, and" not in call("--steps", "2", *more).stdout
-    said = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
-    assert "resumed, and the data differ (seq-len was 32, is 16" in said
+    output = " ".join(call("--steps", "3", "--seq-len", "16", *more).stdout.split())
+    assert "resumed, and the data differ (seq-len was 32, is 16" in output
     Path("other.py").write_text("def half(number):\n    return number // 2\n\n" * 50)
-    said = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
-    assert "the data differ" in said and "checksum was" in said and "seq-len" not in said
+    output = " ".join(call("--steps", "4", "--seq-len", "16", *more, text="other.py").stdout.split())
+    assert "the data differ" in output and "checksum was" in output and "seq-len" not in output

@@ -1,4 +1,4 @@
-"""Options and a config file become one config: what was typed wins, with a line; what was not never does."""
+"""Options and a config file become one config: a typed option wins, with a line; a default never does."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_what_training_starts_from_decides_the_learning_rate() -> None:
         assert merge(None, Options(lr=0.5), start)[0]["optimizer"]["params"]["lr"] == 0.5
 
 
-def test_decay_and_clip() -> None:
+def test_decay_and_clip_become_config_keys() -> None:
     config = load_config(merge(None, Options())[0])
     assert (config.optimizer.params.weight_decay, config.gradient_clipping) == (0.1, 1.0)
     content, lines = merge({**FILE, "gradient_clipping": 2.0}, Options(weight_decay=0.0, grad_clip=0.5))
@@ -227,7 +227,7 @@ def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int]
     assert resolve_batch(load_config(merge(file, Options(**typed))[0]), 1) == batch
 
 
-def test_batch_size_says_what_it_overrules() -> None:
+def test_batch_size_names_what_it_overrides() -> None:
     assert merge(FILE, Options(batch_size=16))[1] == ("--batch-size 16 overrules train_micro_batch_size_per_gpu 4",)
     assert merge(FILE, Options(batch_size=16, accumulation=2))[1] == (
         "--batch-size 16 overrules train_micro_batch_size_per_gpu 4",
@@ -249,7 +249,7 @@ def test_the_default_path_counts_where_the_file_names_none() -> None:
 
 
 @pytest.mark.parametrize("file", [{"optimizer": "AdamW"}, {"optimizer": {"params": [1]}}, {"offload": 3}])
-def test_a_block_that_is_none_is_said(file: dict[str, Any]) -> None:
+def test_a_value_that_is_no_block_is_an_error(file: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="must be a block of keys, got"):
         merge(file, Options(run="x"))
 

@@ -1,10 +1,8 @@
-"""`offload train` foresees its steps where the machine was probed, and log, report and summary show what came of it."""
+"""`offload train` predicts its steps where the machine was probed; log, report and summary compare."""
 
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +17,15 @@ from offload.finetune import model as language_model
 from offload.finetune.lora import adapt, parse_lora
 from offload.hardware import probe
 from offload.planner.model_shape import from_name, from_training
-from offload.presets import PRESETS, build
+from offload.presets import build
+from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.model_folders import make_folder
+
+__all__ = ["isolated_cache", "run_folder"]  # fixtures
 
 SMALL = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 _OF = probe.DtypeRates(1e11, 1e10, 1e10, 1e9, 2e9)
 RATES = probe.Rates(2e10, 1e10, 5e9, 5e9, 4e9, dict.fromkeys(probe.DTYPES, _OF))
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of one's own with a little text, a default model of 0.2M, a cache without a probe."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tiny = PRESETS["gpt2-tiny"]
-    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
-    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def keep(folder: str = ".") -> None:
@@ -64,13 +52,13 @@ def reported(log: str) -> list[dict[str, Any]]:
     return rows
 
 
-def test_without_a_probe_one_line_says_how_to_get_a_prediction() -> None:
-    said = call("--steps", "2", "--log", "log").stdout
-    assert [line for line in said.splitlines() if "offload probe" in line or "predict" in line] == [
+def test_without_a_probe_one_line_names_the_command() -> None:
+    output = call("--steps", "2", "--log", "log").stdout
+    assert [line for line in output.splitlines() if "offload probe" in line or "predict" in line] == [
         "no prediction: `offload probe` was not run on this machine; it takes a minute, once"
     ]
     assert "predicted" not in json.loads(Path("log").read_text().splitlines()[0])["about"]
-    assert reported("log") == [] and not probe.kept_at().exists(), "a run never probes by itself"
+    assert reported("log") == [] and not probe.cache_path().exists(), "a run never probes by itself"
 
 
 def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
@@ -89,9 +77,9 @@ def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
 
 def test_a_person_reads_it_before_the_first_step_and_after_the_last() -> None:
     keep()
-    said = call("--steps", "2").stdout
-    assert said.index("\npredicted: ") < said.index("\nstep 1/2") < said.index(" predicted, measured ")
-    assert said.count("bytes written a step: ") == said.count("forward and backward: ") == 1
+    output = call("--steps", "2").stdout
+    assert output.index("\npredicted: ") < output.index("\nstep 1/2") < output.index(" predicted, measured ")
+    assert output.count("bytes written a step: ") == output.count("forward and backward: ") == 1
 
 
 def test_a_run_that_goes_on_is_foreseen_again() -> None:
@@ -114,7 +102,7 @@ def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("machine", "words"),
+    ("machine", "message"),
     [
         (
             {"gpu": "H200", "gpu_memory_bytes": 1 << 37},
@@ -123,15 +111,15 @@ def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
         ({}, "the drive of ./swap was not measured: run `offload probe ./swap`"),
     ],
 )
-def test_a_probe_of_something_else_is_told(
-    machine: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_of_another_machine_is_reported(
+    machine: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep("/proc")
     found = probe.kept()
     assert found is not None
     monkeypatch.setattr(probe, "kept", lambda: found._replace(machine=found.machine | machine))
-    said = call("--steps", "1", "--log", "log").stdout
-    assert "no prediction: " in said and words in said and reported("log") == []
+    output = call("--steps", "1", "--log", "log").stdout
+    assert "no prediction: " in output and message in output and reported("log") == []
 
 
 def test_a_model_whose_code_needs_values_is_trained_without(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +159,11 @@ def test_counting_leaves_the_model_as_it_is_and_counts_what_the_plan_counts() ->
 
 
 def test_adapters_are_counted_with_their_model() -> None:
-    whole = from_name("gpt2-tiny", 32)
+    complete = from_name("gpt2-tiny", 32)
     with init():
         model: Any = build("gpt2-tiny")
     language_model.make_ready(model, gradient_checkpointing=False)
     model = adapt(model, parse_lora("r=2"))
     found = from_training(model, 32, torch.bfloat16, (), {})
-    assert sum(layout.trainable_stop for layout in found.layouts) < 0.2 * whole.parameters < found.parameters
-    assert sum(use.flops for use in found.uses) > sum(use.flops for use in whole.uses)
+    assert sum(layout.trainable_stop for layout in found.layouts) < 0.2 * complete.parameters < found.parameters
+    assert sum(use.flops for use in found.uses) > sum(use.flops for use in complete.uses)

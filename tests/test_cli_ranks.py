@@ -1,4 +1,4 @@
-"""`torchrun … -m offload train`: one command on several ranks, one voice, one log."""
+"""`torchrun … -m offload train` is one command on several ranks with one output and one log."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def text(tmp_path: Path) -> Path:
 def test_two_ranks_train_as_one(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "3")
     two = ("--nvme-path", "two", "--log", "two.jsonl", "--batch-size", "2")
-    said = finish(*begin_ranks(text, *TRAIN, *options, *two))
-    assert said.count("parameters") == 1 and said.count("median step") == 1, "one rank speaks"
+    output = finish(*begin_ranks(text, *TRAIN, *options, *two))
+    assert output.count("parameters") == 1 and output.count("median step") == 1, "one rank speaks"
     one = ("--nvme-path", "one", "--log", "one.jsonl", "--batch-size", "4")
     finish(begin(text, *TRAIN, *options, *one))
     # gpt2-tiny has dropout, of which each rank draws its own: the first loss alone is of the same weights and rows
@@ -42,10 +42,10 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
         time.sleep(0.05)
     holder = (text / "swap" / "default" / "rank1" / "lock").read_text()
     os.kill(int(holder.split()[1]), signal.SIGKILL)
-    said, _ = ranks.communicate(timeout=60)
+    output, _ = ranks.communicate(timeout=60)
     assert ranks.returncode != 0
-    assert "rank 1 (process" in said, said
-    assert "was killed or has crashed" in said, said
+    assert "rank 1 (process" in output, output
+    assert "was killed or has crashed" in output, output
     done = len(losses(text / "log.jsonl"))
     more = (
         "--text",
@@ -59,6 +59,6 @@ def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
         "--batch-size",
         "2",
     )
-    said = finish(*begin_ranks(text, *TRAIN, *more))
-    assert "resuming after step" in said
+    output = finish(*begin_ranks(text, *TRAIN, *more))
+    assert "resuming after step" in output
     assert len(losses(text / "log.jsonl")) == done + 2

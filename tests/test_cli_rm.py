@@ -1,4 +1,4 @@
-"""`offload rm` deletes a run on every drive, asks first, and refuses what it should not touch."""
+"""`offload rm` deletes a run on every drive, asks first, and refuses folders that are no run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_it_deletes_on_every_drive(drives: list[str]) -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-def test_it_tells_a_script(drives: list[str]) -> None:
+def test_rm_tells_a_script_what_to_pass(drives: list[str]) -> None:
     begin(drives).destroy()
     folder = str(Path(drives[0], "default"))
     refused = CliRunner().invoke(app, ["rm", folder, "--json"])
@@ -49,7 +49,7 @@ def test_it_tells_a_script(drives: list[str]) -> None:
     assert not Path(folder).exists()
 
 
-def test_it_asks(drives: list[str]) -> None:
+def test_rm_asks_before_it_deletes(drives: list[str]) -> None:
     begin(drives).destroy()
     folder = Path(drives[0], "default")
     for answer in ("n\n", "\n", ""):
@@ -82,7 +82,7 @@ def test_what_is_no_run_stays(tmp_path: Path) -> None:
     assert (tmp_path / "photos" / "one").read_text() == "dear"
 
 
-def test_version_and_help() -> None:
+def test_version_and_help_are_printed() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"{offload.__version__}\n"
     for arguments in ([], ["--help"]):
         result = CliRunner().invoke(app, arguments)

@@ -39,21 +39,21 @@ def stopped(process: warm_process.Process, number: int) -> str:
     """What it says after a signal, on stderr."""
     process.send_signal(number)
     try:
-        said, errors = process.communicate(timeout=LONG)
+        output, errors = process.communicate(timeout=LONG)
     finally:
         process.kill()
-    assert process.returncode == 128 + number, (said, errors)
-    assert errors is not None and "Traceback" not in errors and not said
+    assert process.returncode == 128 + number, (output, errors)
+    assert errors is not None and "Traceback" not in errors and not output
     return errors
 
 
-def told(process: warm_process.Process, words: str) -> None:
+def wait_for(process: warm_process.Process, text: str) -> None:
     """Wait until it says so on stderr."""
     assert process.stderr is not None
     for line in process.stderr:
-        if words in line:
+        if text in line:
             return
-    raise AssertionError(f"it ended with {process.wait()} and never said {words!r}")
+    raise AssertionError(f"it ended with {process.wait()} and never said {text!r}")
 
 
 def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
@@ -67,9 +67,9 @@ def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
-def test_a_probe(number: int, at: str, tmp_path: Path) -> None:
+def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
     process = begin(tmp_path, "probe", ".", "--size", "64MiB", "--device", "cpu")
-    told(process, f"measuring {at}")
+    wait_for(process, f"measuring {at}")
     stopped(process, number)
     assert not list((tmp_path / "cache").rglob("*.json")) and not list(tmp_path.glob(".offload-probe*"))
 
@@ -98,7 +98,7 @@ def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
     )
     config.save_pretrained(tmp_path / "model")
     process = begin(tmp_path, "plan", "--model", "model", "--seq-len", "2048", "--batch-size", "8", "--measure")
-    told(process, "measuring forward and backward, pass 1")
+    wait_for(process, "measuring forward and backward, pass 1")
     stopped(process, number)
 
 
@@ -127,9 +127,9 @@ def script(lines: str) -> warm_process.Process:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    ("work", "words"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]
+    ("work", "text"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]
 )
-def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> None:
+def test_a_training_that_is_made_ready(work: str, text: str, number: int) -> None:
     """What it does before its first step may be one long call: weights are made, a text becomes tokens."""
     process = script(
         f"{MUTEX}import sys, time\n"
@@ -139,7 +139,7 @@ def test_a_training_that_is_made_ready(work: str, words: str, number: int) -> No
         "sys.argv = ['offload', 'train']\n"
         "main()\n"
     )
-    assert stopped(process, number).startswith(words)
+    assert stopped(process, number).startswith(text)
 
 
 # -- in the way ---------------------------------------------------------------------------------------

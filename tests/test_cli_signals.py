@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the run ends with the right code, its store and its log agree, and it goes on bit for bit."""
+"""Ctrl-C and SIGTERM end a run with the right code; its store and its log agree, and it resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def signalled(number: int, delay: float) -> Iterator[None]:
 
 def test_stopped_again_and_again() -> None:
     assert train().exit_code == 0
-    whole = log()
+    unbroken = log()
     Path("log").unlink()
     chance, reached = random.Random(3), 0
     for number in (signal.SIGINT, signal.SIGTERM) * 4:
@@ -88,14 +88,14 @@ def test_stopped_again_and_again() -> None:
             break
         assert result.exit_code == 128 + number, result.output
         assert "--resume auto" in result.stderr and "offload rm" in result.stderr
-        said = re.search(r"resuming after step (\d+)\n", result.stdout)
-        assert (int(said[1]) if said else 0) == reached, "store and log do not agree"
+        resumed = re.search(r"resuming after step (\d+)\n", result.stdout)
+        assert (int(resumed[1]) if resumed else 0) == reached, "store and log do not agree"
         assert log()[-1][0] >= reached
         reached = log()[-1][0]
     else:
         assert train("--resume", "must").exit_code == 0
     assert 0 < reached < STEPS, "no run was stopped"
-    assert log() == whole
+    assert log() == unbroken
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -103,7 +103,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
     Path("every.json").write_text(json.dumps({"offload": {"durability": {"every": 100}}}))
     assert train("--config", "every.json").exit_code == 0
-    whole = log()
+    unbroken = log()
     Path("log").unlink()
     with signalled(number, 0.03):
         result = train("--config", "every.json")
@@ -112,9 +112,9 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert 0 < reached < STEPS
     result = train("--config", "every.json", "--resume", "must")
     assert result.exit_code == 0
-    said = re.search(r"resuming after step (\d+)\n", result.stdout)
-    assert said is not None and int(said[1]) == reached
-    assert log() == whole
+    resumed = re.search(r"resuming after step (\d+)\n", result.stdout)
+    assert resumed is not None and int(resumed[1]) == reached
+    assert log() == unbroken
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

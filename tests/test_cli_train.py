@@ -1,4 +1,4 @@
-"""`offload train`, called in this process: what it prints, writes, leaves and returns."""
+"""`offload train`, called in this process, prints, writes, leaves and returns what its help promises."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.swapper.store import run_status
-from tests.support.cli_in_process import _alone, call, facts, log, swap_files
+from tests.support.cli_in_process import call, facts, log, run_folder, swap_files
 
 STEP_KEYS = {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "read_bytes", "written_bytes", "drives", "time"}
 LISTS = ("losses", "grad_norms", "step_seconds", "read_bytes", "written_bytes")
 
 
-__all__ = ["_alone"]
+__all__ = ["run_folder"]
 
 
 # -- a run that ends -----------------------------------------------------------------------------------
 
 
-def test_json_and_log_tell_of_every_step() -> None:
+def test_json_and_log_contain_every_step() -> None:
     found = facts(call("--steps", "3", "--log", "log", "--json"))
     assert all(len(found[key]) == 3 for key in LISTS)
     assert found["parameters"] == 182_016 and found["steps"] == 3 and found["first_step"] == 1
@@ -40,7 +40,7 @@ def test_json_and_log_tell_of_every_step() -> None:
     assert found["losses"][2] < found["losses"][0] and sum(found["written_bytes"][1:]) > 10 * found["parameters"]
 
 
-def test_the_end_says_what_a_step_is_bound_by_and_what_drives_bore() -> None:
+def test_the_summary_names_the_bound_of_a_step_and_the_wear_of_drives() -> None:
     found = facts(call("--steps", "3", "--log", "log", "--json"))
     phases = [f"{name}_seconds" for name in ("forward", "backward", "step", "wait_for_reads", "update_kernels")]
     assert all(line.keys() >= {*phases, "uploaded_bytes", "host_peak_bytes"} for line in log())
@@ -50,14 +50,14 @@ def test_the_end_says_what_a_step_is_bound_by_and_what_drives_bore() -> None:
     ((_, drive),) = found["drive_written_bytes"].items()
     assert drive["life"] == drive["run"] > sum(found["written_bytes"])
     assert log()[0]["about"]["steps"] == 3 and "about" not in log()[1]
-    said = call("--steps", "2", "--run", "again").stdout
-    assert " bound by " in said and " to be faster " in said and " written in all " in said
+    output = call("--steps", "2", "--run", "again").stdout
+    assert " bound by " in output and " to be faster " in output and " written in all " in output
 
 
 def test_a_drive_that_the_run_would_wear_is_warned_of_before_it_is_worn() -> None:
     Path("ds.json").write_text(json.dumps({"offload": {"drive_tbw": 1e-3, "drive_share": 0.02}}))
-    said = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
-    (warned,) = [line for line in said.splitlines() if line.startswith("warning: ")]
+    output = call("--config", "ds.json", "--steps", "20", "--offload-optimizer", "nvme", "--run", "much").stdout
+    (warned,) = [line for line in output.splitlines() if line.startswith("warning: ")]
     assert "of its rated 1 GB (drive_tbw)" in warned
     assert "warning" not in call("--config", "ds.json", "--steps", "5", "--run", "little").stdout
 
@@ -80,12 +80,12 @@ def test_the_store_goes_and_a_note_stays() -> None:
     assert again.exit_code == 0
 
 
-def test_a_seed_is_a_run() -> None:
+def test_a_seed_decides_the_run() -> None:
     losses = [facts(call("--steps", "2", "--json", "--seed", seed))["losses"] for seed in ("0", "0", "1")]
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_homes_give_the_same_bits() -> None:
+def test_all_tiers_give_the_same_bits() -> None:
     tiers = [("nvme", "nvme"), ("none", "cpu")]
     losses = [
         facts(call("--steps", "2", "--json", "--offload-param", weights, "--offload-optimizer", states))["losses"]
@@ -97,8 +97,8 @@ def test_homes_give_the_same_bits() -> None:
 def test_a_person_reads_plain_lines_where_there_is_no_terminal() -> None:
     result = call("--steps", "2", "--keep")
     assert result.exit_code == 0 and "\x1b" not in result.output and "\r" not in result.output
-    for words in ("step 1/2  loss", "tokens/s", "GB/s", "RAM", "peak RAM", "offload rm /", "/swap/default"):
-        assert words in result.stdout, words
+    for message in ("step 1/2  loss", "tokens/s", "GB/s", "RAM", "peak RAM", "offload rm /", "/swap/default"):
+        assert message in result.stdout, message
     assert "Warning" not in result.stderr
 
 
@@ -122,13 +122,13 @@ def test_batch_and_accumulation_come_from_the_config() -> None:
 
 def test_resume_goes_on_bit_for_bit() -> None:
     """With dropout, on the same log: what was logged past the committed step is cut."""
-    whole = facts(call("--steps", "4", "--json", "--run", "whole"))["losses"]
+    unbroken = facts(call("--steps", "4", "--json", "--run", "whole"))["losses"]
     assert call("--steps", "2", "--keep", "--log", "log").exit_code == 0
     with Path("log").open("a") as file:
         file.write('{"step": 3, "loss": 0.0}\n{"step": 4, "lo')
     second = facts(call("--steps", "4", "--resume", "must", "--log", "log", "--json"))
-    assert (second["first_step"], second["losses"]) == (3, whole[2:])
-    assert [line["loss"] for line in log()] == whole and [line["step"] for line in log()] == [1, 2, 3, 4]
+    assert (second["first_step"], second["losses"]) == (3, unbroken[2:])
+    assert [line["loss"] for line in log()] == unbroken and [line["step"] for line in log()] == [1, 2, 3, 4]
 
 
 def test_a_run_that_starts_over_starts_its_log_over() -> None:
@@ -230,8 +230,8 @@ def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A small Llama with weights and a tokenizer of words."""
-    words = ["def", "double", "number", "return", "2", "*", "(", "):", ":", ")", "?"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    message = ["def", "double", "number", "return", "2", "*", "(", "):", ":", ")", "?"]
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(message)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     place = tmp_path / "model"
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?").save_pretrained(place)
@@ -263,17 +263,17 @@ def test_a_folder_without_weights_starts_fresh(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "words"),
+    ("name", "content", "message"),
     [
         ("model.safetensors", b"\x00" * 40, "is not a complete safetensors file"),
         ("config.json", b"{", "cannot"),
         ("tokenizer.json", b"{", "cannot read the tokenizer"),
     ],
 )
-def test_a_folder_that_is_broken(folder: Path, name: str, content: bytes, words: str) -> None:
+def test_a_folder_that_is_broken(folder: Path, name: str, content: bytes, message: str) -> None:
     (folder / name).write_bytes(content)
     result = call("--model", "model")
-    assert result.exit_code == 2 and words in result.stderr, result.output
+    assert result.exit_code == 2 and message in result.stderr, result.output
     assert not Path("swap").exists()
 
 

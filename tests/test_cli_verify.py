@@ -1,4 +1,4 @@
-"""`offload verify` finds every damage of a run's last commit and names it; what a resume would take, it calls whole."""
+"""`offload verify` finds and names every damage of a run's last commit, and passes what a resume accepts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def verify(run: Path) -> tuple[int, dict[str, Any]]:
     return result.exit_code, json.loads(result.stdout)
 
 
-def said(run: Path) -> str:
+def output_of(run: Path) -> str:
     return CliRunner().invoke(app, ["verify", str(run)]).output
 
 
@@ -101,18 +101,18 @@ def on_drive(run: Path, offset: int) -> tuple[Path, int]:
         return Path(file.parts()[drive].path), start
 
 
-def test_a_whole_run(run: Path) -> None:
-    code, told = verify(run)
-    assert code == 0 and told["whole"] and told["epoch"] == 3
-    (rank,) = told["ranks"]
+def test_an_intact_run_passes(run: Path) -> None:
+    code, report = verify(run)
+    assert code == 0 and report["whole"] and report["epoch"] == 3
+    (rank,) = report["ranks"]
     assert rank["damages"] == rank["files"] == [] and rank["before"].endswith("step 2, is intact too")
     manifest = json.loads((run / "rank0" / "manifest.json").read_text())
     assert rank["bytes"] == sum(n for row in manifest["extents"] for slots in row.values() for _, n in slots[0])
     assert (
-        told["step"] == rank["step"] == 3
-        and "step 3" in said(run)
-        and "epoch" not in said(run)
-        and ": intact" in said(run)
+        report["step"] == rank["step"] == 3
+        and "step 3" in output_of(run)
+        and "epoch" not in output_of(run)
+        and ": intact" in output_of(run)
     )
     assert inspected(run)["damaged"] == []
 
@@ -123,14 +123,14 @@ def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
     for unit, position in ((0, 0), (3, place(3, state).nbytes - 1)):
         path, start = on_drive(run, place(unit, state).offset(position))
         flip_bit(path, start)
-        code, told = verify(run)
-        (damage,) = told["ranks"][0]["damages"]
-        assert code == 1 and not told["whole"]
+        code, report = verify(run)
+        (damage,) = report["ranks"][0]["damages"]
+        assert code == 1 and not report["whole"]
         assert damage["state"] == state.value and damage["slot"] in "AB"
         assert damage["unit"] == look(run / "rank0").manifest.spec.title(unit)  # type: ignore[union-attr]
         assert damage["offset"] <= place(unit, state).offset(position) < damage["offset"] + damage["nbytes"]
         assert any(file == str(path) and at <= start < at + nbytes for file, at, nbytes in damage["places"])
-        assert f"damaged: {state.value} of {damage['unit']}, slot {damage['slot']}" in said(run)
+        assert f"damaged: {state.value} of {damage['unit']}, slot {damage['slot']}" in output_of(run)
         flip_bit(path, start)
     assert verify(run)[0] == 0
 
@@ -146,36 +146,36 @@ def test_two_extents_that_changed_places_are_both_named(run: Path) -> None:
             with file.open("r+b") as handle:
                 handle.seek(to)
                 handle.write(data)
-    code, told = verify(run)
+    code, report = verify(run)
     assert code == 1
-    assert {(d["state"], d["unit"]) for d in told["ranks"][0]["damages"]} == {
+    assert {(d["state"], d["unit"]) for d in report["ranks"][0]["damages"]} == {
         ("exp_avg", "transformer.h.0"),
         ("exp_avg", "transformer.h.1"),
     }
 
 
-def test_a_blob(run: Path, swap: Path) -> None:
+def test_a_damaged_blob_is_named(run: Path, swap: Path) -> None:
     """A flipped bit of the last blob, or no blob: named, and the commit before is read instead, as a resume does."""
     which, _ = newest(run)
     path = run / "rank0" / f"blob.{which}"
     flip_bit(path, 300)
     for reason in ("does not match the checksum", "the file is missing"):
-        code, told = verify(run)
-        (file,) = told["ranks"][0]["files"]
+        code, report = verify(run)
+        (file,) = report["ranks"][0]["files"]
         assert code == 1 and file["path"] == str(path) and reason in file["reason"]
-        assert told["epoch"] == 2 and told["ranks"][0]["damages"] == []
-        assert f"damaged: {path}" in said(run)
+        assert report["epoch"] == 2 and report["ranks"][0]["damages"] == []
+        assert f"damaged: {path}" in output_of(run)
         assert [commit["blob"] for commit in inspected(run)["commits"]] == ["damaged", "right"]
         assert inspected(run)["damaged"] == [file]
         path.unlink(missing_ok=True)
     assert resumed(swap) == 2
 
 
-def test_no_blob_is_whole(run: Path, swap: Path) -> None:
+def test_a_run_without_a_blob_cannot_be_resumed(run: Path, swap: Path) -> None:
     for which in (0, 1):
         (run / "rank0" / f"blob.{which}").unlink()
-    code, told = verify(run)
-    assert code == 1 and told["epoch"] is None and "cannot be resumed" in said(run)
+    code, report = verify(run)
+    assert code == 1 and report["epoch"] is None and "cannot be resumed" in output_of(run)
     assert resumed(swap) is None
 
 
@@ -183,13 +183,13 @@ def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Pat
     which, _ = newest(run)
     for position in (20, 4000):  # of the head, of the zeros behind it
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
-        code, told = verify(run)
-        (file,) = told["ranks"][0]["files"]
+        code, report = verify(run)
+        (file,) = report["ranks"][0]["files"]
         assert (
             code == 1
             and file["path"].endswith("/commit")
             and "does not match its checksum" in file["reason"]
-            and told["epoch"] == 2
+            and report["epoch"] == 2
         )
         assert inspected(run)["damaged"] == [file] and [c["epoch"] for c in inspected(run)["commits"]] == [2]
         flip_bit(run / "rank0" / "commit", which * 4096 + position)
@@ -200,15 +200,15 @@ def test_a_torn_record_is_named_and_the_one_before_is_taken(run: Path, swap: Pat
 def test_a_lost_commit_file(run: Path, swap: Path) -> None:
     path = run / "rank0" / "commit"
     path.unlink()
-    code, told = verify(run)
-    assert code == 1 and told["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
-    assert inspected(run)["damaged"] == told["ranks"][0]["files"]
+    code, report = verify(run)
+    assert code == 1 and report["ranks"][0]["files"] == [{"path": str(path), "reason": "the file is missing"}]
+    assert inspected(run)["damaged"] == report["ranks"][0]["files"]
     assert resumed(swap) is None
 
 
 @pytest.mark.parametrize("drive", ["first", "second"])
 @pytest.mark.parametrize("how", ["flipped", "deleted", "of another drive"])
-def test_a_manifest(how: str, drive: str, run: Path, swap: Path) -> None:
+def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path) -> None:
     path = swap / drive / "default" / "rank0" / "manifest.json"
     other = swap / ("second" if drive == "first" else "first") / "default" / "rank0" / "manifest.json"
     data = path.read_bytes()
@@ -218,9 +218,9 @@ def test_a_manifest(how: str, drive: str, run: Path, swap: Path) -> None:
         path.unlink()
     else:
         path.write_bytes(other.read_bytes())
-    code, told = verify(run)
-    (file,) = told["ranks"][0]["files"]
-    assert code == 1 and file["path"] == str(path) and told["ranks"][0]["damages"] == []
+    code, report = verify(run)
+    (file,) = report["ranks"][0]["files"]
+    assert code == 1 and file["path"] == str(path) and report["ranks"][0]["damages"] == []
     assert inspected(run)["damaged"] == [file]
     assert resumed(swap) == (None if how == "of another drive" else 3)
 
@@ -230,8 +230,8 @@ def test_cut_states_are_named_with_what_was_in_them(drive: str, run: Path, swap:
     path = swap / drive / "default" / "rank0" / "states"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
-    code, told = verify(run)
-    (file_,) = told["ranks"][0]["files"]
+    code, report = verify(run)
+    (file_,) = report["ranks"][0]["files"]
     assert code == 1 and file_["path"] == str(path) and "cut short" in file_["reason"]
     assert inspected(run)["damaged"] == [file_]
     path.unlink()
@@ -241,8 +241,8 @@ def test_cut_states_are_named_with_what_was_in_them(drive: str, run: Path, swap:
 
 def test_a_drive_that_is_not_there(run: Path, swap: Path) -> None:
     shutil.rmtree(swap / "second")
-    code, told = verify(run)
-    (file,) = told["ranks"][0]["files"]
+    code, report = verify(run)
+    (file,) = report["ranks"][0]["files"]
     assert code == 1 and file["path"] == str(swap / "second" / "default" / "rank0") and "drive 1 of 2" in file["reason"]
     assert inspected(run)["damaged"] == [file]
     assert not (swap / "second").exists(), "looking makes no folders"
@@ -259,14 +259,14 @@ def test_the_step_after_writes_over_the_commit_before(swap: Path, run: Path, tmp
     for drive in ("first", "second"):  # as a kill at that moment leaves it
         shutil.rmtree(tmp_path / drive / "default")
         shutil.move(tmp_path / "left" / drive / "default", tmp_path / drive / "default")
-    code, told = verify(tmp_path / "first" / "default")
-    assert code == 0 and told["epoch"] == 2
-    before = told["ranks"][0]["before"]
+    code, report = verify(tmp_path / "first" / "default")
+    assert code == 0 and report["epoch"] == 2
+    before = report["ranks"][0]["before"]
     assert before.startswith("the commit before, step 1, is not intact: ") and before.endswith(EITHER)
     assert ": the bytes do not match the stored checksum; " in before, "the place is told"
 
 
-def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Path) -> None:
+def test_a_damaged_earlier_commit_is_not_called_overwritten(run: Path) -> None:
     """Of bytes that are wrong nobody can tell which it was."""
     found = look(run / "rank0")
     assert found.manifest is not None
@@ -274,11 +274,11 @@ def test_a_commit_before_that_is_damaged_is_not_said_to_be_written_over(run: Pat
     unit = next(unit for unit, slot in enumerate(record.slots) if slot != last.slots[unit])
     path, start = on_drive(run, found.manifest.spec.places()[unit][State.WEIGHT][record.slots[unit]].offset(0))
     flip_bit(path, start)
-    code, told = verify(run)
-    assert code == 0 and told["step"] == 3
+    code, report = verify(run)
+    assert code == 0 and report["step"] == 3
     title = found.manifest.spec.title(unit)
     slot = "AB"[record.slots[unit]]
-    before = told["ranks"][0]["before"]
+    before = report["ranks"][0]["before"]
     assert before.startswith(f"the commit before, step 2, is not intact: weight of {title}, slot {slot}: ")
     assert before.endswith(EITHER)
     flip_bit(path, start)
@@ -295,8 +295,8 @@ def test_what_an_earlier_run_with_more_ranks_has_left_is_none_of_the_run(swap: P
     for drive in ("first", "second"):
         shutil.copytree(swap / drive / "default" / "rank0", swap / drive / "default" / "rank1")
     trained(swap, 6, resume="must").destroy()
-    code, told = verify(run)
-    assert code == 0 and told["epoch"] == 6 and len(told["ranks"]) == 1
+    code, report = verify(run)
+    assert code == 0 and report["epoch"] == 6 and len(report["ranks"]) == 1
 
 
 def test_nothing_is_changed(run: Path, swap: Path) -> None:
@@ -307,10 +307,10 @@ def test_nothing_is_changed(run: Path, swap: Path) -> None:
     assert {p: p.read_bytes() for p in swap.rglob("*") if p.is_file() and p.name != "lock"} == before
 
 
-def test_of_many_damages_some_are_told_and_all_counted(run: Path, swap: Path) -> None:
+def test_of_many_damages_some_are_listed_and_all_counted(run: Path, swap: Path) -> None:
     for path in swap.rglob("states"):
         path.write_bytes(b"x" * path.stat().st_size)
-    code, told = verify(run)
-    count = len(told["ranks"][0]["damages"])
+    code, report = verify(run)
+    count = len(report["ranks"][0]["damages"])
     assert code == 1 and count > 20
-    assert f"and {count - 20} more" in said(run) and f"damaged in {count} places" in said(run)
+    assert f"and {count - 20} more" in output_of(run) and f"damaged in {count} places" in output_of(run)

@@ -1,4 +1,4 @@
-"""The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and how its text is written.
+"""The package keeps the numbers of CONTRIBUTING.md: sizes of folders, files and functions, and the style of its text.
 
 `TODAY` lists what does not keep them yet, with its number. The list is a ratchet: it fails too where the package has
 become better than it says, so that it shrinks until it is empty. A failure prints the line to write.
@@ -49,15 +49,15 @@ def disagree(found: Mapping[str, float], known: Mapping[str, float]) -> list[str
         found: what breaks the rule, with its number.
         known: what `TODAY` lists.
     """
-    said = []
+    messages = []
     for name in sorted({*found, *known}):
         if name not in found:
-            said.append(f"{name} keeps the rule: take it out of TODAY")
+            messages.append(f"{name} keeps the rule: take it out of TODAY")
         elif name not in known:
-            said.append(f"{name!r}: {found[name]},  breaks the rule: divide or rewrite it")
+            messages.append(f"{name!r}: {found[name]},  breaks the rule: divide or rewrite it")
         elif found[name] != known[name]:
-            said.append(f"{name!r}: {found[name]},  is listed with {known[name]}")
-    return said
+            messages.append(f"{name!r}: {found[name]},  is listed with {known[name]}")
+    return messages
 
 
 def crowded(paths: Sequence[str]) -> dict[str, float]:
@@ -110,7 +110,7 @@ def test_no_folder_is_crowded() -> None:
     assert disagree(crowded([file.path for file in FILES]), TODAY["folders"]) == []
 
 
-def test_no_file_is_long() -> None:
+def test_files_keep_the_limit_of_lines() -> None:
     assert disagree(long_files(FILES), TODAY["files"]) == []
 
 
@@ -127,7 +127,7 @@ def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     assert disagree(openings(FILES), TODAY["openings of 100 docstrings"]) == []
 
 
-def test_comments_say_why() -> None:
+def test_comments_give_a_reason() -> None:
     assert disagree(few_comments(FILES), TODAY["commented of 100 lines"]) == []
 
 

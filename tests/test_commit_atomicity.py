@@ -1,4 +1,4 @@
-"""A commit is of one moment: what breaks in the middle of the end of a step is not committed, and the words say so."""
+"""A commit contains one moment: a step that breaks in its middle is not committed, and the message says so."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave: str, tmp_path: Path) -> None:
-    whole = begin(tmp_path / "whole")
-    expected = [train_step(whole) for _ in range(STEPS)]
-    whole.destroy()
+    unbroken = begin(tmp_path / "whole")
+    expected = [train_step(unbroken) for _ in range(STEPS)]
+    unbroken.destroy()
     engine = begin(tmp_path / "cut")
     Breaks.whens.append(when)
     seen = [train_step(engine) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave
         train_step(engine)
     with pytest.raises(EngineFailed):
         train_step(engine)
-    engine.destroy() if leave == "destroy" else engine._core.ending.at_exit()
+    engine.destroy() if leave == "destroy" else engine._core.shutdown.at_exit()
     again = begin(tmp_path / "cut")
     assert again.global_steps == again.lr_scheduler.last_epoch == 2
     seen += [train_step(again) for _ in range(2, STEPS)]
@@ -99,7 +99,7 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     look, commit, deliver = UpdateWorker._commit, Store.commit, UpdateWorker.deliver_blob
 
     def look_late(self: UpdateWorker) -> bool:
-        if late.is_set() and not self._busy and self._commit_epoch is None:
+        if late.is_set() and not self._busy and self._commit_step is None:
             late.clear()
             assert delivered.wait(60)
         return look(self)
@@ -143,12 +143,12 @@ def test_a_step_that_was_not_counted_stops_nothing(tmp_path: Path) -> None:
     engine.destroy()
 
 
-def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = begin(tmp_path / "whole")
     for _ in range(3):
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.ending.at_exit()
+        engine._core.shutdown.at_exit()
     assert "at step 3: " in caplog.text and "the next start replaces the run" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
@@ -158,7 +158,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     engine.step()
     engine._core.components.pager.fail(RuntimeError("of the test"))
     with caplog.at_level(logging.WARNING, "offload"):
-        engine._core.ending.at_exit()
+        engine._core.shutdown.at_exit()
     assert "at step 4, the last committed one of 5: " in caplog.text
     assert "the next start that does not resume the run is refused" in caplog.text
     again = begin(tmp_path / "failed")
@@ -166,7 +166,7 @@ def test_the_last_words_name_the_step_that_is_kept(tmp_path: Path, caplog: pytes
     again.destroy()
 
 
-def test_a_schedule_that_cannot_be_held_is_told_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
+def test_a_schedule_that_cannot_be_saved_is_reported_at_the_start_and_at_the_resume(tmp_path: Path) -> None:
     engine = begin(tmp_path / "run", Halves)
     assert sum("Halves has no state_dict()" in line for line in engine.notices) == 1
     train_step(engine)

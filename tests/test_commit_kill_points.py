@@ -135,7 +135,7 @@ def killed(folder: Path, prepare: Callable[..., None], *arguments: Any) -> None:
     dies(_train, folder, folder / "log", JOB.steps, prepare, arguments)
 
 
-def resumed(folder: Path, expected: int, whole: Result) -> None:
+def resumed(folder: Path, expected: int, unbroken: Result) -> None:
     """Go on in this process, from the step `expected`; all steps, those done twice too, are as in the unbroken run."""
     assert run_status([folder], "default").exists == (expected >= 0)
     engine = start(JOB, DISK, folder, resume="auto")
@@ -148,11 +148,11 @@ def resumed(folder: Path, expected: int, whole: Result) -> None:
         step, *rest = json.loads(line)
         assert found.setdefault(step, rest) == rest, f"step {step} differs after a resume"
     steps = sorted(found)
-    assert_same(whole, Result([found[s][0] for s in steps], [found[s][1] for s in steps], weights))
+    assert_same(unbroken, Result([found[s][0] for s in steps], [found[s][1] for s in steps], weights))
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Result:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Result:
     return run(JOB, DISK, tmp_path_factory.mktemp("whole"))
 
 
@@ -183,15 +183,15 @@ IN_CREATE = {
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("point", IN_COMMIT)
-def test_in_a_commit(point: str, tmp_path: Path, whole: Result) -> None:
+def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
     where, counts = IN_COMMIT[point]
     killed(tmp_path, in_commit_of, EPOCH, where)
-    resumed(tmp_path, EPOCH - 1 + counts, whole)
+    resumed(tmp_path, EPOCH - 1 + counts, unbroken)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("point", [*IN_COMMIT, "when the first blob is reserved", "when both blobs are reserved"])
-def test_in_the_first_commit(point: str, tmp_path: Path, whole: Result) -> None:
+def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
     if point in IN_COMMIT:
         where, counts = IN_COMMIT[point]
         count = 3 if where[:2] == ("fsync", "blob") else 1  # the first two are of their reservation
@@ -199,13 +199,13 @@ def test_in_the_first_commit(point: str, tmp_path: Path, whole: Result) -> None:
     else:
         counts = 0
         killed(tmp_path, in_commit_of, 0, Point("posix_fallocate", "blob", "after", 1 + ("both" in point)))
-    resumed(tmp_path, 0 if counts else NONE, whole)
+    resumed(tmp_path, 0 if counts else NONE, unbroken)
 
 
 @pytest.mark.parametrize("point", IN_CREATE)
-def test_in_the_start(point: str, tmp_path: Path, whole: Result) -> None:
+def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_path: Path, unbroken: Result) -> None:
     killed(tmp_path, in_call_of, "create", IN_CREATE[point])
-    resumed(tmp_path, NONE, whole)
+    resumed(tmp_path, NONE, unbroken)
 
 
 @pytest.mark.parametrize(
@@ -217,21 +217,21 @@ def test_in_the_start(point: str, tmp_path: Path, whole: Result) -> None:
         (Point("fsync", "commit", "after"), True),
     ],
 )
-def test_while_a_commit_is_taken_back(moment: Point, goes_back: bool, tmp_path: Path, whole: Result) -> None:
+def test_while_a_commit_is_taken_back(moment: Point, goes_back: bool, tmp_path: Path, unbroken: Result) -> None:
     engine = start(JOB, DISK, tmp_path)
     _steps(engine, tmp_path / "log", EPOCH)
     engine.destroy()
     killed(tmp_path, one_commit_back, moment)
-    resumed(tmp_path, EPOCH - goes_back, whole)
+    resumed(tmp_path, EPOCH - goes_back, unbroken)
 
 
-def test_when_a_commit_was_taken_back(tmp_path: Path, whole: Result) -> None:
+def test_when_a_commit_was_taken_back(tmp_path: Path, unbroken: Result) -> None:
     """The step is done again, over the slots of the one that was taken back, and killed half done."""
     engine = start(JOB, DISK, tmp_path)
     _steps(engine, tmp_path / "log", EPOCH)
     engine.destroy()
     killed(tmp_path, _back_and_dead, 7)
-    resumed(tmp_path, EPOCH - 1, whole)
+    resumed(tmp_path, EPOCH - 1, unbroken)
 
 
 def _back_and_dead(writes: int) -> None:
@@ -240,12 +240,12 @@ def _back_and_dead(writes: int) -> None:
 
 
 @pytest.mark.parametrize("writes", [1, 2, 9])
-def test_in_the_first_update_after_a_commit(writes: int, tmp_path: Path, whole: Result) -> None:
+def test_in_the_first_update_after_a_commit(writes: int, tmp_path: Path, unbroken: Result) -> None:
     killed(tmp_path, after_commit_of, EPOCH, writes)
-    resumed(tmp_path, EPOCH, whole)
+    resumed(tmp_path, EPOCH, unbroken)
 
 
-def test_while_the_run_is_removed(tmp_path: Path, whole: Result) -> None:
+def test_while_the_run_is_removed(tmp_path: Path, unbroken: Result) -> None:
     """It has ended, and is not begun again by `"resume": "auto"`; see `test_power_cut.py` for each moment."""
     killed(tmp_path, _dead_in_removal)
     status = run_status([tmp_path], "default")
@@ -283,12 +283,12 @@ def test_a_hundred_random_moments(placement: tuple[str, str], durability: Any, t
 def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path) -> None:
     """In fp32 its units have weights alone, as frozen ones do: what a commit names must not be written over."""
     job = JOB._replace(dtype="fp32", optimizer="SGD", lr=0.1, weight_decay=0.0)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     dies(_die_in_a_write, job, tmp_path / "run", when)
     engine = start(job, DISK, tmp_path / "run", resume="must")
     first = engine.global_steps
     losses = [train_step(engine, job, step) for step in range(first, job.steps)]
-    assert losses == whole.losses[first:]
+    assert losses == unbroken.losses[first:]
     engine.destroy(remove=True)
 
 
@@ -297,7 +297,7 @@ def _die_in_a_write(job: Job, folder: Path, when: int) -> None:
 
     def deadly_write(self: Store, *arguments: object) -> object:
         nonlocal left
-        if self.durable is not None and self.durable.epoch >= EPOCH:
+        if self.durable is not None and self.durable.step >= EPOCH:
             left -= 1
             if left < 0:
                 die()

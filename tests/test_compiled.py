@@ -1,4 +1,4 @@
-"""Blocks that are compiled train from the disk as in memory, and as blocks that are not."""
+"""Compiled blocks train from the disk as in memory, and as blocks that are not compiled."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _nothing_compiled_yet() -> Iterator[None]:
     ],
 )
 @pytest.mark.numeric
-def test_compiled_blocks(model: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
+def test_compiled_blocks_train_with_the_same_bits(model: Callable[[], nn.Module], dtype: str, tmp_path: Path) -> None:
     job = Job(model, models.mixture_loss, dtype=dtype)
     on_disk = run(job, DISK, tmp_path / "disk", device_memory=room_for(job, 2))
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""A DeepSpeed JSON file is honoured, or its key is named in a notice or an error; nothing is dropped in silence."""
+"""A key of a DeepSpeed JSON file is honoured, or named in a notice or an error; none is dropped in silence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ZERO3 = {
 }
 
 
-def test_a_usual_file() -> None:
+def test_a_usual_deepspeed_file_loads() -> None:
     config = load_config(ZERO3)
     assert (config.weight_tier, config.optimizer_tier, config.dtype) == ("nvme", "nvme", "bf16")
     assert config.drives == ("/fast", "/slow"), "the optimizer's first"
@@ -58,24 +58,24 @@ def test_a_usual_file() -> None:
     assert (config.aio.block_size, config.aio.queue_depth, config.aio.intra_op_parallelism) == (262144, 32, 1)
 
 
-def test_the_io_block() -> None:
+def test_the_io_block_is_read() -> None:
     assert load_config({"aio": {"block_size": "auto", "queue_depth": None}}).aio.block_size is None
     assert load_config({"aio": {"block_size": 1048576.0, "queue_depth": 8.0}}).aio.queue_depth == 8
     notices = load_config({"aio": {"single_submit": True, "overlap_events": True}}).notices
     assert "aio.single_submit" in notices[0] and "aio.overlap_events" in notices[0]
-    for aio, words in (
+    for aio, message in (
         ({"block_size": 1024}, "aio.block_size"),
         ({"queue_depth": 0}, "aio.queue_depth"),
         ({"depth": 4}, 'did you mean "queue_depth"'),
         ({"thread_count": 1, "intra_op_parallelism": 1}, "older name"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             load_config({"aio": aio})
     with pytest.raises(ConfigError, match="io_backend"):
         load_config({"offload": {"io_backend": "gds"}})
 
 
-def test_defaults() -> None:
+def test_an_empty_config_has_the_defaults() -> None:
     config = load_config({})
     assert (config.weight_tier, config.optimizer_tier, config.dtype, config.drives) == ("none", "none", "fp32", ())
     assert config.gradient_clipping == 1.0 and config.optimizer is None and config.notices == ()
@@ -158,11 +158,11 @@ TUTORIALS: dict[str, tuple[dict[str, Any], str | None]] = {
 
 @pytest.mark.parametrize("name", TUTORIALS)
 def test_what_tutorials_have_loads_or_gives_one_clear_error(name: str) -> None:
-    content, words = TUTORIALS[name]
-    if words is None:
+    content, message = TUTORIALS[name]
+    if message is None:
         load_config(content)
         return
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         load_config(content)
 
 
@@ -175,7 +175,7 @@ def test_older_names_are_honoured() -> None:
     assert load_config({"zero_optimization": {"cpu_offload": 1}}).optimizer_tier == "cpu"
 
 
-def test_whole_floats_are_integers() -> None:
+def test_floats_without_a_fraction_are_integers() -> None:
     config = load_config({"train_batch_size": 1e2, "offload": {"host_memory": 2e9, "seed": 7.0}})
     assert (config.train_batch_size, config.offload.host_memory, config.offload.seed) == (100, 2_000_000_000, 7)
 
@@ -194,7 +194,7 @@ def test_the_keys_of_a_mode_that_is_off_need_no_word() -> None:
     assert "bf16.immediate_grad_update" in on.notices[0]
 
 
-def test_adam_is_adamw_unless_told() -> None:
+def test_adam_is_adamw_unless_the_config_disables_it() -> None:
     assert load_config({"optimizer": {"type": "adam"}}).optimizer.settings["adam_w_mode"]
     plain = {"type": "Adam", "params": {"adam_w_mode": False}}
     assert not load_config({"optimizer": plain}).optimizer.settings["adam_w_mode"]
@@ -225,15 +225,15 @@ def test_a_config_may_come_in_base64(tmp_path: Path) -> None:
     assert safe != plain
     assert read_json(safe) == read_json(plain) == content
     twice = base64.b64encode(b'{"train_batch_size": 1, "train_batch_size": 2}').decode()
-    for wrong, said in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
-        with pytest.raises(ConfigError, match=said):
+    for wrong, message in ((twice, "config that came in base64: .* twice"), (plain[:-1], "cannot read the config eyJ")):
+        with pytest.raises(ConfigError, match=message):
             load_config(wrong)
 
 
 @pytest.mark.parametrize(
     "text", ["{train_batch_size: 8}", '{"zero_optimization": {"stage": 3}\n"fp16": {}}', "stage: 3"]
 )
-def test_hjson_is_told_what_json_needs(text: str, tmp_path: Path) -> None:
+def test_the_error_for_hjson_says_what_json_needs(text: str, tmp_path: Path) -> None:
     (tmp_path / "ds.hjson").write_text(text)
     with pytest.raises(ConfigError, match=r"not JSON: .* column \d+\. Comments and .* strings in quotes, and commas"):
         load_config(tmp_path / "ds.hjson")
@@ -313,13 +313,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_key_is_named(case: str) -> None:
-    content, words = BAD[case]
-    with pytest.raises(ConfigError, match=words):
+    content, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
         load_config(content)
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"a": 1, "a": 2}', "'a' appears twice"),
         ('{"bf16": {"enabled": true, "enabled": false}}', "'enabled' appears twice"),
@@ -330,9 +330,9 @@ def test_a_bad_key_is_named(case: str) -> None:
         ('{"train_batch_size": ' + "1" * 5000 + "}", "not a config"),
     ],
 )
-def test_a_bad_file(text: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_an_error_with_its_path(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "bad.json").write_text(text)
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         load_config(tmp_path / "bad.json")
 
 
@@ -349,7 +349,7 @@ def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
         load_config(source)
 
 
-def test_an_unused_path_is_said() -> None:
+def test_an_unused_path_is_reported() -> None:
     content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}}}
     assert "nvme_path is ignored" in load_config(content).notices[0]
 

@@ -1,4 +1,4 @@
-"""What people write by mistake: each is an error that says where, what was expected, what came, and what to do.
+"""A common mistake in a config is an error with the place, the expectation, the value and the fix.
 
 Beside the table of tests/test_config.py; the words are held here from the key's dotted path to the way out.
 """
@@ -242,17 +242,17 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_the_message_says_where_what_and_how(case: str, tmp_path: Path) -> None:
-    content, words = WRONG[case]
+def test_the_message_names_the_place_the_value_and_the_fix(case: str, tmp_path: Path) -> None:
+    content, message = WRONG[case]
     source: Any = content
     if isinstance(content, str):
         source = tmp_path / "ds.json"
         source.write_text(content)
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         resolve_batch(load_config(source), 4)
 
 
-def test_a_key_of_a_block_at_top_level_is_told_where_it_belongs() -> None:
+def test_the_error_for_a_misplaced_key_names_its_block() -> None:
     """Somebody else's keys may lie there, so it is no error, and a line names it."""
     notices = load_config({"lr": 1e-4, "host_memory": "1GiB", "note": "x", "enabled": True}).notices
     assert notices == (

@@ -87,8 +87,8 @@ HONOURED: dict[str, Any] = {
 }
 
 
-def _each(path: str, words: str) -> dict[str, Any]:
-    return {f"{path}{key}": True for key in words.split()}
+def _each(path: str, message: str) -> dict[str, Any]:
+    return {f"{path}{key}": True for key in message.split()}
 
 
 NAMED: dict[str, Any] = {
@@ -211,7 +211,7 @@ def test_named_at_the_start(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_refused(key: str) -> None:
+def test_a_key_without_support_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
         load_config(content(key, REFUSED[key]))
 
@@ -232,7 +232,7 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         (
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 100, "cuda_aware": False}}},
@@ -250,7 +250,7 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ],
 )
-def test_the_message_says_what_it_is_and_what_to_do(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
+def test_the_message_names_the_key_and_the_fix(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
         load_config(given)
     assert "changes the training" not in str(caught.value)

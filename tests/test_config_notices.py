@@ -1,4 +1,4 @@
-"""What a config asks for and is not done is said on stderr, in a script that has set up no logging."""
+"""Keys of a config that have no effect are reported on stderr, also without logging set up."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def said(folder: Path, given: dict[str, Any], *options: str) -> list[str]:
+def notices_of(folder: Path, given: dict[str, Any], *options: str) -> list[str]:
     """The lines on stderr of a script that trains by `given`."""
     done = warm_process.run(["-c", SCRIPT, json.dumps({**BASE, **given}), *options], cwd=folder)
     assert done.returncode == 0 and done.stdout == "trains\n", done.stderr
@@ -43,32 +43,32 @@ def said(folder: Path, given: dict[str, Any], *options: str) -> list[str]:
 
 
 def test_nothing_where_all_is_done(tmp_path: Path) -> None:
-    assert said(tmp_path, {"zero_optimization": {"stage": 3}}) == []
+    assert notices_of(tmp_path, {"zero_optimization": {"stage": 3}}) == []
 
 
 def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
     zero = {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
-    (line,) = said(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
+    (line,) = notices_of(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
     assert line.startswith("offload: config keys without effect, since this library")
     for key in ("overlap_comm", "offload_optimizer.pin_memory", "aio.use_gds"):
         assert key in line
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"flops_profiler": {"enabled": True}}, "config keys that are not supported and are ignored: flops_profiler"),
         ({"sparse_gradients": True}, "config keys that are not supported and are ignored: sparse_gradients"),
         ({"gradient_clipping": "auto"}, "clipped to a global norm of 1"),
     ],
 )
-def test_a_line_for_what_is_not_done(given: dict[str, Any], words: str, tmp_path: Path) -> None:
-    (line,) = said(tmp_path, given)
-    assert line.startswith("offload: ") and words in line
+def test_a_line_for_what_is_not_done(given: dict[str, Any], message: str, tmp_path: Path) -> None:
+    (line,) = notices_of(tmp_path, given)
+    assert line.startswith("offload: ") and message in line
 
 
 def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    (line,) = said(tmp_path, {}, "own")
+    (line,) = notices_of(tmp_path, {}, "own")
     assert line == "offload: the optimizer AdamW of the config is not used, because optimizer= is given"
 
 
@@ -133,8 +133,8 @@ def test_each_key_of_a_file_that_is_not_honoured_and_nothing_else(name: str, tmp
     meaning = MEANINGS[name]
     expected = [start + ", ".join(keys) for start, keys in meaning.notices]
     expected += [] if '"gradient_clipping"' in meaning.text else [CLIPPED]
-    said = lines_of(tmp_path, name, BY_A_LOOP, *([] if meaning.optimizer else ["own"]))
-    assert said == [f"offload: {line}" for line in expected]
+    notices_of = lines_of(tmp_path, name, BY_A_LOOP, *([] if meaning.optimizer else ["own"]))
+    assert notices_of == [f"offload: {line}" for line in expected]
 
 
 @pytest.mark.parametrize("script", [BY_TRAINER, BY_ACCELERATE], ids=["Trainer", "Accelerate"])
@@ -154,7 +154,7 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def heard(stage: int) -> list[str]:
+def lines_on_rank(stage: int) -> list[str]:
     """The warnings of this rank where it makes an engine of that stage."""
     listener = _Heard()
     logger = logging.getLogger("offload")
@@ -167,11 +167,11 @@ def heard(stage: int) -> list[str]:
     return listener.lines
 
 
-def test_stages_1_and_2_on_several_ranks_are_told_once_to_be_stage_3() -> None:
+def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
     with shared_pool(2) as ranks:
         for stage in (1, 2):
-            first, second = ranks.run(heard, stage)
+            first, second = ranks.run(lines_on_rank, stage)
             assert second == [] and len(first) == 1, (first, second)
             assert first[0].startswith(f"offload: ZeRO stage {stage} on 2 ranks is trained as stage 3: ")
-        assert ranks.run(heard, 3) == [[], []]
-    assert not any("ZeRO stage" in line for line in heard(2)), "one rank has nothing to part"
+        assert ranks.run(lines_on_rank, 3) == [[], []]
+    assert not any("ZeRO stage" in line for line in lines_on_rank(2)), "one rank has nothing to part"

@@ -76,11 +76,11 @@ def test_in_a_loop_it_is_torch() -> None:
 def test_a_16_bit_parameter_follows_its_fp32_master(dtype: torch.dtype) -> None:
     """Steps far below the spacing of the 16-bit weight add up."""
     parameter = nn.Parameter(torch.ones(100, dtype=dtype))
-    whole = nn.Parameter(torch.ones(100))
-    optimizer, reference = CPUAdamW([parameter], lr=1e-5), CPUAdamW([whole], lr=1e-5)
+    full = nn.Parameter(torch.ones(100))
+    optimizer, reference = CPUAdamW([parameter], lr=1e-5), CPUAdamW([full], lr=1e-5)
     for _ in range(100):
         parameter.grad = torch.full((100,), 0.5, dtype=dtype)
-        whole.grad = parameter.grad.float()
+        full.grad = parameter.grad.float()
         optimizer.step()
         reference.step()
     state = optimizer.state[parameter]
@@ -89,8 +89,8 @@ def test_a_16_bit_parameter_follows_its_fp32_master(dtype: torch.dtype) -> None:
         join_master(parameter.detach(), state["residual"], master)
     else:
         master = state["master"]
-    assert torch.equal(master, whole.detach()) and master[0] < 1 - 9e-4
-    torch.testing.assert_close(parameter.float(), whole.detach(), rtol=2**-8, atol=0)
+    assert torch.equal(master, full.detach()) and master[0] < 1 - 9e-4
+    torch.testing.assert_close(parameter.float(), full.detach(), rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -176,7 +176,7 @@ def test_what_a_user_changes_between_steps_counts(dtype: torch.dtype, how: str) 
     torch.testing.assert_close(parameter.detach().float(), new.float(), rtol=0, atol=1e-5)
 
 
-def test_a_copy_is_a_copy() -> None:
+def test_a_deep_copy_is_independent() -> None:
     model = net()
     optimizer = CPUAdamW(model.parameters())
     train(model, optimizer, 2)
@@ -187,7 +187,7 @@ def test_a_copy_is_a_copy() -> None:
         assert torch.equal(one, two)
 
 
-def test_bad_input() -> None:
+def test_bad_input_is_refused() -> None:
     parameter = nn.Parameter(torch.ones(3))
     for settings, words in (
         ({"lr": -1.0}, "lr"),

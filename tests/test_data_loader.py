@@ -18,11 +18,11 @@ from offload.errors import ConfigError
 @pytest.mark.parametrize("drop_last", [True, False])
 def test_batches_of_all_ranks_are_those_of_one(length: int, micro: int, size: int, drop_last: bool) -> None:
     ranks = [RankBatches(length, micro, rank, size, 3, drop_last) for rank in range(size)]
-    whole = RankBatches(length, 1, 0, 1, 3, drop_last)
+    single = RankBatches(length, 1, 0, 1, 3, drop_last)
     for epoch in range(2):
-        for batches in (*ranks, whole):
+        for batches in (*ranks, single):
             batches.begin_at = Position(epoch, 0)
-        order = [row for rows in whole for row in rows]
+        order = [row for rows in single for row in rows]
         assert sorted(order) == list(range(length))
         together = [[row for each in rows for row in each] for rows in zip(*ranks, strict=True)]
         expected = [order[i : i + micro * size] for i in range(0, len(order), micro * size)]
@@ -77,8 +77,8 @@ def test_a_pass_depends_on_its_number_alone() -> None:
 def test_every_rank_goes_on_behind_its_last_batch(trained: int) -> None:
     states = {"torch": torch.get_rng_state(), "python": read_generators(torch.device("cpu"))["python"]}
     for rank in range(2):
-        whole = rank_loader(rank)
-        expected = [rows_of(whole) for _ in range(4)]
+        single = rank_loader(rank)
+        expected = [rows_of(single) for _ in range(4)]
         loader, where = rank_loader(rank), {}
         batches = (rows for _ in range(3) for rows in loader)
         for _ in range(trained):
@@ -166,7 +166,7 @@ def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
     ("trained", "then", "now", "place"),
     [(3, True, False, (0, 3)), (8, True, False, (1, 0)), (3, False, True, (0, 3)), (8, False, True, (1, 0))],
 )
-def test_a_run_that_dropped_what_is_trained_now_says_so(
+def test_a_resume_that_trains_rows_dropped_before_is_reported(
     trained: int, then: bool, now: bool, place: tuple[int, int]
 ) -> None:
     """Its pass is over where it was over in the run, which kept no `drop_last` in older versions."""
@@ -180,4 +180,4 @@ def test_a_run_that_dropped_what_is_trained_now_says_so(
         del where["drop_last"]
     notice = resumed.go_on(where, None)
     assert (resumed.where()["epoch"], resumed.where()["batch"]) == place
-    assert notice is not None and f"has {len(resumed)} batches, {len(loader)} in the run" in notice
+    assert notice is not None and f"contains {len(resumed)} batches, {len(loader)} in the run" in notice

@@ -1,4 +1,4 @@
-"""A script that was written for DeepNVMe runs, and hears of what it did not hear of before."""
+"""A script that was written for DeepNVMe runs, and receives errors that DeepNVMe does not raise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_script_as_in_the_tutorial(
     assert capfd.readouterr() == ("", "")
 
 
-def test_the_getters_tell_what_was_given() -> None:
+def test_the_getters_return_the_arguments() -> None:
     names = ["block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"]
     for given in ([1 << 20, 128, False, False, 1], [1 << 16, 8, True, True, 2]):
         handle = aio_handle(*given) if given[0] == 1 << 16 else aio_handle()  # type: ignore[arg-type]
@@ -105,7 +105,7 @@ def test_deepnvme_returns_that(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(handle: aio_handle, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_every_dtype_is_written_and_read(handle: aio_handle, tmp_path: Path, dtype: torch.dtype) -> None:
     raw = noise(16 * 999) % 2 if dtype is torch.bool else noise(16 * 999)
     tensor = raw.view(dtype).reshape(9, -1)
     back = torch.zeros_like(tensor)
@@ -124,14 +124,14 @@ def test_odd_sizes_offsets_and_addresses(handle: aio_handle, tmp_path: Path, nby
     assert handle.pwrite(view, path, True, False, file_offset) == 1
     old = b"x" * 10_000
     assert path.read_bytes() == old[:file_offset] + view.numpy().tobytes() + old[file_offset + nbytes :]
-    whole = torch.zeros(nbytes + 100, dtype=torch.uint8)
-    assert handle.pread(whole[33 : 33 + nbytes], path, True, False, file_offset) == 1
-    assert torch.equal(whole[33 : 33 + nbytes], view)
-    assert not whole[:33].any() and not whole[33 + nbytes :].any(), "and nothing beside it"
+    storage = torch.zeros(nbytes + 100, dtype=torch.uint8)
+    assert handle.pread(storage[33 : 33 + nbytes], path, True, False, file_offset) == 1
+    assert torch.equal(storage[33 : 33 + nbytes], view)
+    assert not storage[:33].any() and not storage[33 + nbytes :].any(), "and nothing beside it"
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3, 5)])
-def test_every_shape(handle: aio_handle, tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_every_shape_is_written_and_read(handle: aio_handle, tmp_path: Path, shape: tuple[int, ...]) -> None:
     tensor, back = torch.nn.Parameter(torch.randn(shape)), torch.zeros(shape)
     handle.sync_pwrite(tensor, tmp_path / "file")
     handle.sync_pread(back, tmp_path / "file")
@@ -200,7 +200,7 @@ def test_wait_with_nothing_under_way(handle: aio_handle) -> None:
     assert handle.wait() == 0 and handle.wait() == 0
 
 
-def test_a_missing_file(handle: aio_handle, tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error(handle: aio_handle, tmp_path: Path) -> None:
     for call in (handle.sync_pread, handle.async_pread, handle.read):
         with pytest.raises(IoError) as caught:
             call(torch.zeros(8), tmp_path / "none")
@@ -224,7 +224,7 @@ def test_the_first_error_after_all_have_ended(handle: aio_handle, tmp_path: Path
 
 
 @pytest.mark.parametrize("offset", [96, 100, 1 << 40])
-def test_past_the_end(handle: aio_handle, tmp_path: Path, offset: int) -> None:
+def test_a_read_past_the_end_is_an_error(handle: aio_handle, tmp_path: Path, offset: int) -> None:
     (tmp_path / "file").write_bytes(bytes(100))
     for call in (handle.sync_pread, handle.read):
         with pytest.raises(IoError) as caught:
@@ -232,7 +232,7 @@ def test_past_the_end(handle: aio_handle, tmp_path: Path, offset: int) -> None:
         assert (caught.value.errno, caught.value.offset) == (errno.ENODATA, offset)
 
 
-def test_a_full_device(handle: aio_handle) -> None:
+def test_a_full_device_is_an_error(handle: aio_handle) -> None:
     handle.async_pwrite(torch.zeros(1 << 20), "/dev/full")
     with pytest.raises(IoError) as caught:
         handle.wait()
@@ -262,7 +262,9 @@ def test_leaving_for_an_error_does_not_hide_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("operation", ["pread", "pwrite"])
-def test_validate_notices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, asynchronous: bool) -> None:
+def test_validate_finds_a_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, asynchronous: bool
+) -> None:
     """A drive that loses one bit of the last of 17 MiB; without `validate` nobody sees it."""
     nbytes, path = 17 << 20, tmp_path / "file"
     path.write_bytes(bytes(nbytes))

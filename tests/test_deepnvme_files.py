@@ -39,7 +39,7 @@ def test_a_link_is_followed(handle: aio_handle, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [0, os.O_DIRECT, os.O_APPEND], ids=["buffered", "direct", "append"])
-def test_a_descriptor(handle: aio_handle, tmp_path: Path, flags: int) -> None:
+def test_a_descriptor_is_used_in_place_of_a_path(handle: aio_handle, tmp_path: Path, flags: int) -> None:
     descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT | flags)
     os.posix_fallocate(descriptor, 0, 50)
     handle.async_pwrite(noise(70_001), descriptor, 3)
@@ -141,7 +141,7 @@ handle.async_pwrite(torch.ones(32 << 20, dtype=torch.uint8), {str(tmp_path / "fi
 # -- locked memory ------------------------------------------------------------------------------------
 
 
-def test_a_locked_tensor(handle: aio_handle) -> None:
+def test_a_locked_tensor_is_written_and_read(handle: aio_handle) -> None:
     tensor = handle.new_cpu_locked_tensor(1_000_001, torch.empty(3, 3, dtype=torch.bfloat16))
     assert (tensor.dtype, tuple(tensor.shape)) == (torch.bfloat16, (1_000_001,))
     assert tensor.data_ptr() % (2 << 20) == 0 and not tensor.any()

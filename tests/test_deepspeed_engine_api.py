@@ -1,4 +1,4 @@
-"""What a loop asks an engine and sets between steps is answered as by DeepSpeed's, and acts on the next step."""
+"""Getters and setters of an engine answer as DeepSpeed's, and a setting acts on the next step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     engine.destroy(remove=True)
 
 
-def test_the_config_is_the_whole_and_can_be_read_again(engine: offload.Engine, tmp_path: Path) -> None:
+def test_the_config_is_complete_and_loads_again(engine: offload.Engine, tmp_path: Path) -> None:
     found = engine.config
     assert found["train_batch_size"] == 2 and found["gradient_accumulation_steps"] == 2
     assert found["zero_optimization"]["offload_param"]["device"] == "nvme"
@@ -39,7 +39,7 @@ def test_the_config_is_the_whole_and_can_be_read_again(engine: offload.Engine, t
     assert engine.zero_optimization_stage() == 3
 
 
-def test_modes_and_ranks(engine: offload.Engine) -> None:
+def test_modes_and_ranks_are_reported(engine: offload.Engine) -> None:
     assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
     assert (engine.local_rank, engine.global_rank, engine.world_size) == (0, 0, 1)
 

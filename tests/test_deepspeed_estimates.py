@@ -1,4 +1,4 @@
-"""DeepSpeed's four estimators, by its names, with numbers that a run keeps."""
+"""DeepSpeed's four estimators exist by its names, with the numbers of a run of this library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_zero2_has_its_weights_on_the_gpu(capsys) -> None:
     assert rows(capsys.readouterr().out).keys() == found.keys()
 
 
-def test_what_is_counted() -> None:
+def test_estimates_count_what_a_run_holds() -> None:
     net = model()
     count = sum(p.numel() for p in net.parameters())
     found = {each[:2]: each for each in estimates.estimates(layouts_of(net, find_units(net)), 1, 1, estimates._ZERO_3)}

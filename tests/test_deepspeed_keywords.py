@@ -1,4 +1,4 @@
-"""Keywords of DeepSpeed that are not ours: None is taken, what asks for something that is not here is an error."""
+"""Keywords of DeepSpeed that this library lacks accept None; any other value is an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_taken_by_initialize(given: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
         ({"mpu": object()}, "mpu=.*not split over ranks"),
         ({"mesh_param": (2, 2)}, "mesh_param=.*not split over ranks"),
@@ -51,12 +51,12 @@ def test_taken_by_initialize(given: dict[str, Any]) -> None:
         ({"dist_init_required": "yes"}, "expected None, True or False"),
     ],
 )
-def test_refused_by_initialize(given: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_refused_by_initialize(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         begin(**given)
 
 
-def test_init() -> None:
+def test_keywords_of_zero_init() -> None:
     assert isinstance(
         built(config_dict_or_path=CONFIG, remote_device=None, dtype=None, mpu=None).weight, DeferredParameter
     )
@@ -66,7 +66,7 @@ def test_init() -> None:
             built(**given)
 
 
-def test_gathered() -> None:
+def test_keywords_of_gathered_parameters() -> None:
     engine = begin()
     weight = engine.module.weight
     with offload.gathered(weight, modifier_rank=0):
@@ -92,7 +92,7 @@ def test_backward_and_step() -> None:
     engine.destroy()
 
 
-def test_load_checkpoint(tmp_path: Path) -> None:
+def test_keywords_of_load_checkpoint(tmp_path: Path) -> None:
     engine = begin()
     engine.save_checkpoint(tmp_path)
     assert engine.load_checkpoint(tmp_path, custom_load_fn=None)[0] is not None
@@ -102,7 +102,7 @@ def test_load_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"backend": "inductor", "compile_kwargs": {}}], ids=["plain", "DeepSpeed's"])
-def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> None:
+def test_compile_raises_an_error_with_the_fix_and_leaves_the_model(given: dict[str, Any]) -> None:
     engine = begin()
     with pytest.raises(UsageError, match=r"block\.compile\(\) for each block .*before offload\.initialize"):
         engine.compile(**given)
@@ -112,7 +112,7 @@ def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("zero", r"offload\.init is zero\.Init, offload\.gathered"),
         ("comm", r"torch\.distributed"),
@@ -120,8 +120,8 @@ def test_compile_says_what_to_do_and_leaves_the_model(given: dict[str, Any]) -> 
         ("add_config_arguments", "config= of initialize takes the path"),
     ],
 )
-def test_names_that_are_not_here_say_what_is(name: str, words: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{words}"):
+def test_names_that_are_not_here_say_what_is(name: str, message: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': .*{message}"):
         getattr(offload, name)
 
 
@@ -136,9 +136,9 @@ COLD: dict[str, Callable[..., None]] = {
 @pytest.mark.parametrize("name", COLD)
 def test_counts_of_an_estimate_may_be_floats(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     COLD[name](2851e6, 32e6)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     COLD[name](2_851_000_000, 32_000_000)
-    assert said == capsys.readouterr().out and "GiB" in said
+    assert output == capsys.readouterr().out and "GiB" in output
     for wrong in (1.5, float("inf"), float("nan"), "13B", -1e6, True):
         with pytest.raises(ConfigError, match="expected a whole number of parameters"):
             COLD[name](wrong, 32e6)

@@ -16,7 +16,7 @@ import torch
 
 import offload
 from tests import models
-from tests.oracle import Job, config
+from tests.support.oracle import Job, config
 
 JOB = models.MIXTURE
 LRS = [0.25, 0.25, 0.375, 0.5]
@@ -111,7 +111,7 @@ def test_two_micro_batches_stated_one_by_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", [True, False])
-def test_what_is_said_of_the_boundary_is_answered_until_it_is_taken_back(word: bool, tmp_path: Path) -> None:
+def test_a_boundary_that_is_set_by_hand_holds_until_it_is_reset(word: bool, tmp_path: Path) -> None:
     engine = begin(JOB, tmp_path)
     engine.set_gradient_accumulation_boundary(word)
     found = list(points(engine, JOB, 1))

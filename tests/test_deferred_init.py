@@ -222,18 +222,18 @@ def test_a_constructor_that_needs_values_is_named() -> None:
         torch.ones(2, 3) @ torch.ones(2, 3)  # what is wrong otherwise is told as ever
 
 
-def test_a_family_that_cannot_be_built_without_values_is_trained_from_a_whole_model(tmp_path: Path) -> None:
+def test_a_family_that_needs_values_is_trained_from_a_complete_model(tmp_path: Path) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2}
-    whole = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=16))
+    complete = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=16))
     with pytest.raises(ConfigError, match=r"^Rwkv\w+ \(.*build this model outside"), offload.init():
-        transformers.RwkvForCausalLM(whole.config)
-    whole.save_pretrained(tmp_path)
+        transformers.RwkvForCausalLM(complete.config)
+    complete.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="build this model outside of offload"):
         offload.load_pretrained(transformers.AutoModelForCausalLM, tmp_path)
     ids = torch.arange(8)[None]
-    expected = whole.train()(input_ids=ids, labels=ids).loss
+    expected = complete.train()(input_ids=ids, labels=ids).loss
     job = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "train_micro_batch_size_per_gpu": 1}
-    engine = offload.initialize(model=whole, config={**job, "offload": {"device": "cpu"}})[0]
+    engine = offload.initialize(model=complete, config={**job, "offload": {"device": "cpu"}})[0]
     loss = engine(input_ids=ids, labels=ids).loss
     engine.backward(loss)
     engine.step()

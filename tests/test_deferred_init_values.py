@@ -1,4 +1,4 @@
-"""Values that a parameter is given inside `offload.init` are the ones that training begins with, whoever gives them."""
+"""Values that a parameter receives inside `offload.init` are those with which training begins."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WAYS: dict[str, Callable[[nn.Module, Path, dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_is_loaded(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = given
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -102,12 +102,12 @@ def test_from_pretrained_of_what_cannot_be_streamed(
     given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, tensors = given
-    whole = {name: value + 1 for name, value in tensors.items()}
+    complete = {name: value + 1 for name, value in tensors.items()}
     with offload.init():
         model = transformers.GPT2LMHeadModel.from_pretrained(
-            None, config=transformers.GPT2Config.from_pretrained(folder), state_dict=whole
+            None, config=transformers.GPT2Config.from_pretrained(folder), state_dict=complete
         )
-    assert_same_tensors(begins_with(model, tmp_path), whole)
+    assert_same_tensors(begins_with(model, tmp_path), complete)
 
 
 class Written(nn.Module):

@@ -1,4 +1,4 @@
-"""What a device has room for is added up there over the micro-batches, leaves it once a step, and changes no bit."""
+"""Gradients that fit on the device are added there over the micro-batches, move once a step, and change no bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.oracle import (
 from tests.test_gradient_accumulation import as_accelerate, as_ddp, counted, no_sync_with_steps
 
 JOB = models.MIXTURE._replace(steps=3, accumulation=3, dtype="bf16")
-WHOLE = 1 << 24
+ALL_UNITS = 1 << 24
 """Bytes of a device that has room for all weights and gradients of these models."""
 
 
@@ -71,18 +71,18 @@ def test_a_step_downloads_the_gradients_of_one_micro_batch(
 ) -> None:
     job = models.GPT2._replace(accumulation=4, dtype="bf16")
     moved = {}
-    for room in (WHOLE, room_for(job, 100 if placement[0] == "none" else 3)):
+    for room in (ALL_UNITS, room_for(job, 100 if placement[0] == "none" else 3)):
         device = late(monkeypatch)
         engine = start(job, placement, tmp_path, device_memory=room)
         before = device.downloaded
         for step in range(3):
             train_step(engine, job, step)
         moved[all_added(engine)] = device.downloaded - before
-        whole = gradient_bytes(engine)
+        once = gradient_bytes(engine)
         engine.destroy(remove=True)
     squares = 8 * 3 * sum(1 for _ in job.model().parameters())
-    assert moved[True] == 3 * whole + squares, "in fp32, once"
-    assert moved[False] == 3 * 4 * whole // 2, "in bf16, after each micro-batch"
+    assert moved[True] == 3 * once + squares, "in fp32, once"
+    assert moved[False] == 3 * 4 * once // 2, "in bf16, after each micro-batch"
 
 
 def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monk
         monkeypatch.setattr(scratch.SpillFile, name, counting(moved, name, getattr(scratch.SpillFile, name)))
     late(monkeypatch)
     results, bytes_moved = {}, {}
-    for accumulation, room in ((4, WHOLE), (4, room_for(models.GPT2, 3)), (1, WHOLE)):
+    for accumulation, room in ((4, ALL_UNITS), (4, room_for(models.GPT2, 3)), (1, ALL_UNITS)):
         job = models.GPT2._replace(accumulation=accumulation, steps=2)
         least = least_host_memory(job, tmp_path)
         engine = start(job, ("nvme", "nvme"), tmp_path, device_memory=room, host_memory=least)
@@ -124,7 +124,7 @@ def test_what_the_first_step_has_left_free_is_for_weights_first(
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = late(monkeypatch, spare=GIB)
     engine = start(job, ("cpu", "cpu"), tmp_path)
-    need, moved = engine._core.state.choices.device_need, list[int]()
+    need, moved = engine._core.state.settings.device_need, list[int]()
     assert engine.device_memory < need.weights and not need.added(engine.device_memory)
     found = []
     with Ticks(device):
@@ -176,7 +176,7 @@ def test_the_bits_are_those_of_sums_on_the_host(
             if device is not None:
                 use_device(patch, device)
             torch.manual_seed(job.seed)
-            settings = config(job, ("nvme", "cpu"), tmp_path / f"{seed}", device_memory=WHOLE)
+            settings = config(job, ("nvme", "cpu"), tmp_path / f"{seed}", device_memory=ALL_UNITS)
             settings["data_types"]["grad_accum_dtype"] = accumulates
             engine = offload.initialize(model=job.model(), config=settings)[0]
             assert all_added(engine) == (device is not None)
@@ -192,14 +192,14 @@ def test_the_bits_are_those_of_sums_on_the_host(
 
 
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
-def test_who_says_where_a_step_ends_changes_no_bit(
+def test_the_caller_of_a_boundary_changes_no_bit(
     loop: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOB._replace(accumulation=4)
     found = []
     for how in (counted, loop):
         device = late(monkeypatch)
-        engine = start(job, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
+        engine = start(job, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
         moved = device.downloaded
         with Ticks(device):
             for step in range(3):
@@ -257,7 +257,7 @@ def test_what_a_loop_does_in_the_middle_changes_no_bit(
         with monkeypatch.context() as patch:
             if device is not None:
                 use_device(patch, device)
-            engine = start(JOB, ("cpu", "nvme"), tmp_path / f"{seed}", device_memory=WHOLE)
+            engine = start(JOB, ("cpu", "nvme"), tmp_path / f"{seed}", device_memory=ALL_UNITS)
             norms = []
             with Ticks(device or LateDevice(0, 0.0)):
                 for step in range(3):
@@ -285,7 +285,7 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
         with monkeypatch.context() as patch:
             if device is not None:
                 use_device(patch, device)
-            engine = start(job, ("nvme", "nvme"), tmp_path / f"{seed}", device_memory=WHOLE)
+            engine = start(job, ("nvme", "nvme"), tmp_path / f"{seed}", device_memory=ALL_UNITS)
             for step in range(4):
                 train_step(engine, job._replace(loss=loss), step)
             assert engine.skipped_steps == 1
@@ -307,7 +307,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(assembly, "_downloads", made)
     device = late(monkeypatch)
-    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
     with Ticks(device):
         assert_same(expected, trained(engine, JOB))
     assert all_added(engine) and device.broken == []
@@ -315,7 +315,7 @@ def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypa
 
 
 def test_where_the_cpu_computes_nothing_is_added_elsewhere(tmp_path: Path) -> None:
-    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
     assert not any(
         engine._core.components.gradients.totals.takes(unit) for unit in range(len(engine._core.components.layouts))
     )
@@ -330,7 +330,7 @@ def test_a_total_on_its_way_at_a_ctrl_c_is_not_added_to(tmp_path: Path, monkeypa
     for interrupted in (False, True):
         go.set()
         device = late(monkeypatch)
-        engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=WHOLE)
+        engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
         with Ticks(device):
             engine.backward(JOB.loss(engine, 0, 0))
             engine.step()

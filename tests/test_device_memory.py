@@ -1,4 +1,4 @@
-"""What the device's memory is taken for, and what is said where it ends."""
+"""The device's memory is used by a fixed order of needs, and its end is an error that names the settings to change."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def in_backward(engine: Any) -> None:
 
 
 @pytest.mark.parametrize("act", [in_forward, in_backward])
-def test_where_it_ends_the_error_says_what_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
+def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
     engine = start(JOB, ("nvme", "nvme"), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
         act(engine)
     assert len(caught.value.args) == 1, "accelerate looks for its words in the only argument"
-    for words in ("smaller micro-batches", "gradient_checkpointing_enable", '"device_memory" in the "offload" block'):
-        assert words in str(caught.value)
+    for message in ("smaller micro-batches", "gradient_checkpointing_enable", '"device_memory" in the "offload" block'):
+        assert message in str(caught.value)
     least = int(re.findall(r"least that works is [^(]*\((\d+) bytes\)", str(caught.value))[0])
     assert 0 < least < engine.device_memory
     train_step(engine, JOB, 0)
@@ -115,7 +115,7 @@ def test_the_arena_grows_into_what_the_first_step_has_left_free(nbytes: int, roo
     assert growth(nbytes, NEED, DeviceRoom(*room)) == more
 
 
-def test_beyond_all_weights_it_grows_by_whole_totals_of_gradients() -> None:
+def test_beyond_all_weights_the_arena_grows_by_complete_gradient_totals() -> None:
     need = replace(NEED, most=14 * GIB, totals=((3, GIB), (1, 2 * GIB), (2, GIB)))
     for free, more in ((8 * GIB, 7), (9 * GIB, 8), (10 * GIB, 9), (10.5 * GIB, 10), (100 * GIB, 11)):
         assert growth(3 * GIB, need, DeviceRoom(int(free), 0)) == more * GIB
@@ -158,10 +158,10 @@ def test_what_comes_into_grown_memory_waits_for_compute_that_was_under_way() -> 
     arena = DeviceArena(PAGE, device)
     device.tick([])
     start, stop = arena.grow(2 * PAGE)
-    piece = arena.take_at(start, stop - start)
-    assert [event.done() for event in piece.after] == [False]
-    arena.give(piece, DONE, DONE)
-    piece.after[0].wait()
+    block = arena.take_at(start, stop - start)
+    assert [event.done() for event in block.after] == [False]
+    arena.give(block, DONE, DONE)
+    block.after[0].wait()
     assert arena.take_at(start, PAGE).after == ()
 
 

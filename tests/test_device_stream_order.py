@@ -116,7 +116,7 @@ def test_with_the_least_host_memory(seed: int, tmp_path: Path, monkeypatch: pyte
     assert device.broken == [] and device.copies > 100
 
 
-WHOLE = 1 << 24
+ALL_UNITS = 1 << 24
 """Bytes of a device that all of the model's states and gradients fit on."""
 
 
@@ -148,7 +148,7 @@ def test_what_lives_on_the_device_is_updated_there(
         with monkeypatch.context() as patch:
             use_device(patch, device)
             tiles = watch_updates(patch, device)
-            options = {"device_memory": WHOLE, "durability": durability}
+            options = {"device_memory": ALL_UNITS, "durability": durability}
             assert_same(expected, train(job, ("none", "none"), tmp_path / durability, device, **options))
         assert device.broken == [] and len(tiles) >= job.steps
         assert device.downloads == job.steps, "of the sums of squares"
@@ -160,7 +160,7 @@ def test_what_lives_on_the_device_is_updated_there(
 def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
-    engine = start(JOB, ("none", "none"), tmp_path, device_memory=WHOLE)
+    engine = start(JOB, ("none", "none"), tmp_path, device_memory=ALL_UNITS)
     units = len(engine._core.components.layouts)
     assert all(engine._core.components.gradients.stays(unit) for unit in range(units))
     used = engine._core.components.pager.arena.used_bytes
@@ -180,7 +180,7 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
         with monkeypatch.context() as patch:
             if device is not None:
                 use_device(patch, device)
-            engine = start(JOB, ("none", "none"), tmp_path / name, device_memory=WHOLE)
+            engine = start(JOB, ("none", "none"), tmp_path / name, device_memory=ALL_UNITS)
             for micro in range(JOB.accumulation):
                 engine.backward(JOB.loss(engine, 0, micro))
                 if micro == 0:
@@ -208,7 +208,7 @@ def test_what_has_no_kernel_there_is_updated_on_the_host(
     expected = run(job, ("none", "none"), tmp_path / "plain")
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
-    assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=WHOLE))
+    assert_same(expected, train(job, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS))
     assert device.broken == [] and device.downloads > job.steps
 
 
@@ -228,7 +228,7 @@ def take_lease_at_once(self: HostCache, entry: Any) -> None:
     entry.copied = before
 
 
-REAL_TAKE_LEASE = HostCache._take_lease
+REAL_TAKE_LEASE = HostCache._evict
 
 
 def free_at_once(self: DeviceToHost, sent: Any, *given: Any) -> None:
@@ -245,10 +245,10 @@ REAL_START = DeviceToHost._start
 
 
 FAULTS = {
-    "read early": (LateDevice, "hold", hold_nothing),
+    "read early": (LateDevice, "wait_event", hold_nothing),
     "written early": (LateDevice, "upload", write_at_once),
     "changed early": (DeviceToHost, "_start", free_at_once),
-    "changed early, a lease": (HostCache, "_take_lease", take_lease_at_once),
+    "changed early, a lease": (HostCache, "_evict", take_lease_at_once),
 }
 
 

@@ -60,15 +60,15 @@ def wrong(page: Path, inside: Path) -> list[str]:
     found = []
     for path, anchor in links(page.read_text(encoding="utf-8")):
         target = (page.parent / path).resolve() if path else page
-        said = f"{path}#{anchor}" if anchor else path
+        link = f"{path}#{anchor}" if anchor else path
         if path.startswith("/"):
-            found.append(f"{said}: is absolute")
+            found.append(f"{link}: is absolute")
         elif not target.is_relative_to(inside):
-            found.append(f"{said}: leaves {inside.name}; write the path in code font")
+            found.append(f"{link}: leaves {inside.name}; write the path in code font")
         elif not target.exists():
-            found.append(f"{said}: is not there")
+            found.append(f"{link}: is not there")
         elif anchor and (target.suffix != ".md" or anchor not in anchors_of(target)):
-            found.append(f"{said}: has no such heading")
+            found.append(f"{link}: has no such heading")
     return found
 
 

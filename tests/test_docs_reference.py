@@ -61,7 +61,7 @@ def test_every_public_name_is_there_once() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMED) - OF_AN_ENGINE))
-def test_a_name_of_the_reference_is_something_and_says_what(name: str) -> None:
+def test_a_name_of_the_reference_exists_and_is_described(name: str) -> None:
     value = found(name)
     if isinstance(value, type):
         silent = [each for each, member in members(value) if not inspect.getdoc(member)]
@@ -83,5 +83,5 @@ def test_the_commands_are_as_they_say_themselves() -> None:
     assert command_line_page.document() == command_line_page.PAGE.read_text(encoding="utf-8"), (
         "run: python -m tests.support.command_line_page"
     )
-    said = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
-    assert [command for command, words in said.items() if "\nCommands:" not in words and "--json" not in words] == []
+    helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
+    assert [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words] == []

@@ -41,7 +41,7 @@ def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("[gone](gone.md)", "contains a link 'gone.md'"),
         ("[no heading](index.md#none)", "there is no such anchor"),
@@ -50,9 +50,9 @@ def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path
         ('--8<-- "nothing.md"', "nothing.md"),
     ],
 )
-def test_what_leads_nowhere_is_an_error(line: str, said: str, tmp_path: Path) -> None:
+def test_what_leads_nowhere_is_an_error(line: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "docs" / "stylesheets").mkdir(parents=True)
     (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n{line}\n")
     (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
     done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
-    assert done.returncode != 0 and said in done.stdout + done.stderr
+    assert done.returncode != 0 and message in done.stdout + done.stderr

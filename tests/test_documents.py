@@ -1,4 +1,4 @@
-"""Files of `--data` become documents, in an order that stays; what is none is an error with its file and line."""
+"""Files of `--data` become documents in a stable order; a wrong file or line is an error that names it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_folder_is_searched_in_an_order_that_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["missing", "empty"])
-def test_no_data(tmp_path: Path, path: str) -> None:
+def test_no_data_is_an_error(tmp_path: Path, path: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=f"there is no .*{path}"):
         find_data([tmp_path / path])
@@ -43,11 +43,11 @@ def test_no_data(tmp_path: Path, path: str) -> None:
 
 WRONG = {
     "{": "is not JSON",
-    "[1]": "holds a list",
-    '"words"': "holds a string",
+    "[1]": "contains a list",
+    '"words"': "contains a string",
     "{}": "contains no key; each line must be one of",
     '{"txt": "a"}': "contains txt; each line must be one of",
-    '{"text": "a", "messages": []}': "has text, messages",
+    '{"text": "a", "messages": []}': "contains text, messages",
     '{"text": null}': "text must be a string, got null",
     '{"prompt": "a"}': 'contains no "completion"',
     '{"prompt": [], "completion": "a"}': "prompt must be a string, got an empty list",
@@ -76,7 +76,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
         [*read_records([file])]
 
 
-def test_half_a_character(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "lone \\ud83d surrogate"}\n')
     with pytest.raises(ConfigError, match=r"data\.jsonl:2 contains half of a surrogate pair, '\\ud83d'"):

@@ -1,4 +1,4 @@
-"""Bytes that wear drives out are counted, by drive, over the life of a run, and warned of with numbers."""
+"""Bytes that wear drives out are counted, by drive, over the life of a run, and large wear is warned of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import Bandwidth, IoQueue, aligned_empty
 from offload.cli.main import app
-from offload.report.drive_wear import foresee, warning
+from offload.report.drive_wear import forecast, warning
 from offload.runs.inspection import inspect
 from offload.swapper.store import Rating, Written
 from offload.swapper.store import drives as drives_module
@@ -94,7 +94,10 @@ def test_inspect_tells_of_the_rated_life(tmp_path: Path) -> None:
     engine.destroy()
     (rank,) = inspect(tmp_path / "a")["runs"][0]["ranks"]
     assert rank["rated_bytes"] == 1e9
-    assert "of the 1 GB it is rated for" in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    assert (
+        "of the 1 GB that it is rated for"
+        in CliRunner().invoke(app, ["inspect", str(tmp_path / "a" / "default")]).stdout
+    )
 
 
 def test_a_commit_of_before_these_counts_begins_at_nothing() -> None:
@@ -123,8 +126,8 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
         assert not caplog.records
         counts.add(0, 20 * 10**9)
         counts.add(0, 20 * 10**9)
-    (said,) = [each.getMessage() for each in caplog.records]
-    assert said.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
+    (message,) = [each.getMessage() for each in caplog.records]
+    assert message.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
 
 
 def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,7 +149,7 @@ def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCapt
 
 
 def test_a_run_is_foreseen_to_its_end() -> None:
-    use = foresee("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
+    use = forecast("/mnt/a", 1e9, 1e9, 99, tbw=0.5)
     assert (use.at_end_bytes, use.share) == (1e11, 0.2)
     words = warning(use, 0.1, seconds_left=7200)
     assert (

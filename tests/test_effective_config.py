@@ -1,4 +1,4 @@
-"""What the config came to is said once, at the start: a line of what the file does not say itself, and the whole."""
+"""The effective config is logged once, at the start: a line of derived values, and the complete config."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from offload.config import effective, load_config, resolve_batch
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 
 
-def said(content: dict[str, Any], world_size: int = 1) -> str:
+def line_of(content: dict[str, Any], world_size: int = 1) -> str:
     config = load_config(content)
     return effective(config, resolve_batch(config, world_size), world_size)
 
 
 @pytest.mark.parametrize(
-    ("content", "ranks", "words"),
+    ("content", "ranks", "message"),
     [
         (
             {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.5},
@@ -38,8 +38,8 @@ def said(content: dict[str, Any], world_size: int = 1) -> str:
         ),
     ],
 )
-def test_sizes_and_the_clip(content: dict[str, Any], ranks: int, words: str) -> None:
-    assert said(content, ranks) == words
+def test_sizes_and_the_clip(content: dict[str, Any], ranks: int, message: str) -> None:
+    assert line_of(content, ranks) == message
 
 
 AUTO: dict[str, tuple[dict[str, Any], str]] = {
@@ -76,13 +76,13 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", AUTO)
-def test_what_auto_became(case: str) -> None:
-    content, words = AUTO[case]
-    _, auto, became = said(content).partition('; "auto": ')
-    assert became == words and bool(auto) == bool(words)
+def test_values_that_replace_auto_are_reported(case: str) -> None:
+    content, message = AUTO[case]
+    _, auto, became = line_of(content).partition('; "auto": ')
+    assert became == message and bool(auto) == bool(message)
 
 
-def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_effective_config_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     content = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAMW, "offload": {"device": "cpu"}}
     with caplog.at_level(logging.DEBUG, logger="offload"):
         engine, *_ = offload.initialize(model=nn.Linear(4, 1), config=content)
@@ -90,8 +90,8 @@ def test_it_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
             engine.backward(engine(torch.ones(2, 4)).mean())
             engine.step()
     info = [each.getMessage() for each in caplog.records if each.getMessage().startswith("config: ")]
-    whole = [each for each in caplog.records if each.getMessage().startswith("the complete config: ")]
+    complete = [each for each in caplog.records if each.getMessage().startswith("the complete config: ")]
     assert len(info) == 1 and info[0].startswith("config: 2 samples a step")
-    assert [each.levelno for each in whole] == [logging.DEBUG]
-    assert json.loads(whole[0].getMessage().partition(": ")[2]) == engine.config
+    assert [each.levelno for each in complete] == [logging.DEBUG]
+    assert json.loads(complete[0].getMessage().partition(": ")[2]) == engine.config
     engine.destroy()

@@ -1,4 +1,4 @@
-"""Each example runs as it is, from an empty folder, and goes on where it was."""
+"""Each example runs unchanged from an empty folder, and resumes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def run(name: str, folder: Path) -> str:
     return done.stdout
 
 
-def saved_in(said: str) -> str:
+def saved_in(output: str) -> str:
     """The dtype of the saved weights, which is the machine's choice."""
-    found = re.search(r"parameters in torch\.(bfloat16|float32)\n", said)
-    assert found, said
+    found = re.search(r"parameters in torch\.(bfloat16|float32)\n", output)
+    assert found, output
     return found[1]
 
 
-def test_the_trainer(tmp_path: Path) -> None:
-    said = run("trainer.py", tmp_path)
-    losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", said)]
-    assert losses[-1] < losses[0] - 1 and (saved := saved_in(said))
+def test_the_trainer_example_runs(tmp_path: Path) -> None:
+    output = run("trainer.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"'loss': '([0-9.]+)'", output)]
+    assert losses[-1] < losses[0] - 1 and (saved := saved_in(output))
     assert not any(path.is_file() for path in (tmp_path / "swap").rglob("*")), "its checkpoints are what is kept"
     assert len(list((tmp_path / "trainer-output").glob("checkpoint-*"))) == 2
     again = run("trainer.py", tmp_path)  # goes on from its last checkpoint, which is its end
@@ -47,16 +47,16 @@ def test_the_trainer(tmp_path: Path) -> None:
 
 def test_fine_tuning_from_a_folder(tmp_path: Path) -> None:
     run("tiny_model.py", tmp_path)
-    said = run("finetune.py", tmp_path)
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", said)]
-    assert len(losses) == 36 and losses[-1] < losses[0] - 2 and saved_in(said)
+    output = run("finetune.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", output)]
+    assert len(losses) == 36 and losses[-1] < losses[0] - 2 and saved_in(output)
     assert {"model.safetensors", "tokenizer.json"} <= {path.name for path in (tmp_path / "finetuned").iterdir()}
 
 
-def test_adapters(tmp_path: Path) -> None:
-    said = run("lora.py", tmp_path)
-    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", said))
-    assert last < first and "saved: adapters default for" in said
+def test_the_adapter_example_runs(tmp_path: Path) -> None:
+    output = run("lora.py", tmp_path)
+    first, *_, last = (float(loss) for loss in re.findall(r"loss (\S+)", output))
+    assert last < first and "saved: adapters default for" in output
     assert (tmp_path / "adapter" / "adapter_model.safetensors").is_file()
 
 
@@ -83,7 +83,7 @@ def test_a_loop_of_ones_own_goes_on_after_a_kill(
     popen = SimpleNamespace(Popen=begin, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
     example["main"].__globals__.update(subprocess=popen, follow=follow)
     example["main"]()
-    said = capsys.readouterr().out
-    assert "ended with step 20" in said and "each loss is that of the unbroken run: True" in said
+    output = capsys.readouterr().out
+    assert "ended with step 20" in output and "each loss is that of the unbroken run: True" in output
     losses = [float(loss) for loss in followed[2].values()]
     assert len(losses) == 20 and losses[-1] < losses[0] - 1

@@ -1,4 +1,4 @@
-"""An exception in any place, caught by the user, then more training: the right bits, and nothing left behind."""
+"""After an exception anywhere that the user caught, training continues with the right bits, and nothing is left."""
 
 from __future__ import annotations
 
@@ -113,10 +113,12 @@ def assert_nothing_left(engine: offload.Engine) -> None:
     """No use is open, and every lease that is out is one that the pager knows of."""
     pager = engine._core.components.pager
     assert [entry.pins for entry in pager._entries] == [0] * len(pager._entries)
-    leased = sum(entry.lease.nbytes for entry in pager._entries if entry.lease is not None)
-    leased += sum(entry.transfer.lease.nbytes for entry in pager._entries if entry.transfer is not None)
-    assert pager.host.weights.space.used_bytes == leased
-    assert pager.arena.used_bytes == sum(entry.slice.nbytes for entry in pager._entries if entry.slice is not None)
+    held = sum(entry.host_buffer.nbytes for entry in pager._entries if entry.host_buffer is not None)
+    held += sum(entry.transfer.host_buffer.nbytes for entry in pager._entries if entry.transfer is not None)
+    assert pager.host.weights.space.used_bytes == held
+    assert pager.arena.used_bytes == sum(
+        entry.device_buffer.nbytes for entry in pager._entries if entry.device_buffer is not None
+    )
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
@@ -156,7 +158,7 @@ def test_a_gradient_that_a_hook_of_the_user_kept_from_the_engine_is_dropped(kind
 @pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("place", "kind"), ROWS)
-def test_training_goes_on(place: str, kind: str, dtype: str, tmp_path: Path) -> None:
+def test_training_continues_after_an_exception(place: str, kind: str, dtype: str, tmp_path: Path) -> None:
     fail, model = PLACES[place]
     job = Job(model, seeded_loss, steps=4, dtype=dtype)
     before = threading.active_count()

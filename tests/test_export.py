@@ -151,11 +151,11 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     weights = weights_of(engine)
     assert any(not torch.equal(expected[n], weights[n].float()) for n in expected), "there is something to join"
     engine.destroy()
-    told = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", name)
+    export_report = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", name)
     found = tensors(tmp_path / "out")
     want = {n: value.half() for n, value in expected.items()} if name == "fp16" else expected
     want = weights if name == "bf16" else want
-    assert told["dtype"] == name and found.keys() == want.keys()
+    assert export_report["dtype"] == name and found.keys() == want.keys()
     assert_same_tensors(found, want)
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["dtype"]
@@ -163,25 +163,30 @@ def test_fp32_gives_the_exact_masters(name: str, tmp_path: Path) -> None:
     ), n0
 
 
-def test_values_beyond_fp16_are_told_of(tmp_path: Path) -> None:
+def test_values_beyond_fp16_are_reported(tmp_path: Path) -> None:
     engine = trained(models.GPT2, tmp_path / "swap")
     with torch.no_grad():
         engine.module.transformer.wpe.weight.data[0, :3] = 1e6
     engine.destroy()
-    told = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", "fp16")
-    assert any(notice.startswith("3 values are beyond") for notice in told["notices"])
+    export_report = exported(tmp_path / "swap" / "default", tmp_path / "out", "--dtype", "fp16")
+    assert any(notice.startswith("3 values are beyond") for notice in export_report["notices"])
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
     state = ended(models.GPT2, tmp_path / "swap")
-    told = exported(tmp_path / "swap" / "default", tmp_path / "out", "--max-shard-size", "100KB")
+    export_report = exported(tmp_path / "swap" / "default", tmp_path / "out", "--max-shard-size", "100KB")
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)
     assert files == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)] and count > 3
-    assert set(told["files"]) == {*files, "config.json", "generation_config.json", "model.safetensors.index.json"}
+    assert set(export_report["files"]) == {
+        *files,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+    }
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     found = tensors(tmp_path / "out")
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values()) == told["nbytes"]
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values()) == export_report["nbytes"]
     for name, file in index["weight_map"].items():
         assert torch.equal(safetensors.torch.load_file(tmp_path / "out" / file)[name], state[name])
     for file in files:
@@ -224,7 +229,7 @@ def _on_ranks(job: Job, folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         state = ranks.run(_on_ranks, models.MIXTURE._replace(dtype="bf16"), tmp_path / "swap")[0]
     run_folder = tmp_path / "swap" / "default"
@@ -240,8 +245,8 @@ def test_the_parts_of_all_ranks_are_put_together(tmp_path: Path) -> None:
         serial = newest["ranks"][0]["commits"][0]["serial"]
         file.seek((serial - 1) % 2 * 4096)
         file.write(bytes(4096))
-    told = exported(run_folder, tmp_path / "before")
-    assert told["epoch"] == 1
+    export_report = exported(run_folder, tmp_path / "before")
+    assert export_report["epoch"] == 1
     assert any(not torch.equal(value, found[name]) for name, value in tensors(tmp_path / "before").items())
     shutil.rmtree(run_folder / "rank1")
     result = run(run_folder, tmp_path / "other")
@@ -340,8 +345,8 @@ def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path
     process.kill()
     process.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == [".out.lock", "out.partial", "swap"]
-    told = exported(small, tmp_path / "out")
-    assert any(f"removed {partial}" in notice for notice in told["notices"])
+    export_report = exported(small, tmp_path / "out")
+    assert any(f"removed {partial}" in notice for notice in export_report["notices"])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "swap"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "config.json",
@@ -367,7 +372,7 @@ class Wide(nn.Module):
         self.layer = nn.Linear(4096, 16384, bias=False)
 
 
-def test_a_large_parameter_is_never_in_memory_as_a_whole(tmp_path: Path) -> None:
+def test_a_large_parameter_is_never_completely_in_memory(tmp_path: Path) -> None:
     """256 MiB of fp32 from 64 Mi elements: what torch and our buffers take is counted, and what is read ahead."""
     engine = offload.initialize(
         model=Wide().bfloat16(), config=config(Job(Wide, models.language_loss, dtype="bf16"), DISK, tmp_path / "swap")
@@ -392,13 +397,13 @@ def _growth(run: Path, out: Path) -> tuple[int, int]:
 
 def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:
     """So that a progress bar ends at its end."""
-    told: list[int] = []
+    export_report: list[int] = []
     with IoQueue() as queue:
         source = StoreSource(small, queue)
         plan = make_plan(source, "fp32", 5_000_000)
-        export(source, tmp_path / "out", plan, told.append)
+        export(source, tmp_path / "out", plan, export_report.append)
         source.close()
-    assert sum(told) == read_nbytes(plan) > 0
+    assert sum(export_report) == read_nbytes(plan) > 0
 
 
 def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A parameter that another module's code reads where torch does not see it is there once it is registered."""
+"""A registered parameter is there for another module's code, where torch does not see the use."""
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support import models, rounding_bounds
 from tests.support.oracle import (
@@ -35,11 +34,6 @@ def image_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(pixel_values=images, labels=torch.tensor([step % 4, micro % 4])).loss
 
 
-def translation_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    ids = models.tokens(step, micro)
-    return model(input_ids=ids, labels=ids.flip(1)).loss
-
-
 def rising(loss: Callable[[Any, int, int], torch.Tensor]) -> Callable[[Any, int, int], torch.Tensor]:
     """Louder at each step: else AdamW hardly feels a clip, which scales all its gradients alike."""
     return lambda model, step, micro: loss(model, step, micro) * (1 + step) ** 2
@@ -49,7 +43,7 @@ JOBS = {
     "GPT-2": models.GPT2,
     "Llama": Job(models.llama, models.language_loss),
     "Mixtral": Job(models.mixtral, models.language_loss),
-    "T5": Job(models.t5, translation_loss),
+    "T5": Job(models.t5, models.translation_loss),
     "CNN": Job(models.resnet, image_loss, buffers="same"),
     "tied": models.MIXTURE,
     "LoRA": models.LORA,

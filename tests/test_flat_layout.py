@@ -33,7 +33,7 @@ def test_segments_are_aligned_disjoint_and_inside(sizes: list[tuple[int, bool]],
 
 @given(parameters, st.integers(1, 8))
 @settings(deadline=None)
-def test_the_trainable_part_is_a_prefix(sizes: list[tuple[int, bool]], world_size: int) -> None:
+def test_the_trainable_segments_are_a_prefix(sizes: list[tuple[int, bool]], world_size: int) -> None:
     layout = lay_out("unit", _parameters(sizes), world_size)
     assert layout.trainable_stop % 2048 == 0
     assert (layout.trainable_stop > 0) == any(n and g for n, g in sizes)

@@ -1,4 +1,4 @@
-"""Frozen weights beside weights that train, as under adapters, lie once on disk, and a run never writes them again."""
+"""Frozen weights beside trained ones are stored once on disk, and a run never writes them again."""
 
 from __future__ import annotations
 
@@ -102,24 +102,24 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
 def test_the_same_bits_wherever_they_lie(optimizer: str, tmp_path: Path) -> None:
     job = JOB._replace(optimizer=optimizer, dtype="fp32")
     placements = [("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), DISK]
-    whole = same_bits(job, tmp_path, placements, durability="step", device_memory=1 << 20)
-    assert_same(whole, run(job, DISK, tmp_path / "few", device_memory=room_for(job, 2)))
-    assert_same(whole, run(job, DISK, tmp_path / "none", durability="none", device_memory=room_for(job, 2)))
+    unbroken = same_bits(job, tmp_path, placements, durability="step", device_memory=1 << 20)
+    assert_same(unbroken, run(job, DISK, tmp_path / "few", device_memory=room_for(job, 2)))
+    assert_same(unbroken, run(job, DISK, tmp_path / "none", durability="none", device_memory=room_for(job, 2)))
 
 
-def test_units_that_come_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frozen_units_are_streamed_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece of a unit may begin in what trains and end in what does not."""
-    whole = run(JOB, DISK, tmp_path / "whole")
+    unbroken = run(JOB, DISK, tmp_path / "whole")
     small_pieces(monkeypatch)
     least = least_host_memory(JOB, tmp_path / "least")
-    assert_same(whole, run(JOB, DISK, tmp_path / "least", host_memory=least, device_memory=room_for(JOB, 1)))
+    assert_same(unbroken, run(JOB, DISK, tmp_path / "least", host_memory=least, device_memory=room_for(JOB, 1)))
 
 
 # -- what is written ----------------------------------------------------------------------------------
 
 
 def test_they_stay_as_they_are_through_steps_and_a_resume(tmp_path: Path) -> None:
-    whole = run(JOB, DISK, tmp_path / "whole")
+    unbroken = run(JOB, DISK, tmp_path / "whole")
     rank = tmp_path / "run" / "default" / "rank0"
     engine = start(JOB, DISK, tmp_path / "run")
     engine._core._begin()
@@ -131,7 +131,7 @@ def test_they_stay_as_they_are_through_steps_and_a_resume(tmp_path: Path) -> Non
     engine = start(JOB, DISK, tmp_path / "run", resume="must")
     losses = [train_step(engine, JOB, step) for step in range(2, JOB.steps)]
     engine.destroy()
-    assert losses == whole.losses[2:] and frozen_bytes(rank) == before
+    assert losses == unbroken.losses[2:] and frozen_bytes(rank) == before
 
 
 # -- damage -------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
+def test_a_failed_load_reports_whether_the_last_commit_is_intact(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOB if same else OTHER
@@ -224,10 +224,10 @@ def test_a_load_that_fails_says_whether_the_last_commit_is_whole(
     monkeypatch.undo()
     assert (CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0) is same
     if same:
-        whole = run(JOB, DISK, tmp_path / "whole")
+        unbroken = run(JOB, DISK, tmp_path / "whole")
         engine = start(JOB, DISK, tmp_path / "run", resume="must")
         last = [train_step(engine, JOB, step) for step in range(engine.global_steps, JOB.steps)]
-        assert last == whole.losses[-len(last) :] and losses == whole.losses[:2]
+        assert last == unbroken.losses[-len(last) :] and losses == unbroken.losses[:2]
         engine.destroy(remove=True)
 
 

@@ -1,4 +1,4 @@
-"""Frozen weights beside adapters in runs of several processes: one that is killed, and two ranks."""
+"""Frozen weights beside adapters survive a kill, and are sharded over two ranks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.test_frozen_weights import DISK, JOB, by_formula, exported, frozen_by
 
 def test_a_run_that_was_killed_goes_on_with_them(tmp_path: Path) -> None:
     job = JOB._replace(steps=12)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     (tmp_path / "killed").mkdir()
-    assert_same(whole, kill_and_resume(job, DISK, tmp_path / "killed", kills=1, late=0.002))
+    assert_same(unbroken, kill_and_resume(job, DISK, tmp_path / "killed", kills=1, late=0.002))
 
 
 def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, torch.Tensor], int, int]:
@@ -38,16 +38,16 @@ def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, t
     return losses, weights, formula, states.stat().st_size
 
 
-def test_each_of_two_ranks_has_its_part_of_them_once(tmp_path: Path) -> None:
+def test_each_of_two_ranks_stores_its_shard_once(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
-        whole = ranks.run(_rows, tmp_path / "whole", 0, 4)
+        unbroken = ranks.run(_rows, tmp_path / "whole", 0, 4)
         ranks.run(_rows, tmp_path / "run", 0, 2)
         before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
         found = ranks.run(_rows, tmp_path / "run", 2, 4)
     for rank, (losses, weights, formula, nbytes) in enumerate(found):
         assert formula == nbytes
-        assert losses == whole[rank][0][2:]
-        assert_same_tensors(whole[rank][1], weights)
+        assert losses == unbroken[rank][0][2:]
+        assert_same_tensors(unbroken[rank][1], weights)
         assert frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") == before[rank]
     assert CliRunner().invoke(app, ["verify", str(tmp_path / "run" / "default")]).exit_code == 0
     weights = exported(tmp_path / "run" / "default", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""Under adapters nothing is written where frozen weights lie, byte by byte, and there is no room for their states."""
+"""Under adapters no byte of frozen weights is written, and no disk is reserved for their states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recorded(LateQueue):
         return super().write(file, offset, buffer, *args, **kwargs)
 
 
-class Stretch(NamedTuple):
+class Extent(NamedTuple):
     """Bytes of a slot of a unit's weights."""
 
     unit: str
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
             return hashlib.sha256(file.read(self.stop - self.start)).hexdigest()
 
 
-def stretches(rank: Path, itemsize: int) -> tuple[list[Stretch], list[Stretch]]:
+def extents_of(rank: Path, itemsize: int) -> tuple[list[Extent], list[Extent]]:
     """The frozen and the trainable ones; and no state has room for an element that is frozen."""
     manifest = look(rank).manifest
     assert manifest is not None
@@ -50,8 +50,8 @@ def stretches(rank: Path, itemsize: int) -> tuple[list[Stretch], list[Stretch]]:
     for unit, row in zip(manifest.spec.fingerprint["units"], manifest.spec.places(), strict=True):
         middle = unit["trainable"] * itemsize
         for slot, place in enumerate(row[State.WEIGHT]):
-            trained += [Stretch(unit["name"], slot, at, at + n) for at, n in place.stretches(0, middle)]
-        frozen += [Stretch(unit["name"], 0, at, at + n) for at, n in place.stretches(middle, place.nbytes - middle)]
+            trained += [Extent(unit["name"], slot, at, at + n) for at, n in place.stretches(0, middle)]
+        frozen += [Extent(unit["name"], 0, at, at + n) for at, n in place.stretches(middle, place.nbytes - middle)]
         assert len({tuple(each.stretches(middle, place.nbytes)) for each in row[State.WEIGHT]}) == 1, "they lie once"
         for state in (State.EXP_AVG, State.EXP_AVG_SQ):
             assert (state in row) is bool(unit["trainable"]), f"{unit['name']} has {state}"
@@ -75,7 +75,7 @@ def test_frozen_weights_are_read_and_never_written(
     job = models.LORA._replace(dtype=dtype, steps=3, clip=0.1)
     engine = start(job, (weights, "nvme"), tmp_path, durability="step", device_memory=room_for(job, 2))
     rank = tmp_path / "default" / "rank0"
-    frozen, trained = stretches(rank, DTYPES[dtype].itemsize)
+    frozen, trained = extents_of(rank, DTYPES[dtype].itemsize)
     assert any(each.unit not in {other.unit for other in trained} for each in frozen), "a unit that is all frozen"
     assert {each.unit for each in frozen} & {each.unit for each in trained}, "and one with adapters"
     before = {each: each.sha(rank) for each in frozen}

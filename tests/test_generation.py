@@ -1,4 +1,4 @@
-"""`generate` writes what the plain model writes, and training beside it goes on."""
+"""`generate` writes the tokens of the plain model, and training beside it continues."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_generation_in_the_middle_of_accumulation(dtype: str, tmp_path: Path) ->
 
 
 @pytest.mark.works("Graphs", "`generate` of an encoder and decoder: T5", "right")
-def test_generation_of_t5(tmp_path: Path) -> None:
+def test_t5_generates_as_the_plain_model(tmp_path: Path) -> None:
     """`generate` calls the encoder by itself, never the model's forward."""
     torch.manual_seed(0)
     plain = models.t5()

@@ -1,4 +1,4 @@
-"""What only a GPU can show: nobody waits for it, nothing leaks, copies are what they should be, bits are the same.
+"""A GPU keeps the promises of a device: no needless waits, no leaks, correct copies, the same bits.
 
 All of it skips without one; `python -m bench.gpu` runs it where there is one.
 """
@@ -152,7 +152,7 @@ def test_two_hundred_steps_leave_nothing_behind(placement: tuple[str, str], tmp_
     engine.destroy(remove=True)
 
 
-def test_a_gpu_that_is_full_says_what_to_change_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_gpu_raises_an_error_with_the_fix_and_training_continues(tmp_path: Path) -> None:
     engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
     steps(engine, JOB, 0, 1)
     total = torch.cuda.get_device_properties(0).total_memory

@@ -1,4 +1,4 @@
-"""`.grad` is None in a loop of one's own; who reads it is told once where gradients are, and nobody else is."""
+"""`.grad` is None in a user's loop; a read is warned of once, with the place of the gradients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "`.grad`" in record.getMessage()]
 
 
-def test_who_reads_grad_after_backward_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_read_of_grad_after_backward_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start(JOB, ("none", "none"), tmp_path)
     weight = engine.module.head.weight
     for step in range(2):

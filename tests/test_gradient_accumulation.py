@@ -1,4 +1,4 @@
-"""How a step is cut into micro-batches, and who says where it ends, changes nothing but the order of sums."""
+"""The division of a step into micro-batches, and the caller of its boundary, change only the order of sums."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def no_sync_with_steps(engine: offload.Engine, job: Job, step: int) -> None:
 
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
 @pytest.mark.parametrize("placement", [MEMORY, DISK])
-def test_who_says_where_a_step_ends_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
+def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
     found = []
     for how in (counted, loop):
         engine = start(JOB, placement, tmp_path)

@@ -1,4 +1,4 @@
-"""Two ranks: who says where a step ends changes no bit there either, and ranks that say other things are told."""
+"""On two ranks the caller of a boundary changes no bit, and ranks that disagree get an error."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def clip_otherwise(folder: Path) -> str:
     return ""
 
 
-def test_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_have_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     found = {loop: ranks.run(train, tmp_path / loop, loop) for loop in LOOPS}
     for loop, of_ranks in found.items():
         for mine, first in zip(of_ranks, found["counted"], strict=True):
@@ -53,5 +53,5 @@ def test_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
             assert_same_tensors(mine[3], first[3], loop)
 
 
-def test_another_clip_on_each_rank_is_told(ranks: RankPool, tmp_path: Path) -> None:
+def test_different_clips_on_ranks_are_an_error(ranks: RankPool, tmp_path: Path) -> None:
     assert all("settings" in text for text in ranks.run(clip_otherwise, tmp_path))

@@ -109,7 +109,7 @@ def test_who_sends_goes_on_until_so_much_is_on_its_way(made: Made) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("numel", [1, 1023, 1024, 1025, 2048, 9000])
-def test_what_is_larger_than_a_staging_buffer_comes_in_pieces_in_order(
+def test_a_gradient_larger_than_a_staging_buffer_arrives_in_ordered_chunks(
     numel: int, dtype: torch.dtype, made: Made
 ) -> None:
     downloads, device, _ = made
@@ -142,7 +142,7 @@ def test_fetch_comes_behind_all_that_was_sent(made: Made) -> None:
     assert order == ["one"] * 5 and torch.equal(found, numbers(3, 1)) and found.device.type == "cpu"
 
 
-def test_an_error_is_told_and_every_later_call_raises_it(made: Made) -> None:
+def test_an_error_is_raised_by_every_later_call(made: Made) -> None:
     downloads, device, engine = made
     device.go.set()
 

@@ -1,4 +1,4 @@
-"""Gradients without room in host memory wait on DISK, and units too large for a lease come in pieces: same bits."""
+"""Gradients without room in host memory spill to disk, and large units are streamed: the same bits."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_gradients_spill_beside_states_in_memory(tmp_path: Path) -> None:
     assert losses == ample.losses and list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_too_small_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2._replace(dtype="bf16")
     least = least_host_memory(job, tmp_path, ("none", "none"))
     real = scratch.DirectFile.reserve
@@ -204,10 +204,10 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
     """Windows in any order, each added to again and again, while writes end only when they are waited for."""
     numel, itemsize = 1024, 4
     arena = HostArena(Classes(0, 0, 3 * numel * itemsize, 0), Device(torch.device("cpu")))
-    leases = [lease for _ in range(3) if (lease := arena.gradients.take(numel * itemsize)) is not None]
-    stretches = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
+    buffers = [taken for _ in range(3) if (taken := arena.gradients.take(numel * itemsize)) is not None]
+    ranges = {0: tuple(range(start, start + numel) for start in range(0, 6 * numel, numel))}
     failures: list[BaseException] = []
-    spill = DiskSpill(stretches, torch.float32, leases, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
+    spill = DiskSpill(ranges, torch.float32, buffers, MemoryScratch(6 * numel * itemsize), failures.append)  # type: ignore[arg-type]
     expected = [0.0] * 6
     for number in order:
         part = spill.part(0, number * numel, (number + 1) * numel)

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("code", BLOCKS)
-def test_the_block_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "run", run)
     for drive in ("drive_a", "drive_b"):

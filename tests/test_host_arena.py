@@ -1,4 +1,4 @@
-"""Space never gives a byte twice, coalesces what comes back, and leases stay within their class."""
+"""An arena never hands out a byte twice, merges returned blocks, and keeps buffers within their class."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_block_that_is_returned_twice_is_noticed() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.sets(st.integers(0, 11)), st.integers(1, 40))
-def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wish: int) -> None:
+def test_what_could_be_taken_can_be(sizes: list[int], given_back: set[int], wanted: int) -> None:
     space = Allocator(40 * 4096, random.Random(0))
     blocks = [(offset, size * 4096) for size in sizes if (offset := space.take(size * 4096)) is not None]
     back = [block for index, block in enumerate(blocks) if index in given_back]
-    could = space.could_take(wish * 4096, back)
+    could = space.could_take(wanted * 4096, back)
     for block in back:
         space.give(*block)
-    assert (space.take(wish * 4096) is not None) == could
+    assert (space.take(wanted * 4096) is not None) == could
 
 
 def test_classes_do_not_lend_to_each_other() -> None:
@@ -80,31 +80,31 @@ def test_classes_do_not_lend_to_each_other() -> None:
     assert host.weights.take(8192) is not None
 
 
-def test_a_lease_is_the_same_memory_for_io_and_for_tensors() -> None:
-    with HostArena(Classes(0, 8192, 0, 0), CPU).weights.take(8192) as lease:
-        lease.tensor(torch.float32).fill_(1.5)
-        assert bytes(lease.buffer[:4]) == b"\x00\x00\xc0\x3f"
+def test_a_host_buffer_is_the_same_memory_for_io_and_for_tensors() -> None:
+    with HostArena(Classes(0, 8192, 0, 0), CPU).weights.take(8192) as buffer:
+        buffer.tensor(torch.float32).fill_(1.5)
+        assert bytes(buffer.buffer[:4]) == b"\x00\x00\xc0\x3f"
 
 
 def test_poison_fills_what_is_given_back() -> None:
     arena = DeviceArena(64 * 4096, CPU, poison=True)
-    piece = arena.take(4096)
-    view = arena.view(piece)
+    space_block = arena.take(4096)
+    view = arena.view(space_block)
     view.zero_()
-    arena.give(piece, DONE, DONE)
+    arena.give(space_block, DONE, DONE)
     assert bool(view.view(torch.bfloat16).isnan().all()) and bool(view.view(torch.float32).isnan().all())
 
 
-def test_poison_places_slices_at_more_than_one_address() -> None:
+def test_poison_places_device_buffers_at_more_than_one_address() -> None:
     arena = DeviceArena(64 * 4096, CPU, poison=True)
     seen = set()
     for _ in range(20):
-        piece = arena.take(4096)
-        seen.add(piece.offset)
-        arena.give(piece, DONE, DONE)
+        space_block = arena.take(4096)
+        seen.add(space_block.offset)
+        arena.give(space_block, DONE, DONE)
     assert len(seen) > 1
 
 
-def test_a_budget_that_is_too_small_says_the_least() -> None:
+def test_a_budget_that_is_too_small_is_an_error_with_the_least() -> None:
     with pytest.raises(BudgetError, match=r"host_memory is 1\.0 KiB .*least that works is 2\.0 KiB .*do this"):
         check_budget("host_memory", 1024, 2048, "do this")

@@ -1,4 +1,4 @@
-"""`offload info` says what the machine gives, which way is taken and why, and what to do about it."""
+"""`offload info` reports the machine, the chosen backend with its reason, and the fix for what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.seccomp import refusing
 def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
     plain = CliRunner().invoke(app, ["info", str(tmp_path)])
     assert plain.exit_code == 0, plain.output
-    for words in (
+    for message in (
         "kernels",
         "instructions",
         "memory",
@@ -35,7 +35,7 @@ def test_a_report_for_people_and_one_for_programs(tmp_path: Path) -> None:
         "lockable memory",
         "versions",
     ):
-        assert words in plain.stdout, words
+        assert message in plain.stdout, message
     found = json.loads(CliRunner().invoke(app, ["info", "--nvme-path", str(tmp_path), "--json"]).stdout)
     works = [name for name in BACKENDS if refusals()[name] is None]
     assert found["io"]["backend"] == works[0] and set(found["io"]["backends"]) == set(BACKENDS)
@@ -52,11 +52,11 @@ found = facts()
 print(json.dumps(found))
 print(json.dumps(lines(found)))
 """
-    found, told = map(json.loads, refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code))
+    found, reports = map(json.loads, refusing(tmp_path, {"io_uring_setup": errno.EPERM}, code))
     assert found["io"]["backend"] != "io_uring" and "EPERM" in found["io"]["why"]
     assert "EPERM" in found["io"]["backends"]["io_uring"]
-    assert any("io_uring" in words for words in found["advice"])
-    assert any(name == "advice" for name, _ in told)
+    assert any("io_uring" in message for message in found["advice"])
+    assert any(name == "advice" for name, _ in reports)
 
 
 def test_a_folder_that_is_not_there() -> None:
@@ -70,7 +70,7 @@ def test_memory_is_not_a_drive() -> None:
         pytest.skip("no /dev/shm")
     found = info.facts(["/dev/shm"])
     assert found["drives"][0]["file_system"] == "tmpfs"
-    assert any("is memory" in words for words in found["advice"])
+    assert any("is memory" in message for message in found["advice"])
 
 
 def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
@@ -85,15 +85,15 @@ def test_advice_has_a_line_for_each_thing_that_is_slow() -> None:
         return {"io": usual | io, "drives": [], "kernels": {"isa": "avx2"}, "gpus": none}
 
     assert info.advice(facts()) == []
-    (words,) = info.advice(facts(huge_pages={"setting": "never", "granted": False}))
-    assert "4 KiB pages" in words and "never" in words
-    (words,) = info.advice(facts(registered={"asked_bytes": 2 << 20, "got_bytes": 0}))
-    assert "RLIMIT_MEMLOCK" in words
-    (words,) = info.advice(facts(backend="threads", why="io_uring is not available"))
-    assert "threads" in words and "io_uring is not available" in words
+    (message,) = info.advice(facts(huge_pages={"setting": "never", "granted": False}))
+    assert "4 KiB pages" in message and "never" in message
+    (message,) = info.advice(facts(registered={"asked_bytes": 2 << 20, "got_bytes": 0}))
+    assert "RLIMIT_MEMLOCK" in message
+    (message,) = info.advice(facts(backend="threads", why="io_uring is not available"))
+    assert "threads" in message and "io_uring is not available" in message
 
 
-def test_the_machine_is_told_as_it_is() -> None:
+def test_the_machine_is_reported() -> None:
     """Kernels and why, processor's features, memory and its limit, nodes, GPUs: what a bug report must hold."""
     found = info.facts()
     limit = os.environ.get("OFFLOAD_ISA")
@@ -118,9 +118,9 @@ def test_nodes_are_read_from_the_system(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "cpulist").write_text(cpus + "\n")
         (folder / "meminfo").write_text(f"Node {number} MemTotal:  1024 kB\nNode {number} MemFree: 1 kB\n")
-    told = machine.nodes(tmp_path)
-    assert [(each["node"], each["cpus"]) for each in told] == [(0, "0-3"), (2, "4-7"), (10, "")]
-    assert all(each["memory_bytes"] == 1 << 20 for each in told)
+    reports = machine.nodes(tmp_path)
+    assert [(each["node"], each["cpus"]) for each in reports] == [(0, "0-3"), (2, "4-7"), (10, "")]
+    assert all(each["memory_bytes"] == 1 << 20 for each in reports)
     assert machine.nodes(tmp_path / "none") == []
 
 
@@ -133,7 +133,7 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
     (disk / "device").symlink_to(disk.parent)
     (disk.parent / "device").symlink_to(bus)
-    for path, words in (
+    for path, message in (
         (partition / "partition", "2"),
         (disk.parent / "model", "FAST 1TB   "),
         (disk / "queue/rotational", "0"),
@@ -142,7 +142,7 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
         (bus / "current_link_speed", "16.0 GT/s PCIe"),
         (bus / "max_link_speed", "16.0 GT/s PCIe"),
     ):
-        path.write_text(words + "\n")
+        path.write_text(message + "\n")
     (mapping / "slaves" / "nvme0n1p2").symlink_to(partition)
     number = os.stat(tmp_path).st_dev
     (tmp_path / f"dev/block/{os.major(number)}:{os.minor(number)}").symlink_to(mapping)
@@ -151,19 +151,19 @@ def test_a_disk_is_found_below_partitions_and_mappings(tmp_path: Path) -> None:
     assert found["link"] == {"lanes": 2, "most_lanes": 4, "speed": "16.0 GT/s PCIe", "most_speed": "16.0 GT/s PCIe"}
     drive = {"path": "/x", "o_direct": True, "file_system": "ext4", "disks": [found]}
     usual = info.facts() | {"drives": [drive]}
-    assert any("2 of 4 lanes" in words for words in info.advice(usual))
+    assert any("2 of 4 lanes" in message for message in info.advice(usual))
 
 
-def test_a_gpu_that_torch_cannot_use_is_told(tmp_path: Path) -> None:
+def test_a_gpu_that_torch_cannot_use_is_reported(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("torch can use it")
     card = tmp_path / "bus/pci/devices/0000:02:00.0"
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x10de\n")
     (card / "class").write_text("0x030200\n")
-    told = machine.gpus(tmp_path)
-    assert "1 NVIDIA GPU is there" in told["why"] and not told["devices"]
-    assert any("install a torch" in words for words in info.advice(info.facts() | {"gpus": told}))
+    reports = machine.gpus(tmp_path)
+    assert "1 NVIDIA GPU is there" in reports["why"] and not reports["devices"]
+    assert any("install a torch" in message for message in info.advice(info.facts() | {"gpus": reports}))
 
 
 def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

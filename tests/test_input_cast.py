@@ -31,7 +31,7 @@ def cast_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
-def test_they_are_cast_and_one_line_says_so(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_are_cast_and_one_line_reports_it(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine, rows = begin(mode, tmp_path), torch.randn(2, 4)
     for _ in range(3):
         loss = engine(rows).float().square().mean()

@@ -1,4 +1,4 @@
-"""Setting up: uv installs where there is one, and never from elsewhere than pip was told to look."""
+"""The installer uses uv where there is one, and searches no index that pip is not configured with."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_uv_installs_where_there_is_one(install: ModuleType, tmp_path: Path) -> 
     assert install.choose_installer() == (str(uv), False)
 
 
-def test_where_pip_was_told_to_look_uv_must_be_told_too(
+def test_uv_is_used_only_where_it_searches_the_indexes_of_pip(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uv = make_uv(tmp_path)
@@ -61,10 +61,10 @@ def test_uv_installs_into_this_environment_and_takes_the_newest_of_all_indexes(
     install: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     install.install(str(make_uv(tmp_path)), "-c", "constraints.txt", "torch")
-    told = json.loads((tmp_path / "called.json").read_text())
-    assert told[:2] == ["pip", "install"] and told[-3:] == ["-c", "constraints.txt", "torch"]
-    assert told[told.index("--python") + 1] == sys.executable
-    assert told[told.index("--index-strategy") + 1] == "unsafe-best-match"
+    arguments = json.loads((tmp_path / "called.json").read_text())
+    assert arguments[:2] == ["pip", "install"] and arguments[-3:] == ["-c", "constraints.txt", "torch"]
+    assert arguments[arguments.index("--python") + 1] == sys.executable
+    assert arguments[arguments.index("--index-strategy") + 1] == "unsafe-best-match"
     assert capsys.readouterr().out == "+ uv install -c constraints.txt torch\n"
 
 

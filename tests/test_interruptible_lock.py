@@ -1,4 +1,4 @@
-"""The pager's lock: who waits gives it away wholly, or is told that it cannot."""
+"""A thread that waits with the pager's lock releases the lock completely, or gets an error that it cannot."""
 
 from __future__ import annotations
 

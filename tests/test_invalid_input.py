@@ -1,4 +1,4 @@
-"""Bad input is an error of ours before anything is touched; what comes later loses nothing."""
+"""Invalid input is a ConfigError or UsageError before anything is touched; later errors lose nothing."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 def test_before_anything_is_touched(case: str, tmp_path: Path) -> None:
     if case == "a device" and torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    changes, error, words = json.loads(json.dumps(CASES[case][0]).replace("PATH", str(tmp_path))), *CASES[case][1:]
+    changes, error, message = json.loads(json.dumps(CASES[case][0]).replace("PATH", str(tmp_path))), *CASES[case][1:]
     model = models.gpt2()
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         begin(tmp_path, model, **changes)
     untouched(tmp_path, model, before)
     begin(tmp_path, model).destroy(remove=True)  # and the same model and folder work
@@ -83,7 +83,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
         begin(tmp_path)
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Said with both numbers where step was asked for; with one slot and a notice where it was not."""
     import shutil
 
@@ -100,15 +100,15 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("optimizer", "message"),
     [
         (lambda p: torch.optim.LBFGS(p), "LBFGS has no kernel"),
         (lambda p: torch.optim.AdamW(list(p)[:2]), "in no group"),
         (lambda p: torch.optim.AdamW([*p, nn.Parameter(torch.zeros(1))]), "not the model's"),
     ],
 )
-def test_an_optimizer_that_does_not_fit(optimizer: Any, words: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_an_optimizer_that_does_not_fit(optimizer: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         offload.initialize(
             model=models.gpt2(), optimizer=optimizer, config=config(models.GPT2, DISK, tmp_path, device="cpu")
         )
@@ -142,7 +142,7 @@ def test_arguments_of_initialize(tmp_path: Path) -> None:
 def test_a_loss_that_is_nan_loses_nothing(tmp_path: Path) -> None:
     """The step is refused, the weights are those before, and training goes on with the right bits."""
     job = models.GPT2
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "nan")
     losses = []
     for step in range(job.steps):
@@ -155,7 +155,7 @@ def test_a_loss_that_is_nan_loses_nothing(tmp_path: Path) -> None:
         assert engine.global_steps == step
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
-    assert losses == whole.losses
+    assert losses == unbroken.losses
 
 
 def test_a_nan_may_skip_the_step(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_nan_may_skip_the_step(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_loop_that_counts_otherwise_is_told_both_numbers(tmp_path: Path) -> None:
+def test_a_loop_with_another_count_gets_both_numbers_in_the_error(tmp_path: Path) -> None:
     job = models.GPT2._replace(accumulation=2)
     engine = start(job, DISK, tmp_path)
     for micro in range(3):
@@ -325,7 +325,7 @@ ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
     ),
     "a DataLoader": (
         lambda _: {"training_data": torch.utils.data.DataLoader([1, 2, 3])},
-        "expects a data set, .*got DataLoader; give DataLoader.dataset",
+        "expects a data set .*got DataLoader; give DataLoader.dataset",
     ),
     "a dict": (lambda _: {"training_data": {"train": [1]}}, "got dict; .*one split of a dict"),
     "collate_fn": (
@@ -337,9 +337,9 @@ ARGUMENTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("case", ARGUMENTS)
 def test_arguments_of_other_kinds(case: str, tmp_path: Path) -> None:
-    arguments, words = ARGUMENTS[case]
+    arguments, message = ARGUMENTS[case]
     model = models.gpt2()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         offload.initialize(model=model, config=config(models.GPT2, DISK, tmp_path), **arguments(model))
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 

@@ -1,4 +1,4 @@
-"""Late reads and writes change nothing: every wait that must be there is there, for any order of completions."""
+"""Late reads and writes change no bit: every necessary wait is there, for any order of completions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOU
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", JOBS)
-def test_late_io(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_io_changes_no_bit(name: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job: Job = JOBS[name]._replace(dtype="bf16" if seed % 2 else "fp32", steps=4)
     expected = run(job, ("none", "none"), tmp_path / "memory")
     use_queue(monkeypatch, lambda: LateQueue(seed, 0.01))

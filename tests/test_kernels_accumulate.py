@@ -29,7 +29,9 @@ def float64_sum(values: torch.Tensor) -> float:
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("add", [False, True])
-def test_accumulate(numel: int, out_dtype: torch.dtype, grad_dtype: torch.dtype, add: bool) -> None:
+def test_gradients_are_added_as_torch_adds_them(
+    numel: int, out_dtype: torch.dtype, grad_dtype: torch.dtype, add: bool
+) -> None:
     out, grad = normal(numel, 0, out_dtype), normal(numel, 1, grad_dtype)
     expected = (out.float() + grad.float() if add else grad).to(out_dtype)
     total = kernels.accumulate(out, grad, add=add)

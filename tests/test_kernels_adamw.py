@@ -9,14 +9,11 @@ import torch
 from offload import kernels
 from offload.kernels import AdamWStep
 from tests.support import rounding_bounds
+from tests.support.kernel_inputs import normal
 
 pytestmark = pytest.mark.numeric
 
 ODD_SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 4095, 4097, 100003]
-
-
-def normal(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 @pytest.mark.parametrize("decoupled", [True, False])

@@ -198,12 +198,12 @@ def test_wrong_tensors_on_a_gpu() -> None:
         cuda.update(partition._replace(grad=partition.grad.cpu()), [])
 
 
-def test_without_a_gpu_it_says_what_it_wants() -> None:
+def test_without_a_gpu_the_error_names_the_need() -> None:
     with pytest.raises(ValueError, match="a CUDA device"):
         cuda.update(arrays(8, torch.float32, torch.float32), [])
 
 
-def test_without_cupy_it_says_what_to_install() -> None:
+def test_without_cupy_the_error_names_the_package() -> None:
     try:
         import cupy  # noqa: F401
     except ImportError:

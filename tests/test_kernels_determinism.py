@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,13 @@ import torch
 from offload import kernels
 from offload.errors import ConfigError
 from offload.kernels import AdamWStep, _native, settings
+from tests.support.kernel_inputs import ISAS, default_settings
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
 NUMEL = 150_001  # five chunks of the team, the last one odd
-ISAS = _native.supported_isas()
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], settings.available_cores())
 
 
 def inputs(numel: int) -> list[torch.Tensor]:
@@ -57,21 +52,21 @@ def run_all(cuts: list[int]) -> str:
     """Every kernel on the same input, its range cut at `cuts`; a digest of all that came out."""
     weight, residual, exp_avg, exp_avg_sq, grad = inputs(NUMEL)
     grad_bf16, joined, out = grad.bfloat16(), torch.empty(NUMEL), torch.zeros(NUMEL, dtype=torch.bfloat16)
-    whole = torch.empty(NUMEL)
-    kernels.join_master(weight, residual, whole)
-    whole_moments = [exp_avg.clone(), exp_avg_sq.clone()]
+    uncut = torch.empty(NUMEL)
+    kernels.join_master(weight, residual, uncut)
+    uncut_moments = [exp_avg.clone(), exp_avg_sq.clone()]
     for start, stop in zip([0, *cuts], [*cuts, NUMEL], strict=True):
         part = slice(start, stop)
         for number in (1, 2):
             step = AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, number, 0.5)
             kernels.adamw(weight[part], residual[part], exp_avg[part], exp_avg_sq[part], grad[part], step)
             step = step._replace(decoupled=False, beta1=0.4)
-            kernels.adamw(whole[part], None, whole_moments[0][part], whole_moments[1][part], grad_bf16[part], step)
+            kernels.adamw(uncut[part], None, uncut_moments[0][part], uncut_moments[1][part], grad_bf16[part], step)
         kernels.join_master(weight[part], residual[part], joined[part])
         kernels.accumulate(out[part], grad[part], add=False)
         kernels.accumulate(out[part], grad_bf16[part], add=True)
     sums = [kernels.sum_squares(grad), kernels.sum_squares(out), kernels.accumulate(out, grad, add=True)]
-    return digest([weight, residual, exp_avg, exp_avg_sq, joined, out, whole, *whole_moments], sums)
+    return digest([weight, residual, exp_avg, exp_avg_sq, joined, out, uncut, *uncut_moments], sums)
 
 
 @pytest.fixture(scope="module")

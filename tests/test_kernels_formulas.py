@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,14 +24,15 @@ from offload.kernels import (
     _native,
     update,
 )
-from offload.kernels import settings as kernel_settings
 from offload.kernels.steps import RULES
 from tests.support import rounding_bounds
+from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
-ISAS = _native.supported_isas()
 F = np.float32
 STEPS: dict[str, Step] = {
     "adamw": AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.1, 7, 0.37),
@@ -49,12 +49,6 @@ STEPS: dict[str, Step] = {
 }
 WEIGHTS = [torch.float32, torch.bfloat16, torch.float16]
 GRADS = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], kernel_settings.available_cores())
 
 
 def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
@@ -89,10 +83,6 @@ def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
     return p + F(-step.lr) * (g + F(step.momentum) * m if step.nesterov else m), m, v
 
 
-def normal(numel: int, seed: int, scale: float = 1.0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)) * scale
-
-
 def partition(
     numel: int, step: Step, weight_dtype: torch.dtype, grad_dtype: torch.dtype, moment_dtype: torch.dtype
 ) -> Partition:
@@ -113,9 +103,9 @@ def partition(
 
 def master_of(part: Partition) -> torch.Tensor:
     if part.residual is not None:
-        whole = torch.empty(part.weight.numel())
-        kernels.join_master(part.weight, part.residual, whole)
-        return whole
+        uncut = torch.empty(part.weight.numel())
+        kernels.join_master(part.weight, part.residual, uncut)
+        return uncut
     return (part.weight if part.master is None else part.master).clone()
 
 
@@ -206,7 +196,7 @@ segment_lists = st.lists(st.integers(0, 70_000), min_size=2, max_size=8, unique=
     st.sampled_from(ISAS),
     st.integers(1, 3),
 )
-def test_no_cut_shows(
+def test_cuts_into_calls_change_no_bit(
     edges: list[int], cuts: list[int], name: str, weight_dtype: torch.dtype, isa: str, threads: int
 ) -> None:
     """Segments with other hyperparameters, in one call, and in calls that are cut anywhere, on any instruction set."""
@@ -216,12 +206,12 @@ def test_no_cut_shows(
     pairs = list(zip(edges[::2], edges[1::2], strict=False))
     segments = [Segment(a, b, base._replace(lr=base.lr * (i + 1))) for i, (a, b) in enumerate(pairs)]
     _native.configure("scalar", 1)
-    whole = clone(start)
-    update(whole, segments)
+    uncut = clone(start)
+    update(uncut, segments)
     untouched = torch.ones(numel, dtype=torch.bool)
     for a, b in pairs:
         untouched[a:b] = False
-    assert torch.equal(whole.weight[untouched], start.weight[untouched])
+    assert torch.equal(uncut.weight[untouched], start.weight[untouched])
     _native.configure(isa, threads)
     parts = clone(start)
     for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
@@ -234,7 +224,7 @@ def test_no_cut_shows(
             None if parts.master is None else parts.master[low:high],
         )
         update(view, inside)
-    assert same(whole, parts)
+    assert same(uncut, parts)
 
 
 @settings(deadline=None, max_examples=examples(60), derandomize=True)
@@ -247,7 +237,9 @@ def test_no_cut_shows(
     st.sampled_from([1, 2, 10, 10**7]),
     st.sampled_from([*STEPS]),
 )
-def test_extreme_values(values: list[tuple[float, float, float, float]], number: int, name: str) -> None:
+def test_extreme_values_follow_the_formula(
+    values: list[tuple[float, float, float, float]], number: int, name: str
+) -> None:
     """Denormals, 1e38, zero variance, infinities: what numpy gives, on every instruction set."""
     step = STEPS[name]
     if isinstance(step, AdamWStep | AdagradStep):

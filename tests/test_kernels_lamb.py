@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
 from offload import kernels
-from offload.kernels import LambSegment, LambStep, Partition, _native, settings
+from offload.kernels import LambSegment, LambStep, Partition, _native
 from offload.kernels.lamb import BLOCK
 from tests.support import rounding_bounds
+from tests.support.kernel_inputs import ISAS, default_settings
+
+__all__ = ["default_settings"]  # fixtures
 
 pytestmark = pytest.mark.numeric
 
-ISAS = _native.supported_isas()
 STEP = LambStep(1e-2, 0.9, 0.99, 1e-6, 0.1, 3, 0.5)
-
-
-@pytest.fixture(autouse=True)
-def default_settings() -> Iterator[None]:
-    yield
-    _native.configure(ISAS[-1], settings.available_cores())
 
 
 def arrays(numel: int, dtype: torch.dtype = torch.float32, grad_dtype: torch.dtype = torch.float32) -> Partition:
@@ -42,9 +37,9 @@ def arrays(numel: int, dtype: torch.dtype = torch.float32, grad_dtype: torch.dty
 def master_of(part: Partition) -> torch.Tensor:
     if part.residual is None:
         return (part.weight if part.master is None else part.master).clone()
-    whole = torch.empty(part.weight.numel())
-    kernels.join_master(part.weight, part.residual, whole)
-    return whole
+    uncut = torch.empty(part.weight.numel())
+    kernels.join_master(part.weight, part.residual, uncut)
+    return uncut
 
 
 @pytest.mark.parametrize("numel", [1, 100, 4096, 10_001])
@@ -68,11 +63,11 @@ def test_a_step_is_the_formula(numel: int, dtype: torch.dtype, grad_dtype: torch
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_no_cut_shows(isa: str, threads: int) -> None:
+def test_cuts_into_chunks_change_no_bit(isa: str, threads: int) -> None:
     numel = 100_003
     _native.configure("scalar", 1)
-    whole = arrays(numel, torch.bfloat16, torch.bfloat16)
-    kernels.lamb(whole, [LambSegment(0, numel, STEP)])
+    uncut = arrays(numel, torch.bfloat16, torch.bfloat16)
+    kernels.lamb(uncut, [LambSegment(0, numel, STEP)])
     _native.configure(isa, threads)
     parts = arrays(numel, torch.bfloat16, torch.bfloat16)
     edges = [0, BLOCK, 10 * BLOCK, 24 * BLOCK, numel]
@@ -90,8 +85,8 @@ def test_no_cut_shows(isa: str, threads: int) -> None:
     ratio = kernels.lamb_ratio(STEP, sums)
     for view, each in zip(views, segments, strict=True):
         kernels.lamb_move(view, each, [ratio])
-    assert torch.equal(whole.weight, parts.weight) and torch.equal(whole.residual, parts.residual)
-    assert all(torch.equal(one, other) for one, other in zip(whole.moments, parts.moments, strict=True))
+    assert torch.equal(uncut.weight, parts.weight) and torch.equal(uncut.residual, parts.residual)
+    assert all(torch.equal(one, other) for one, other in zip(uncut.moments, parts.moments, strict=True))
 
 
 def test_each_parameter_has_its_ratio() -> None:
@@ -114,7 +109,7 @@ def test_a_norm_of_zero_has_ratio_one() -> None:
     assert kernels.lamb_ratio(step, [wide]) == 10.0
 
 
-def test_bad_input() -> None:
+def test_bad_input_is_refused() -> None:
     part = arrays(8)
     with pytest.raises(ValueError, match="within 8 elements"):
         kernels.lamb(part, [LambSegment(0, 9, STEP)])

@@ -51,7 +51,7 @@ def check(master: torch.Tensor) -> None:
     assert torch.equal(weight.view(torch.int16)[plain], master.bfloat16().view(torch.int16)[plain])
 
 
-def test_edge_patterns() -> None:
+def test_edge_patterns_are_split_exactly() -> None:
     check(from_bits(EDGES + NANS))
 
 
@@ -63,7 +63,7 @@ def test_every_weight_with_several_low_halves() -> None:
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), max_size=70))
-def test_any_pattern(bits: list[int]) -> None:
+def test_any_pattern_is_split_exactly(bits: list[int]) -> None:
     check(from_bits(bits))
 
 

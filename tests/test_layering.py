@@ -271,7 +271,7 @@ def test_what_goes_up_is_noticed(module: str, source: str, expected: list[str]) 
     assert broken(module, source) == expected
 
 
-def test_import_is_light() -> None:
+def test_importing_offload_is_light() -> None:
     """The package neither needs nor loads what belongs to an extra or to the command line."""
     extras = ("transformers", "accelerate", "matplotlib", "typer", "rich")
     code = f"import offload, sys; print([m for m in {extras} if m in sys.modules])"

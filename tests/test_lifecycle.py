@@ -299,17 +299,17 @@ class Trespassing(Dataset[Any]):
             "zero_grad": engine.zero_grad,
             "state_dict": lambda: engine.module.state_dict(),
         }
-        told = {}
+        figures = {}
         for name, call in calls.items():
             try:
                 call()
-                told[name] = "nothing"
+                figures[name] = "nothing"
             except Exception as error:
-                told[name] = type(error).__name__
+                figures[name] = type(error).__name__
         # These do nothing at all in a child, or its end would be the end of its parent's run.
         engine.destroy(remove=True)
-        engine._core.ending.at_exit()
-        return told
+        engine._core.shutdown.at_exit()
+        return figures
 
 
 @pytest.mark.works("Engines and processes", "the engine called in a forked worker", "refused")
@@ -325,8 +325,8 @@ def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path) -> None:
             old = job.loss(engine, 9, 0)
             trespassing = Trespassing(engine, old)
             loader = DataLoader(trespassing, batch_size=None, num_workers=1, multiprocessing_context="fork", timeout=60)
-            (told,) = loader
-            assert set(told.values()) == {UsageError.__name__}, told
+            (figures,) = loader
+            assert set(figures.values()) == {UsageError.__name__}, figures
     engine.destroy(remove=True)
     assert losses == run(job, DISK, tmp_path / "plain").losses
 

@@ -123,9 +123,9 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 def test_help_loads_nothing() -> None:
     of = ("info", "probe", "plan", "tune", "train", "inspect", "verify", "export", "rm", "report")
     asked = [(), *((each,) for each in of), ("bench",), ("bench", "io"), ("bench", "adam"), ("bench", "swap")]
-    for command, (code, said, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
-        assert (code, found) == (0, []), (command, said)
-        assert "Usage: " in said or said.strip() == offload.__version__
+    for command, (code, output, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
+        assert (code, found) == (0, []), (command, output)
+        assert "Usage: " in output or output.strip() == offload.__version__
 
 
 def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded() -> None:
@@ -136,9 +136,9 @@ def test_an_option_that_cannot_be_is_refused_before_anything_is_loaded() -> None
         ("train", "--no-such-option"),
         ("export", "run", "out", "--dtype", "int8"),
     ]
-    for command, (code, said, found) in commands(*wrong).items():
+    for command, (code, output, found) in commands(*wrong).items():
         option = next(word for word in command if word.startswith("--"))
-        assert (code, found) == (2, []) and option in said
+        assert (code, found) == (2, []) and option in output
 
 
 def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:

@@ -87,7 +87,7 @@ def test_all_lines_are_counted(source: str, lines: int) -> None:
     assert lines_by_room.count_file("a.py", source).lines == lines
 
 
-def test_rooms_add_up(tree: Path) -> None:
+def test_lines_of_rooms_add_up(tree: Path) -> None:
     files = lines_by_room.count_tree(tree)
     rows = {row.room: row for row in lines_by_room.by_room(files)}
     assert list(rows) == ["(root)", "aio", "engine", "engine/optim"]

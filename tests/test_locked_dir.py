@@ -1,4 +1,4 @@
-"""The lock on a folder: one holder, who has told its name; it ends with its process, or for all by `remove`."""
+"""The lock on a folder has one named holder; it ends with its process, or for all by `remove`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_forked_child_neither_ends_nor_keeps_it(tmp_path: Path) -> None:
         os.waitpid(stays, 0)
 
 
-def test_a_file_system_without_locks_keeps_nobody_out_and_says_so(
+def test_a_file_system_without_locks_is_warned_of_and_excludes_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuses(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`--lora`: what may be typed, and the adapters that a model gets by it."""
+"""`--lora` accepts the documented options and gives a model those adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.model_folders import llama_config
 from tests.support.models import gpt2
 
 
-def test_what_was_typed() -> None:
+def test_options_are_parsed() -> None:
     assert parse_lora("r=16") == Lora(16, 32.0)
     assert parse_lora("r=4, alpha=2.5,dropout=0.05,targets=q_proj+v_proj") == Lora(4, 2.5, 0.05, ("q_proj", "v_proj"))
 
@@ -36,7 +36,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_cannot_be(text: str) -> None:
+def test_wrong_options_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=WRONG[text]):
         parse_lora(text)
 
@@ -73,7 +73,7 @@ def test_a_target_that_the_model_has_not() -> None:
         adapt(llama(), Lora(4, 8.0, 0.0, ("q_proj", "c_attn")))
 
 
-def test_without_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload\[hf\]'"):
         adapt(llama(), Lora(4, 8.0))

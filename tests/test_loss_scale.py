@@ -151,12 +151,12 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(tmp_path: Path) -> None
 def test_the_scale_is_resumed(tmp_path: Path) -> None:
     fp16 = {"initial_scale_power": 4, "loss_scale_window": 2}
     sizes = [60000.0, 60000.0, 1.0, 1.0, 60000.0, 60000.0, 1.0]
-    whole = engine_of(tmp_path / "whole", fp16)
+    unbroken = engine_of(tmp_path / "whole", fp16)
     expected = []
     for size in sizes:
-        step(whole, size)
-        expected.append((whole.loss_scale, whole.skipped_steps, weights(whole).tolist()))
-    whole.destroy(remove=True)
+        step(unbroken, size)
+        expected.append((unbroken.loss_scale, unbroken.skipped_steps, weights(unbroken).tolist()))
+    unbroken.destroy(remove=True)
     found = []
     for size in sizes:
         engine = engine_of(tmp_path / "parts", fp16, resume="auto")

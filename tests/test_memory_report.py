@@ -1,4 +1,4 @@
-"""`engine.memory_report()` adds up to RSS, and names what the budgets hold."""
+"""`engine.memory_report()` adds up to RSS, and names the contents of the budgets."""
 
 from __future__ import annotations
 

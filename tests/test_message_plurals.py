@@ -1,4 +1,4 @@
-"""What there is one of is told as one, and what there is none of is not told as a number."""
+"""Messages use the singular for one, and no number for none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one(**more: Any) -> nn.Module:
     return nn.Linear(4, 1, bias=False, **more)
 
 
-def test_one_parameter_is() -> None:
+def test_one_parameter_is_singular() -> None:
     with pytest.raises(ConfigError, match=r"^1 parameter is trainable, but there is no optimizer"):
         offload.initialize(model=one(), config=CONFIG)
     with pytest.raises(ConfigError, match=r"^2 parameters are trainable, but"):
@@ -40,19 +40,19 @@ def test_a_parameter_that_is_no_float_is_one() -> None:
         offload.initialize(model=model, config=CONFIG | ADAM)
 
 
-@pytest.mark.parametrize(("clip", "words"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
-def test_the_line_of_a_start(clip: float, words: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(("clip", "message"), [(0, "not clipped"), (0.5, "clipped to a norm of 0.5")])
+def test_the_line_of_a_start(clip: float, message: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "offload")
     engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_clipping": clip})[0]
     try:
-        assert f"gradients {words}\n" in caplog.text
+        assert f"gradients {message}\n" in caplog.text
         assert "config: 1 sample a step = 1 in a micro-batch * 1 micro-batch * 1 rank" in caplog.text
         assert not re.search(r"\b1 \w+s\b(?! (a|of))", caplog.text.replace("1 is", "")), caplog.text
     finally:
         engine.destroy()
 
 
-def test_one_backward_ran() -> None:
+def test_one_backward_is_singular() -> None:
     engine = offload.initialize(model=one(), config=CONFIG | ADAM | {"gradient_accumulation_steps": 2})[0]
     try:
         engine.backward(engine(torch.ones(1, 4)).mean())

@@ -1,4 +1,4 @@
-"""Experts that no token visits: modules cost no read and no update; one fused parameter is updated as torch would."""
+"""Experts that no token visits cost no read and no update; one fused parameter is updated as torch would."""
 
 from __future__ import annotations
 
@@ -227,18 +227,18 @@ def test_decay_of_what_no_token_visits(tmp_path: Path) -> None:
         assert stays == torch.equal(last[name][of_it], first[name][of_it])
 
 
-def test_resumed(tmp_path: Path) -> None:
+def test_a_run_with_unvisited_experts_resumes(tmp_path: Path) -> None:
     """How often each expert was updated comes back too: the correction of its moments depends on it."""
     job = JOB._replace(dtype="bf16")
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     losses = []
     for steps in (range(3), range(3, job.steps)):
         engine = start(job, DISK, tmp_path / "parts", resume="auto")
         losses += [train_step(engine, job, step) for step in steps]
         weights = weights_of(engine)
         engine.destroy(remove=steps.stop == job.steps)
-    assert losses == whole.losses
-    assert_same_tensors(weights, whole.weights)
+    assert losses == unbroken.losses
+    assert_same_tensors(weights, unbroken.weights)
 
 
 def mixtral(implementation: str) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Whatever a model is made of: the same bits on disk with room for two units as in memory, and as ordinary PyTorch."""
+"""A model of any modules has the same bits on disk with room for two units as in memory, and trains as in PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of each step: they are what happened, they cost no bit, no step is there twice, no writer ends a run."""
+"""The numbers of each step are right, cost no bit, and each step occurs once in the files."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def test_phases_lie_within_a_step_and_waits_within_phases(tmp_path: Path) -> Non
     phases = [values(tmp_path, f"Train/Samples/elapsed_time_ms_{name}") for name in ("forward", "backward", "step")]
     causes = ("reads", "updates", "commits", "memory", "uploads")
     waits = [values(tmp_path, f"Offload/wait_for_{name}_seconds") for name in causes]
-    for whole, *parts in zip(values(tmp_path, "Offload/seconds"), *phases, *waits, strict=True):
+    for total, *parts in zip(values(tmp_path, "Offload/seconds"), *phases, *waits, strict=True):
         assert min(parts[:3]) > 0 and min(parts) >= 0
-        assert sum(parts[:3]) / 1000 <= whole
-        assert sum(parts[3:]) <= whole
+        assert sum(parts[:3]) / 1000 <= total
+        assert sum(parts[3:]) <= total
     assert sum(values(tmp_path, "Offload/update_kernels_seconds")) > 0
 
 
@@ -88,7 +88,7 @@ def test_without_a_breakdown_nothing_listens_inside_of_a_step(tmp_path: Path) ->
     assert min(values(tmp_path, "Offload/seconds")) > 0
 
 
-def test_nothing_is_measured_where_nobody_is_told(tmp_path: Path) -> None:
+def test_nothing_is_measured_without_a_monitor(tmp_path: Path) -> None:
     engine = start(tmp_path, keys={"csv_monitor": {"enabled": False}, "steps_per_print": math.inf})
     assert engine._core.components.meter is None and engine._core.components.timeline is OFF and engine.measured == {}
     engine.destroy(remove=True)
@@ -109,7 +109,7 @@ def test_a_time_line_goes_on_beside_it(tmp_path: Path) -> None:
     assert values(tmp_path, "Train/Samples/elapsed_time_ms_step") == pytest.approx(steps)
 
 
-def test_every_wait_of_the_parts_has_a_cause() -> None:
+def test_every_wait_of_a_component_has_a_cause() -> None:
     room = Path(offload.__file__).parent
     found = set()
     for path in [*room.glob("swapper/**/*.py"), *room.glob("engine/**/*.py")]:
@@ -143,7 +143,7 @@ def test_a_loss_that_the_user_has_divided_is_added_up(tmp_path: Path) -> None:
     assert values(tmp_path, "Train/Samples/train_loss") == [float(parts[0] + parts[1])]
 
 
-def test_a_skipped_step_is_told_and_one_that_raised_is_none(tmp_path: Path) -> None:
+def test_a_skipped_step_is_recorded_and_one_that_raised_is_not(tmp_path: Path) -> None:
     for word, count in (("skip", 2), ("raise", 1)):
         folder = tmp_path / word
         engine = start(folder, JOB._replace(accumulation=1), on_nonfinite=word)
@@ -183,7 +183,7 @@ def test_a_resumed_run_goes_on_with_the_files(tmp_path: Path) -> None:
     for step in range(3):
         train_step(engine, JOB, step)
     engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
     kept = rows(tmp_path, "Train/Samples/train_loss")
     with (tmp_path / "job" / "Train_Samples_train_loss.csv").open("a") as file:
         file.write("8,0.")  # of a step that a kill has torn
@@ -241,7 +241,7 @@ def test_a_run_that_starts_over_keeps_the_files_of_the_one_before(tmp_path: Path
         ("step,lr\n16,2\n", None),
     ],
 )
-def test_whole_lines_of_earlier_steps_are_kept(before: str, after: str | None, tmp_path: Path) -> None:
+def test_complete_lines_of_earlier_steps_are_kept(before: str, after: str | None, tmp_path: Path) -> None:
     path = tmp_path / "Train_Samples_lr.csv"
     path.write_text(before, newline="")
     cut(path, 16)
@@ -259,9 +259,9 @@ def _train_on_a_rank(folder: Path) -> tuple[bool, int]:
     engine = start(folder)
     for step in range(2):
         train_step(engine, JOB, step)
-    told = engine._core.components.meter is not None
+    measured = engine._core.components.meter is not None
     engine.destroy(remove=True)
-    return told, engine.global_samples
+    return measured, engine.global_samples
 
 
 def test_rank_0_alone_writes(tmp_path: Path) -> None:

@@ -62,15 +62,15 @@ class Broken:
 
 
 def test_a_writer_that_fails_is_one_warning_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
-    broken, whole = Broken(2), Broken(100)
-    reporter = Reporter(None, {"broken": lambda: broken, "whole": lambda: whole})
+    broken, intact = Broken(2), Broken(100)
+    reporter = Reporter(None, {"broken": lambda: broken, "whole": lambda: intact})
     reporter.open()
     for step in range(1, 6):
         reporter.tell(record(step))
     reporter.close()
     reporter.close()
-    assert (broken.seen, whole.seen) == ([1, 2], [1, 2, 3, 4, 5])
-    assert (broken.closed, whole.closed) == (1, 1)
+    assert (broken.seen, intact.seen) == ([1, 2], [1, 2, 3, 4, 5])
+    assert (broken.closed, intact.closed) == (1, 1)
     first, last = (each.getMessage() for each in caplog.records)
     assert '"broken" after step 2' in first and "No space left" in first
     assert '"whole" was not closed' in last
@@ -218,7 +218,7 @@ def test_the_line_counts_the_samples_that_there_were(capsys: pytest.CaptureFixtu
     shown = Line(2, 8, memory=False)
     for step, samples in ((1, 8), (2, 10), (3, 12), (4, 14), (3, 12), (4, 16)):
         shown.write(record(step)._replace(samples=samples))
-    rates = [words.split(", ")[2] for words in capsys.readouterr().err.splitlines()]
+    rates = [message.split(", ")[2] for message in capsys.readouterr().err.splitlines()]
     assert rates == ["10.0 samples/s", "4.0 samples/s", "6.0 samples/s"]  # after going back first as many as before
 
 
@@ -275,7 +275,7 @@ def test_infinity_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
+    ("keys", "message"),
     [
         ({"steps_per_print": -1}, "steps_per_print.*greater than or equal to 0"),
         ({"steps_per_print": True}, "steps_per_print should be a number"),
@@ -285,8 +285,8 @@ def test_infinity_in_a_file(tmp_path: Path) -> None:
         ({"wandb": {"enabled": True, "entity": "x"}}, "unknown key wandb.entity"),
     ],
 )
-def test_what_is_wrong_is_named(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_what_is_wrong_is_named(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(keys)
 
 

@@ -1,4 +1,4 @@
-"""Objects are complete when they exist: nobody puts a callable into one, or replaces its method, afterwards."""
+"""Objects are complete when constructed: nothing puts a callable into one, or replaces its method, afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users do with an optimizer of torch, an engine's does too: states, groups, numbers, steps, hooks."""
+"""An engine's optimizer supports what users do with torch's: states, groups, numbers, steps, hooks."""
 
 from __future__ import annotations
 
@@ -116,7 +116,9 @@ def test_the_state_of_an_optimizer_of_torch_is_taken_over(tmp_path: Path) -> Non
 
 
 @pytest.mark.numeric
-def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parameter_without_a_state_starts_anew_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in torch, where a state that is loaded takes the place of all that was there."""
     model, engine = _model(), _start(tmp_path)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -127,7 +129,7 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
         del state["state"][number]
     optimizer.load_state_dict(copy.deepcopy(state))
     engine.optimizer.load_state_dict(copy.deepcopy(state))
-    assert caplog.text.count("lacks the state of 2 of 4 trained parameters; their moments begin at zero") == 1
+    assert caplog.text.count("lacks the state of 2 parameters, of 4 that train; their moments begin at zero") == 1
     assert engine.optimizer.state_dict()["state"].keys() == {1, 2}
     _plain(model, optimizer, 2)
     _close(_train(engine, 2), model)
@@ -136,7 +138,7 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         ({}, 'a dict with "state" and "param_groups", got'),
         (5, "got int"),
@@ -155,10 +157,10 @@ def test_a_parameter_without_a_state_begins_anew_and_is_told(tmp_path: Path, cap
         ({"state": {}, "param_groups": [{"params": [0, 1, 2, 3], "lr": math.nan}]}, "lr of group 0 is nan"),
     ],
 )
-def test_what_is_no_state_changes_nothing(state: Any, words: str, tmp_path: Path) -> None:
+def test_what_is_no_state_changes_nothing(state: Any, message: str, tmp_path: Path) -> None:
     engine = _start(tmp_path)
     before = _train(engine, 0)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         engine.optimizer.load_state_dict(state)
     assert_same_tensors(engine.state_dict(), before)
     _train(engine, 1)
@@ -256,14 +258,14 @@ def test_a_momentum_that_comes_later_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "words"),
+    ("group", "message"),
     [(None, "got NoneType"), ([], "got list"), ({"lr": 1.0}, '"params"'), ({"betas": (0.5,)}, "betas")],
 )
-def test_a_group_that_is_none(group: Any, words: str, tmp_path: Path) -> None:
+def test_a_group_that_is_none(group: Any, message: str, tmp_path: Path) -> None:
     engine = _start(tmp_path)
     if isinstance(group, dict) and "betas" in group:
         group["params"] = list(engine.module[0].parameters())
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         engine.optimizer.add_param_group(group)
     assert len(engine.optimizer.param_groups) == 1
     _train(engine, 0)

@@ -1,4 +1,4 @@
-"""Each optimizer of a config does what torch's does, in each dtype, with the same bits wherever its states live."""
+"""Each optimizer of a config computes what torch's does, in each dtype, with the same bits in any tier."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_lamb_has_the_same_bits_in_tiles_of_any_size(
 ) -> None:
     """Where a unit is several tiles, norms come first and moments are made twice."""
     job = Job(_wide, _square, steps=3, dtype=dtype, optimizer="Lamb", lr=1e-2)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     small_pieces(monkeypatch)
     for placement in SOME:
         settings = config(job, placement, tmp_path / "-".join(placement))
@@ -84,7 +84,7 @@ def test_lamb_has_the_same_bits_in_tiles_of_any_size(
         for step in range(job.steps):
             train_step(engine, job, step)
         found = engine.module.state_dict()
-        assert_same_tensors(found, whole.weights, str(placement))
+        assert_same_tensors(found, unbroken.weights, str(placement))
         engine.destroy(remove=True)
 
 
@@ -102,7 +102,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(dtype=dtype)
-    whole = run(job, DISK, tmp_path / "whole")
+    unbroken = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "run")
     losses = [train_step(engine, job, step) for step in range(2)]
     engine.save_checkpoint(tmp_path / "saved")
@@ -111,11 +111,11 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_p
     resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
     weights = engine.module.state_dict()
     engine.destroy(remove=True)
-    assert resumed == whole.losses
-    assert_same_tensors(weights, whole.weights)
+    assert resumed == unbroken.losses
+    assert_same_tensors(weights, unbroken.weights)
     engine = start(job, ("cpu", "none"), tmp_path / "other")
     engine.load_checkpoint(tmp_path / "saved")
-    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == whole.losses
+    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == unbroken.losses
     engine.destroy(remove=True)
 
 

@@ -1,4 +1,4 @@
-"""Documents become rows: each token once, learned as it would be alone, in an order that seed and step alone decide."""
+"""Documents become rows: each token once, learned as it would be alone, in an order of seed and step alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_text_is_learned_to_its_end() -> None:
     assert len(empty.ids) == 0
 
 
-def test_of_a_chat_the_assistants_words_where_the_template_marks_them() -> None:
+def test_only_assistant_tokens_of_a_chat_are_learned_if_marked() -> None:
     marking = tokenizer(MARKING_TEMPLATE)
     assert one(Chat("", SAID), marking) == ("<|user|>hi<|assistant|>yes</s><|user|>so", "yes</s>")
     whole = "<|user|>hi</s><|assistant|>yes</s><|user|>so</s>"
@@ -205,7 +205,7 @@ def test_where_they_would_each_has_a_row_of_its_own() -> None:
     )
 
 
-def test_a_long_text_is_encoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_text_is_encoded_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     by, text = tokenizer(), "one two\n" * 20
     (whole,) = encode([Text("", text)], by)
     monkeypatch.setattr("offload.finetune.corpus.packing._AT_ONCE", 10)
@@ -261,12 +261,12 @@ def test_a_checksum_tells_data_apart() -> None:
     assert Rows(other, 2, 2, 0).checksum != plain.checksum
 
 
-def test_a_person_is_told_what_is_learned() -> None:
+def test_the_learned_tokens_are_reported() -> None:
     records: list[Record] = [Chat("", SAID), Completion("", "p" * 9, "c"), Completion("", "p", "c" * 99)]
     for template, words in ((MARKING_TEMPLATE, "the assistant's words"), (PLAIN_TEMPLATE, "all words")):
         by = tokenizer(template)
         packed = pack(encode(records, by), 8)
-        said = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
-        assert f"chats: {words} are learned" in said and "the completions are learned" in said
-        assert "3 documents in 2 rows of 8 tokens" in said
-        assert "3 documents are longer than a row, and cut" in said and "1 document is left out" in said
+        output = "\n".join(notices(packed, Rows(packed, 1, 1, 0), Counter(map(type, records)), by))
+        assert f"chats: {words} are learned" in output and "the completions are learned" in output
+        assert "3 documents in 2 rows of 8 tokens" in output
+        assert "3 documents are longer than a row, and cut" in output and "1 document is left out" in output

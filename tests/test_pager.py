@@ -1,4 +1,4 @@
-"""The pager alone, over a store in memory: whose lease may be taken, and what a unit that streams looks like."""
+"""The pager, over a store in memory, evicts only buffers that may go, and streams a unit that is too large."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ def pager_of(pages: list[int], weights: int, device: int, trace: list[int] | Non
     return pager, store
 
 
-def test_the_lease_of_an_update_that_has_begun_stays() -> None:
+def test_the_host_buffer_of_a_running_update_stays() -> None:
     pager, store = pager_of([1, 1, 1], weights=2, device=3)
     pager.acquire(0)
     pager.release(0)
     pager.begin_updates([0])
-    lease = pager.weight_updates.buffer_for(0)
-    assert lease is not None and pager.weight_updates.holds_weights(0)
+    host_buffer = pager.weight_updates.buffer_for(0)
+    assert host_buffer is not None and pager.weight_updates.holds_weights(0)
     for unit in (1, 2, 1, 2):
         assert bool((pager.acquire(unit) == unit + 1).all())
         pager.release(unit)
-    assert pager._entries[0].lease is lease
+    assert pager._entries[0].host_buffer is host_buffer
     pager.weight_updates.weights_ready(0, True, False)
     pager.acquire(0)
     assert [unit for unit, _ in store.reads].count(0) == 1
 
 
-def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
+def test_the_host_buffer_of_a_pending_update_can_be_evicted() -> None:
     """It is only old weights; the update that comes first needs the memory."""
     pager, _ = pager_of([1, 1, 1], weights=2, device=3, trace=[0, 1, 2, 2, 1, 0])
     for unit in (1, 2):
@@ -82,7 +82,7 @@ def test_the_lease_of_an_update_that_has_not_begun_may_go() -> None:
     assert pager.weight_updates.holds_weights(1)
 
 
-def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
+def test_a_unit_that_is_about_to_be_used_keeps_its_host_buffer() -> None:
     """Its use has been told to the trace, which looks beyond it already."""
     pager, _ = pager_of([1, 1, 1], weights=2, device=3)
     for unit in (0, 1):
@@ -98,11 +98,11 @@ def test_a_unit_that_somebody_is_about_to_use_keeps_its_lease() -> None:
     pager.table.access_order.use(0)
     assert pager.table.access_order.distance(0) > pager.table.access_order.distance(2), "the trace alone would take it"
     assert pager.weight_updates.buffer_for(2) is None
-    assert entry.lease is not None
+    assert entry.host_buffer is not None
     entry.pins -= 1
 
 
-def test_a_unit_larger_than_a_lease_comes_in_pieces() -> None:
+def test_a_unit_larger_than_a_host_buffer_is_streamed_in_chunks() -> None:
     pager, store = pager_of([7, 1], weights=4, device=8)
     assert pager.streams(0) and not pager.streams(1) and not pager.weight_updates.delivers(0)
     assert bool((pager.acquire(0) == 1).all())

@@ -1,4 +1,4 @@
-"""Between steps a model under an engine is an ordinary model: what users read is right, what they change is kept.
+"""Between steps a model under an engine is an ordinary model: reads are right, and changes are kept.
 
 Each action runs between the second and the third of four steps: on an ordinary model, with all states in memory, with
 all of them on disk and room for two units on the device. The same values come out, and training goes on the same.
@@ -393,11 +393,11 @@ REFUSED: dict[str, tuple[Action, str]] = {
 @pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", REFUSED, "refused"))
 def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
     job = GPT2._replace(steps=3)
-    action, words = REFUSED[name]
+    action, message = REFUSED[name]
     engine = start(job, DISK, tmp_path / "refused", device_memory=room_for(job, 2))
     losses = []
     for step in range(job.steps):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             action(engine.module)
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)

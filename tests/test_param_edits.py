@@ -88,23 +88,23 @@ def test_an_edit_is_committed(dtype: str, placement: tuple[str, str], tmp_path: 
             for parameter in engine.module.transformer.h[1].parameters():
                 parameter.mul_(0.5)
 
-    whole = start(job, placement, tmp_path / "whole")
+    unbroken = start(job, placement, tmp_path / "whole")
     cut = start(job, placement, tmp_path / "cut")
     expected, found = [], []
     for step in range(3):
-        expected.append(train_step(whole, job, step))
+        expected.append(train_step(unbroken, job, step))
         found.append(train_step(cut, job, step))
-    edit(whole)
+    edit(unbroken)
     edit(cut)
     cut.destroy()
     cut = start(job, placement, tmp_path / "cut", resume="must")
     assert cut.global_steps == 3
     for step in range(3, job.steps):
-        expected.append(train_step(whole, job, step))
+        expected.append(train_step(unbroken, job, step))
         found.append(train_step(cut, job, step))
     assert found == expected
-    assert_same_tensors(cut.module.state_dict(), whole.module.state_dict())
-    whole.destroy(remove=True)
+    assert_same_tensors(cut.module.state_dict(), unbroken.module.state_dict())
+    unbroken.destroy(remove=True)
     cut.destroy(remove=True)
 
 

@@ -1,4 +1,4 @@
-"""Groups of parameters after `initialize`: added for what trains on, as in torch, or an error that says what to do."""
+"""Parameter groups after `initialize` are added as in torch, or are an error with the fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def undo(optimizer: Any, groups: list[Any]) -> None:
 @pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
 @pytest.mark.parametrize("change", [add, remove])
 @pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])
-def test_groups_stay(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
+def test_groups_stay_through_training(change: Callable[[Any], None], own: bool, tmp_path: Path) -> None:
     """Said when it is done or, of the torch optimizer that was given, at the next step, which can then be taken."""
     torch.manual_seed(JOB.seed)
     model = Layers()
@@ -130,10 +130,10 @@ def test_a_run_with_added_groups_is_resumed_with_as_many(tmp_path: Path) -> None
         engine.destroy(remove=steps.stop == JOB.steps)
         return losses, weights
 
-    whole = part(range(JOB.steps))
+    unbroken = part(range(JOB.steps))
     first, second = part(range(5)), part(range(5, JOB.steps))
-    assert first[0] + second[0] == whole[0]
-    assert_same_tensors(second[1], whole[1])
+    assert first[0] + second[0] == unbroken[0]
+    assert_same_tensors(second[1], unbroken[1])
 
 
 def _stranger(engine: Any) -> dict[str, Any]:
@@ -162,12 +162,12 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Any]], Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_group_that_cannot_be(case: str, tmp_path: Path) -> None:
     """Nothing has changed then, and training goes on."""
-    made, schedule, words = REFUSED[case]
+    made, schedule, message = REFUSED[case]
     content = config(JOB, DISK, tmp_path / "refused") | ({"scheduler": schedule} if schedule else {})
     torch.manual_seed(JOB.seed)
     engine, optimizer, *_ = offload.initialize(model=Layers(), config=content)
     before = [list(map(id, group["params"])) for group in optimizer.param_groups]
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=message):
         optimizer.add_param_group(made(engine))
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == before
     for step in range(2):

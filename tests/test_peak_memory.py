@@ -1,4 +1,4 @@
-"""Host memory is one number: the peak RSS of a run is a formula of the sizes, not of luck."""
+"""Host memory is one number: the peak RSS of a run follows a formula of the sizes."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def test_peak_and_bytes_are_the_formula(model: Callable[[], torch.nn.Module], tm
         pytest.param("cpu", {"durability": "none"}, 20, id="and nothing written through"),
     ],
 )
-def test_bytes_of_a_step(weights: str, options: dict[str, Any], expected: int, tmp_path: Path) -> None:
+def test_a_step_moves_the_bytes_of_the_formula(
+    weights: str, options: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
     """By the kernel's own count of what this process has read and written, for each parameter."""
     job = Job(narrow, loss, steps=6, dtype="bf16")
     if options.get("host_memory") == "least":

@@ -1,4 +1,4 @@
-"""Adapters of peft over a model that comes from a folder: what is frozen stays, what trains is saved."""
+"""Adapters of peft over a model from a folder: frozen weights stay, adapters train and are saved."""
 
 from __future__ import annotations
 

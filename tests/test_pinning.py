@@ -116,9 +116,9 @@ class FakeEvent:
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, FakeCuda]]:
     """Gives a device over a fake CUDA, which pins `piece` bytes at a time."""
 
-    def make(refuse: Callable[[int], bool] = lambda call: False, piece: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
+    def make(refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
         cuda, stream = FakeCuda(refuse), FakeStream()
-        monkeypatch.setattr(device_module, "PIECE", piece)
+        monkeypatch.setattr(device_module, "PIECE", chunk)
         monkeypatch.setattr(torch, "ones", cuda.ones)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
         for name, value in {
@@ -159,7 +159,7 @@ SIZES = [1, PAGE, SMALL - PAGE, SMALL - 1, SMALL, SMALL + 1, SMALL + PAGE, 3 * S
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_all_of_it_is_pinned_in_pieces_and_given_back(
+def test_all_memory_is_pinned_in_chunks_and_released(
     nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, cuda = install()
@@ -177,7 +177,7 @@ def test_all_of_it_is_pinned_in_pieces_and_given_back(
     assert not caplog.records
 
 
-def test_no_bytes(install: Install) -> None:
+def test_an_empty_range_is_not_pinned(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(0)
     assert device.register(memory) == 0
@@ -202,21 +202,21 @@ def test_what_is_refused_stays_ordinary_memory(
     assert sum(name == "unregister" for name, _ in cuda.calls) == min(granted, -(-nbytes // SMALL))
 
 
-def test_the_warning_says_how_much_why_what_it_costs_and_what_to_do(
+def test_the_warning_contains_the_amount_the_reason_the_cost_and_the_fix(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, _ = install(lambda call: call == 2)
     device.register(host_memory(5 * SMALL))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("offload", logging.WARNING)
-    said = record.getMessage()
+    message = record.getMessage()
     for word in ("pins 32.0 KiB of 80.0 KiB", "other 48.0 KiB: out of memory (CUDA error 2)", "a third to a half"):
-        assert word in said
+        assert word in message
     for word in ("overlap with compute", "ulimit -l", '"host_memory"'):
-        assert word in said
+        assert word in message
 
 
-def test_two_memories(install: Install) -> None:
+def test_two_allocations_are_pinned_independently(install: Install) -> None:
     device, cuda = install(lambda call: call == 4)
     one, other = host_memory(3 * SMALL), host_memory(3 * SMALL)
     assert device.register(one) == 3 * SMALL and device.register(other) == SMALL
@@ -229,7 +229,7 @@ def test_two_memories(install: Install) -> None:
     assert not cuda.pinned
 
 
-def test_a_piece_that_is_not_given_back_does_not_keep_the_others(install: Install) -> None:
+def test_a_chunk_that_stays_pinned_does_not_keep_the_others(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(4 * SMALL)
     device.register(memory)
@@ -280,17 +280,17 @@ addresses = st.integers(0, 60)
 
 
 @given(addresses, addresses, st.sets(addresses))
-def test_stretches_make_up_the_whole_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
-    stretches = cut(start, start + nbytes, sorted(borders))
-    assert stretches[0][0] == start and stretches[-1][1] == start + nbytes
-    assert all(one[1] == other[0] for one, other in pairwise(stretches))
-    assert not any(first < border < last for first, last in stretches for border in borders)
+def test_ranges_cover_the_memory_and_cross_no_border(start: int, nbytes: int, borders: set[int]) -> None:
+    ranges = cut(start, start + nbytes, sorted(borders))
+    assert ranges[0][0] == start and ranges[-1][1] == start + nbytes
+    assert all(one[1] == other[0] for one, other in pairwise(ranges))
+    assert not any(first < border < last for first, last in ranges for border in borders)
     inside = {border for border in borders if start < border < start + nbytes}
-    assert len(stretches) == len(inside) + 1, "and no more than that"
+    assert len(ranges) == len(inside) + 1, "and no more than that"
 
 
 @pytest.mark.parametrize("granted", range(5))
-def test_a_copy_over_borders_is_whole(granted: int, install: Install) -> None:
+def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None:
     device, _ = install(lambda call: call >= granted)
     memory, away = host_memory(4 * SMALL), torch.zeros(4 * SMALL, dtype=torch.uint8)
     device.register(memory)
@@ -340,7 +340,7 @@ def test_training_does_not_see_what_is_pinned(
 # -- where it lies ------------------------------------------------------------------------------------
 
 
-def test_the_arena_says_how_much_is_pinned(install: Install) -> None:
+def test_the_arena_reports_the_pinned_bytes(install: Install) -> None:
     device, _ = install(lambda call: call == 1)
     arena = HostArena(Classes(SMALL, SMALL, PAGE, 0), device)
     assert (arena.nbytes, arena.pinned_bytes) == (2 * SMALL + PAGE, SMALL)
@@ -348,18 +348,18 @@ def test_the_arena_says_how_much_is_pinned(install: Install) -> None:
     assert HostArena(Classes(PAGE, 0, 0, 0), Device(torch.device("cpu"))).pinned_bytes == 0
 
 
-def test_pieces_are_of_whole_huge_pages() -> None:
+def test_chunks_consist_of_complete_huge_pages() -> None:
     assert PIECE % (2 << 20) == 0
 
 
 GPU = SimpleNamespace(pci_domain_id=0x10000, pci_bus_id=0xDC, pci_device_id=3)
 
 
-@pytest.mark.parametrize(("said", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
-def test_the_node_of_a_gpu(said: str | None, node: int | None, tmp_path: Path) -> None:
-    if said is not None:
+@pytest.mark.parametrize(("message", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("", None), (None, None)])
+def test_the_node_of_a_gpu(message: str | None, node: int | None, tmp_path: Path) -> None:
+    if message is not None:
         (tmp_path / "10000:dc:03.0").mkdir()
-        (tmp_path / "10000:dc:03.0" / "numa_node").write_text(said)
+        (tmp_path / "10000:dc:03.0" / "numa_node").write_text(message)
     assert memory_node(GPU, tmp_path) == node
     assert memory_node(SimpleNamespace(), tmp_path) is None, "an older torch"
 
@@ -390,7 +390,7 @@ REAL = 2 << 20
 
 
 @pytest.mark.gpu
-def test_pieces_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_module, "PIECE", REAL)
     device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
     memory = host_memory(3 * REAL + PAGE + 1)
@@ -401,7 +401,7 @@ def test_pieces_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     device.upload(away, memory.random_(0, 256)).wait()
     assert torch.equal(away.cpu(), memory)
     away.copy_(memory.flip(0))
-    device.download(memory[1:], away[1:], (device.computed(),)).wait()
+    device.download(memory[1:], away[1:], (device.record_event(),)).wait()
     assert torch.equal(away.cpu()[1:], memory[1:])
     device.unregister(memory)
     assert not memory.is_pinned() and not memory[REAL:].is_pinned()
@@ -422,7 +422,7 @@ def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     away = torch.zeros(len(memory), dtype=torch.uint8, device=device.torch)
     device.upload(away, memory.random_(0, 256)).wait()
     assert torch.equal(away.cpu(), memory)
-    device.download(memory, away.flip(0), (device.computed(),)).wait()
+    device.download(memory, away.flip(0), (device.record_event(),)).wait()
     assert torch.equal(away.cpu().flip(0), memory)
     device.unregister(memory)
     assert not memory.is_pinned()

@@ -1,4 +1,4 @@
-"""Where the states lie changes nothing: every placement gives the same bits, with room for two units on the device."""
+"""The placement of states changes no bit: every placement agrees, with room for two units on the device."""
 
 from __future__ import annotations
 
@@ -21,18 +21,13 @@ def model_of(model: torch.nn.Module) -> torch.nn.Module:
     return getattr(model, "module", model)
 
 
-def translation_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
-    ids = models.tokens(step, micro)
-    return model(input_ids=ids, labels=ids.flip(1)).loss
-
-
 JOBS = {
     "gpt2": models.GPT2,
     "gpt2-dropout": models.DROPOUT._replace(accumulation=2),
     "mixture": models.MIXTURE,
     "llama": Job(models.llama, models.language_loss),
     "mixtral": Job(models.mixtral, models.language_loss),
-    "t5": Job(models.t5, translation_loss),
+    "t5": Job(models.t5, models.translation_loss),
     "swin": Job(models.swin, image_loss),
     "resnet": Job(models.resnet, image_loss, buffers="same"),
 }

@@ -1,4 +1,4 @@
-"""`offload plan`: from a model and a machine in words to bytes, seconds, advice and a config that a run can take."""
+"""`offload plan` turns descriptions of a model and a machine into bytes, seconds, advice and a usable config."""
 
 from __future__ import annotations
 
@@ -55,30 +55,34 @@ def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.
 # -- the command --------------------------------------------------------------------------------------
 
 
-def test_a_described_machine_needs_nothing_but_words() -> None:
-    told = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
-    *rows, total = told["tiers"]
+def test_a_described_machine_needs_no_measurement() -> None:
+    report = found(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
+    *rows, total = report["tiers"]
     for tier in ("device", "host", "disk"):
         assert sum(row[tier] for row in rows) == total[tier]
-    assert (total["host"], total["device"], total["disk"]) == (told["host_memory"], told["device_memory"], told["disk"])
-    assert told["model"]["parameters"] == 13 * 10**9
-    assert told["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
-    assert told["least_host_memory"] < told["host_memory"] < 64 * GIB
-    step = told["step"]
+    assert (total["host"], total["device"], total["disk"]) == (
+        report["host_memory"],
+        report["device_memory"],
+        report["disk"],
+    )
+    assert report["model"]["parameters"] == 13 * 10**9
+    assert report["disk"] == pytest.approx(24 * 13e9, rel=0.001), "two slots"
+    assert report["least_host_memory"] < report["host_memory"] < 64 * GIB
+    step = report["step"]
     assert step["limit"] == "NVMe" and step["seconds"] > step["compute_seconds"]
     assert step["written_bytes"] == pytest.approx(12 * 13e9, rel=0.001)
-    assert told["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
+    assert report["run_seconds"] == pytest.approx(1e9 / step["tokens_per_second"], rel=0.001)
     steps = 1200e12 / step["written_bytes"]
-    assert told["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
-    assert any("RTX 3090" in words for words in told["machine"]["assumed"])
-    assert told["changes"] == sorted(told["changes"], key=lambda change: -change["gain"])
+    assert report["drive_years"] * 365.25 * 86400 == pytest.approx(steps * step["seconds"], rel=1e-3)
+    assert any("RTX 3090" in message for message in report["machine"]["assumed"])
+    assert report["changes"] == sorted(report["changes"], key=lambda change: -change["gain"])
 
 
-def test_words() -> None:
+def test_hardware_descriptions_are_parsed() -> None:
     done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
     assert done.exit_code == 0, done.output
-    for words in ("weights on", "tiles of the optimizer", "minimum", "NVMe limits", "what to change first"):
-        assert words in done.stdout
+    for message in ("weights on", "tiles of the optimizer", "minimum", "NVMe limits", "what to change first"):
+        assert message in done.stdout
     assert "assumed:" in done.stdout and "1B tokens take" in done.stdout and "rated 1200 TB" in done.stdout
 
 
@@ -89,7 +93,7 @@ def test_help_has_an_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         ((), "not probed"),
         (MACHINE, "expected a model"),
@@ -117,18 +121,18 @@ def test_help_has_an_example() -> None:
         ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
     ],
 )
-def test_what_is_wrong_is_said(arguments: tuple[str, ...], words: str) -> None:
+def test_wrong_descriptions_are_named(arguments: tuple[str, ...], message: str) -> None:
     done = run(*arguments)
-    assert done.exit_code == 2 and words in done.output, done.output
+    assert done.exit_code == 2 and message in done.output, done.output
 
 
-def test_the_written_config_holds_what_the_plan_says(tmp_path: Path) -> None:
+def test_the_written_config_contains_the_plan(tmp_path: Path) -> None:
     folder, target = tmp_path / "model", tmp_path / "ds_config.json"
     shape = transformers.LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=512
     )
     shape.save_pretrained(folder)
-    told = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
+    report = found("--model", str(folder), *MACHINE, "--seq-len", "64", "--write", str(target))
     content = json.loads(target.read_text())
     assert run("--model", str(folder), *MACHINE, "--write", str(target)).exit_code == 2, "it is not written over"
     mine, theirs = (schedule(merge(file, Options())[0], Options(), 100)[0] for file in (content, None))
@@ -138,9 +142,9 @@ def test_the_written_config_holds_what_the_plan_says(tmp_path: Path) -> None:
         model = transformers.LlamaForCausalLM(shape)
     engine = offload.initialize(model=model, config=content)[0]
     try:
-        assert engine.parameter_count == told["model"]["parameters"]
+        assert engine.parameter_count == report["model"]["parameters"]
         assert "device_memory" not in content["offload"], "of a GPU it is measured in the first step"
-        assert engine.host_memory <= told["host_memory"], "no staging where the device is the CPU"
+        assert engine.host_memory <= report["host_memory"], "no staging where the device is the CPU"
     finally:
         engine.destroy(remove=True)
 
@@ -149,16 +153,16 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     content = memory.settings("cpu", "nvme", durability="none", accumulation=3, batch=2)
     file.write_text(json.dumps(content))
-    told = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
-    assert told["slots"] == 1 and told["config"] == content
-    assert told["step"]["tokens"] == 3 * 2 * 512
+    report = found(*COUNT, *MACHINE, "--config", str(file), "--seq-len", "512", "--gradient-checkpointing")
+    assert report["slots"] == 1 and report["config"] == content
+    assert report["step"]["tokens"] == 3 * 2 * 512
 
 
 # -- time ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
-def test_a_step_on_drives_is_what_the_formula_says(billions: int, layers: int) -> None:
+def test_a_step_on_drives_follows_the_formula(billions: int, layers: int) -> None:
     shape = from_count(billions * 10**9, layers, 2048)
     machine = described("RTX 4090", 256 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = plan(shape, machine, Load(1, 1, True))
@@ -174,7 +178,7 @@ def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
     assert planned.timing.moved.read == planned.timing.moved.written == 0
 
 
-def test_faster_parts_never_make_a_step_slower(shape: Shape) -> None:
+def test_faster_components_never_make_a_step_slower(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("3GB/s")], memory=40e9)
     before = plan(shape, machine, Load(2, 1, True)).timing.seconds
     for name in ("matmul", "weights", "fresh", "elementwise", "upload", "download", "optimizer", "gradient"):
@@ -269,7 +273,7 @@ def test_a_gpu_has_room_for_more_layers_the_less_activations_take() -> None:
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
-def test_no_drive_no_homes_there(shape: Shape) -> None:
+def test_without_a_drive_no_state_is_placed_there(shape: Shape) -> None:
     machine = replace(described("RTX 4090", 64 * GIB), drives=())
     with pytest.raises(BudgetError):
         choice.choose(shape, machine, Load(1), None)
@@ -286,12 +290,19 @@ def test_a_model_that_is_no_language_model_is_one_line(tmp_path: Path) -> None:
     assert done.exit_code == 2 and len(done.stderr.splitlines()) == 1 and "T5Config" in done.stderr
 
 
-def test_counts_in_words() -> None:
-    for words, count in (("13B", 13e9), ("13b", 13e9), ("1.5e9", 1.5e9), ("2T", 2e12), ("64Mi", 64 * 2**20), ("7", 7)):
-        assert parse_count(words) == count
-    for words in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
+def test_counts_are_parsed() -> None:
+    for message, count in (
+        ("13B", 13e9),
+        ("13b", 13e9),
+        ("1.5e9", 1.5e9),
+        ("2T", 2e12),
+        ("64Mi", 64 * 2**20),
+        ("7", 7),
+    ):
+        assert parse_count(message) == count
+    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
         with pytest.raises(ConfigError, match="expected a number"):
-            parse_count(words)
+            parse_count(message)
 
 
 def test_a_rated_life_without_a_unit_is_in_terabytes_as_in_a_config() -> None:
@@ -315,7 +326,7 @@ def test_a_config_that_cannot_be_written_leaves_no_file(tmp_path: Path, monkeypa
     assert not target.exists()
 
 
-def test_machines_in_words() -> None:
+def test_machines_are_parsed() -> None:
     assert find_gpu("24.5GB")[0].memory == 24.5 * GIB
     assert find_gpu("4090")[0].name == "RTX 4090" and find_gpu("4090")[1] is None
     assert find_gpu("a100-80gb")[0].memory == 80 * GIB and find_gpu("A100")[0].memory == 80 * GIB

@@ -81,7 +81,7 @@ def test_the_rates_come_to_what_was_timed(
     assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
 
-def test_a_model_without_room_is_measured_in_part(
+def test_a_model_without_room_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]], tmp_path: Path
 ) -> None:
     layers = taking(1.0)
@@ -93,16 +93,16 @@ def test_a_model_without_room_is_measured_in_part(
         assert layers[-1] == taken, more
         part = from_name(shape.name, TOKENS, layers=taken)
         assert measured.compute_seconds(part, found, 1) == pytest.approx(1.0)
-    with pytest.raises(ConfigError, match=r"the least of .* give a smaller --batch-size or --seq-len"):
+    with pytest.raises(ConfigError, match=r"the smallest part of .* give a smaller --batch-size or --seq-len"):
         measured.measured(replace(machine, ram=least - 1000), shape, Load(1), BF16)
 
 
-def test_a_model_that_would_take_long_is_measured_in_part(
+def test_a_model_that_takes_long_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]]
 ) -> None:
     layers = taking(1.0)
-    whole = measured.compute_seconds(shape, machine, 1)
-    slow = 1.5 * measured._PASS_SECONDS / whole  # all layers together take half as long again as they may
+    complete = measured.compute_seconds(shape, machine, 1)
+    slow = 1.5 * measured._PASS_SECONDS / complete  # all layers together take half as long again as they may
     rates = {name: getattr(machine, name) / slow for name in ("matmul", "weights", "fresh", "elementwise")}
     measured.measured(replace(machine, **rates), shape, Load(1), BF16)
     assert 1 <= layers[-1] < 4
@@ -146,8 +146,8 @@ def test_a_model_that_cannot_be_cut_is_run_where_it_fits(
 def test_layers_of_two_kinds_are_cut_together(tmp_path: Path) -> None:
     kinds = ["full_attention", "sliding_attention"] * 2
     name = save_config(tmp_path / "two", layer_types=kinds, use_sliding_window=True, sliding_window=4)
-    whole, part = from_name(name, TOKENS), from_name(name, TOKENS, layers=3)
-    assert len(part.layouts) == len(whole.layouts) - 1
+    complete, part = from_name(name, TOKENS), from_name(name, TOKENS, layers=3)
+    assert len(part.layouts) == len(complete.layouts) - 1
 
 
 def test_a_real_model_is_run_and_leaves_nothing(shape: Shape, machine: Hardware) -> None:
@@ -196,15 +196,15 @@ def plan(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *arguments, "--seq-len", str(TOKENS)])
 
 
-def test_the_command_says_what_was_measured(probed: None, tmp_path: Path) -> None:
+def test_the_command_reports_what_was_measured(probed: None, tmp_path: Path) -> None:
     name = save_config(tmp_path / "model", layers=2)
     done = plan("--model", name, "--measure", "--json")
     assert done.exit_code == 0, done.output
-    told = json.loads(done.stdout)
-    assert (told["machine"]["measured"]["layers"], told["machine"]["measured"]["of"]) == (2, 2)
+    report = json.loads(done.stdout)
+    assert (report["machine"]["measured"]["layers"], report["machine"]["measured"]["of"]) == (2, 2)
     plain = json.loads(plan("--model", name, "--json").stdout)
     assert plain["machine"]["measured"] is None
-    assert plain["tiers"] == told["tiers"], "bytes do not depend on it"
+    assert plain["tiers"] == report["tiers"], "bytes do not depend on it"
     assert (
         "measured: forward and backward of a micro-batch with 2 of 2 layers"
         in plan("--model", name, "--measure").stdout
@@ -223,5 +223,5 @@ def test_names_and_folders_are_checked_first(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         from_name(str(tmp_path), TOKENS)
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
-    with pytest.raises(ConfigError, match=r"nothing-known', which transformers .* does not have"):
+    with pytest.raises(ConfigError, match=r"nothing-known', which transformers .* does not know"):
         from_name(str(tmp_path), TOKENS)

@@ -1,4 +1,4 @@
-"""What a plan says of seconds: by the rates of its dtype, never below the least, limited by what takes most."""
+"""The seconds of a plan follow the rates of its dtype, never fall below the least, and name their limit."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_no_least_is_above_what_is_predicted(
         (Load(1), Load(8), Load(1, 3), Load(2, 1, True)),
         ("bf16", "fp32"),
     ):
-        told = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
-        assert found[-1] <= told.seconds * (1 + 1e-9), (drive, load, dtype)
-        reached += told.seconds <= 1.1 * found[-1]
+        prediction = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
+        assert found[-1] <= prediction.seconds * (1 + 1e-9), (drive, load, dtype)
+        reached += prediction.seconds <= 1.1 * found[-1]
     assert reached >= 12, "it says something: half of the steps come near it"
 
 
@@ -76,10 +76,10 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
         (machine(True, "5GB/s", optimizer=1e7), ("cpu", "nvme"), "DRAM"),
         (machine(False, "5GB/s", upload=2e7), ("cpu", "cpu"), "PCIe"),
     ):
-        told = planned(shape, on, Load(1), tiers)
-        step = told.timing
+        prediction = planned(shape, on, Load(1), tiers)
+        step = prediction.timing
         assert step.limit == limit and step.compute_seconds < step.limit_seconds <= step.seconds * (1 + 1e-9)
-        assert f"{limit} limits ({step.limit_seconds / step.seconds:.0%} of the step)" in in_short(told)
+        assert f"{limit} limits ({step.limit_seconds / step.seconds:.0%} of the step)" in in_short(prediction)
 
 
 # -- dtypes -------------------------------------------------------------------------------------------

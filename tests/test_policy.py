@@ -1,4 +1,4 @@
-"""What to bring and what must go are pure functions of order, sizes and what is where: nearest first, furthest away."""
+"""Prefetch and eviction are pure functions of order, sizes and residency: nearest first, furthest away."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offload.swapper.access_order import NEVER, AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_fetch, victims
+from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -28,23 +28,23 @@ def _filled(pages: list[int], present: set[int], total: int = 40) -> tuple[Alloc
 
 @given(orders, sizes, st.sets(st.integers(0, 9)), st.integers(1, 40), st.integers(-1, 20))
 def test_victims_make_room_and_no_more_than_that(
-    order: list[int], pages: list[int], present: set[int], wish: int, beyond: int
+    order: list[int], pages: list[int], present: set[int], wanted: int, beyond: int
 ) -> None:
     trace = AccessOrder.of(order)
     space, blocks = _filled(pages, present)
-    going = victims(space, wish * PAGE, blocks, trace.distance, beyond)
+    going = victims(space, wanted * PAGE, blocks, trace.distance, beyond)
     later = [block for block in blocks if trace.distance(block.unit) > beyond]
     if going is None:
-        assert not space.could_take(wish * PAGE, (block[1:] for block in later))
+        assert not space.could_take(wanted * PAGE, (block[1:] for block in later))
         return
     gone = [block for block in blocks if block.unit in going]
     assert all(block in later for block in gone)
     for block in gone:
         others = [other[1:] for other in gone if other is not block]
-        assert not space.could_take(wish * PAGE, others), "each of them was needed"
+        assert not space.could_take(wanted * PAGE, others), "each of them was needed"
     for block in gone:
         space.give(*block[1:])
-    assert space.take(wish * PAGE) is not None
+    assert space.take(wanted * PAGE) is not None
 
 
 @given(orders, sizes, st.sets(st.integers(0, 9), min_size=1))
@@ -57,21 +57,21 @@ def test_one_victim_of_equal_size_is_the_one_used_last(order: list[int], pages: 
 
 @given(orders, sizes, st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.integers(1, 20), st.booleans())
 def test_a_place_is_free_once_its_victims_are_gone(
-    order: list[int], pages: list[int], present: set[int], used: set[int], wish: int, scatter: bool
+    order: list[int], pages: list[int], present: set[int], used: set[int], wanted: int, scatter: bool
 ) -> None:
     trace = AccessOrder.of(order)
     space, blocks = _filled(pages, present)
     space.scatter = random.Random(1) if scatter else None
     free = [block for block in blocks if block.unit not in used]
-    place = find_place(space, wish * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
+    place = find_room(space, wanted * PAGE, free, trace, Floor(0, 40 * PAGE, 9 * PAGE))
     if place is None:
-        assert not space.could_take(wish * PAGE, (block[1:] for block in free))
+        assert not space.could_take(wanted * PAGE, (block[1:] for block in free))
         return
     going = [block for block in free if block.unit in place.victims]
     assert len(going) == len(place.victims)
     for block in going:
         space.give(*block[1:])
-    space.take_at(place.offset, wish * PAGE)
+    space.take_at(place.offset, wanted * PAGE)
 
 
 @given(st.lists(st.integers(0, 5), max_size=60), st.booleans())
@@ -86,7 +86,7 @@ def test_with_room_for_two_units_any_two_can_be_in_use(uses: list[int], scatter:
         if unit not in at:
             free = [Block(other, offset, pages[other] * PAGE) for other, offset in at.items() if other not in held]
             floor = Floor(0, 17 * PAGE, max(size for other, size in enumerate(pages) if other != unit) * PAGE)
-            place = find_place(space, pages[unit] * PAGE, free, trace, floor)
+            place = find_room(space, pages[unit] * PAGE, free, trace, floor)
             assert place is not None
             for victim in place.victims:
                 space.give(at.pop(victim), pages[victim] * PAGE)

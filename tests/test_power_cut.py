@@ -1,4 +1,4 @@
-"""The power goes, at any moment: the last commit that had returned is there, or the one under way, and nothing else."""
+"""After a power cut at any moment the store contains the last commit that had returned, or the one under way."""
 
 from __future__ import annotations
 

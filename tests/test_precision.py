@@ -1,10 +1,9 @@
-"""bf16 or fp32: whichever the machine multiplies faster, the same at each start, and what a run was begun in."""
+"""bf16 or fp32 is chosen by the machine's rates, the same at each start, and a run keeps its dtype."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +22,16 @@ from offload.hardware.probe.measure import machine_of
 from offload.hardware.probe.rates import DTYPES, DtypeRates
 from offload.planner import request as ask
 from offload.precision import Rates
-from offload.presets import PRESETS
 from offload.swapper.store import inspection as look
 from tests.support import models
+from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.oracle import config, start, train_step
 from tests.support.rank_pool import rank_and_size, shared_pool
 
+__all__ = ["isolated_cache", "run_folder"]  # fixtures
+
 FAST, SLOW = Rates(2e11, 1e11), Rates(7e9, 5e10)
 OPEN = {"train_batch_size": 1, "bf16": {"enabled": "auto"}, "offload": {"device": "cpu"}}
-
-
-@pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder and a cache of one's own, and a default model of 0.2M."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    tiny = PRESETS["gpt2-tiny"]
-    monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
-    (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, found: Rates) -> None:
@@ -62,7 +50,7 @@ def test_bf16_is_chosen_where_it_is_at_least_as_fast(found: Rates, dtype: str) -
     assert precision.decide(found) == dtype
 
 
-def test_the_choice_of_fp32_is_told_in_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_of_fp32_is_reported_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, SLOW)
     line = "fp32: this processor multiplies it 7.1 times as fast as bf16 (50 and 7.0 Gflop/s in a thread)"
     assert precision.choose(torch.device("cpu")) == ("fp32", line)
@@ -96,7 +84,7 @@ def test_this_processor_is_measured_and_threads_stay_as_they_were() -> None:
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was measured, each time with another result, by a processor without limits."""
-    for limit in precision._LIMITS:
+    for limit in precision._ISA_VARIABLES:
         monkeypatch.delenv(limit, raising=False)
     done: list[str] = []
 
@@ -112,7 +100,7 @@ def test_it_is_measured_once(measured: list[str]) -> None:
     assert precision.rates("bf16") == precision.rates("bf16") == Rates(1e9, 1e9)
     assert precision.rates("fp16") == precision.rates("fp16") == Rates(2e9, 1e9)
     assert precision.rates("bf16") == Rates(1e9, 1e9) and measured == ["bf16", "fp16"]
-    assert precision.kept_at().is_file() and precision.kept_at().parent == probe.kept_at().parent
+    assert precision.cache_path().is_file() and precision.cache_path().parent == probe.cache_path().parent
 
 
 @pytest.mark.parametrize(
@@ -120,26 +108,26 @@ def test_it_is_measured_once(measured: list[str]) -> None:
 )
 def test_what_cannot_have_been_measured_is_measured_anew(found: Any, measured: list[str]) -> None:
     expected = precision.rates("bf16")
-    content = json.loads(precision.kept_at().read_text())
+    content = json.loads(precision.cache_path().read_text())
     content["products"] = dict.fromkeys(content["products"], found)
-    precision.kept_at().write_text(json.dumps(content))
+    precision.cache_path().write_text(json.dumps(content))
     assert precision.rates("bf16") == Rates(2e9, 1e9) != expected and measured == ["bf16", "bf16"]
     assert precision.rates("bf16") == Rates(2e9, 1e9), "it is kept again"
 
 
 def test_a_file_that_is_no_json_and_one_that_cannot_be_replaced(measured: list[str]) -> None:
-    precision.kept_at().parent.mkdir(parents=True, exist_ok=True)
-    precision.kept_at().unlink(missing_ok=True)
-    precision.kept_at().write_text("[" * 200_000)
+    precision.cache_path().parent.mkdir(parents=True, exist_ok=True)
+    precision.cache_path().unlink(missing_ok=True)
+    precision.cache_path().write_text("[" * 200_000)
     assert precision.rates("bf16") == Rates(1e9, 1e9)
-    precision.kept_at().unlink()
-    precision.kept_at().mkdir()
+    precision.cache_path().unlink()
+    precision.cache_path().mkdir()
     assert precision.rates("bf16") == Rates(2e9, 1e9)
-    assert [path.name for path in precision.kept_at().parent.iterdir()] == [precision.kept_at().name]
-    precision.kept_at().rmdir()
+    assert [path.name for path in precision.cache_path().parent.iterdir()] == [precision.cache_path().name]
+    precision.cache_path().rmdir()
 
 
-@pytest.mark.parametrize("limit", precision._LIMITS)
+@pytest.mark.parametrize("limit", precision._ISA_VARIABLES)
 def test_limits_of_instructions_are_another_machine(
     limit: str, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,9 +158,9 @@ def test_another_processor_or_torch_is_measured_anew(
 )
 def test_what_is_damaged_is_measured_anew(content: str, measured: list[str]) -> None:
     precision.rates("bf16")
-    kept = json.loads(precision.kept_at().read_text())
+    kept = json.loads(precision.cache_path().read_text())
     broken = {"version": 1, "products": {key: [0, "x"] for key in kept["products"]}}
-    precision.kept_at().write_text(json.dumps(broken) if content == "KEY" else content)
+    precision.cache_path().write_text(json.dumps(broken) if content == "KEY" else content)
     assert precision.rates("bf16") == precision.rates("bf16") == Rates(2e9, 1e9)
 
 
@@ -186,13 +174,13 @@ def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tm
 
 @pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 @pytest.mark.parametrize(
-    "said", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
+    "given", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
 )
 def test_an_open_config_gets_what_the_machine_is_fast_in(
-    said: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, found)
-    content = {"offload": {"device": "cpu"}, **said}
+    content = {"offload": {"device": "cpu"}, **given}
     before = json.dumps(content)
     chosen = offload.auto_dtype(content)
     assert load_config(chosen).dtype == dtype and json.dumps(content) == before
@@ -200,7 +188,7 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
 
 
 @pytest.mark.parametrize(
-    "said",
+    "given",
     [
         {"bf16": {"enabled": True}},
         {"bf16": {"enabled": False}},
@@ -208,9 +196,9 @@ def test_an_open_config_gets_what_the_machine_is_fast_in(
         {"torch_autocast": {"enabled": True}, "bf16": {"enabled": "auto"}},
     ],
 )
-def test_what_a_config_says_stays(said: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_dtype_of_a_config_stays(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(precision, "rates", None)
-    assert offload.auto_dtype(said) == said
+    assert offload.auto_dtype(given) == given
 
 
 @pytest.mark.parametrize("mode", ["bf16", "fp16", "fp32"])
@@ -292,8 +280,8 @@ def test_autocast_is_warned_of_too(
 ) -> None:
     machine(monkeypatch, SLOW)
     begin(tmp_path, "fp32", torch_autocast={"enabled": True, "dtype": "bf16"})
-    (said,) = warnings_of(caplog)
-    assert 'leave the block "torch_autocast" out' in said
+    (output,) = warnings_of(caplog)
+    assert 'leave the block "torch_autocast" out' in output
 
 
 @pytest.mark.parametrize("found", [FAST, Rates(1e11, 1.4e11)])
@@ -321,16 +309,16 @@ def mode_of(run: str) -> str:
     return str(manifest.spec.fingerprint["mode"])
 
 
-def test_train_chooses_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_chooses_a_dtype_and_reports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, FAST)
-    said = train("--steps", "1")
-    assert said.startswith("bf16 on cpu: ")
+    output = train("--steps", "1")
+    assert output.startswith("bf16 on cpu: ")
     machine(monkeypatch, SLOW)
-    said = train("--steps", "1")
-    assert said.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in said
+    output = train("--steps", "1")
+    assert output.startswith("fp32: this processor multiplies it 7.1 times as fast") and "\nfp32 on cpu: " in output
 
 
-def test_train_keeps_what_is_typed_and_what_a_file_says(
+def test_train_keeps_the_dtype_of_options_and_files(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     machine(monkeypatch, SLOW)
@@ -353,8 +341,8 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     train("--steps", "2", "--keep", "--resume", "auto")
     machine(monkeypatch, here)
     for resume, steps in (("auto", "3"), ("must", "4")):
-        said = train("--steps", steps, "--keep", "--resume", resume)
-        assert f"{dtype} on cpu: " in said and "resuming after step" in said and mode_of("default") == dtype
+        output = train("--steps", steps, "--keep", "--resume", resume)
+        assert f"{dtype} on cpu: " in output and "resuming after step" in output and mode_of("default") == dtype
     assert [line.split(": ", 2)[2] for line in warnings_of(caplog)] == [
         "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     ] * (dtype == "bf16")

@@ -1,4 +1,4 @@
-"""What the trace foresees is brought ahead; a run that goes another way is right, and is counted."""
+"""The access order predicts what is fetched ahead; a run that takes another way is right, and is counted."""
 
 from __future__ import annotations
 
@@ -61,20 +61,20 @@ def test_other_orders_and_skipped_units_give_the_same_bits(tmp_path: Path) -> No
     assert_same(in_memory, run(job, DISK, tmp_path, device_memory=room_for(job, 2)), "orders that change")
 
 
-def test_a_use_that_was_not_foreseen_is_counted_and_told_in_one_line(
+def test_a_mispredicted_use_is_counted_and_reported_in_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(Switch, switch_loss, dtype="bf16")
     engine = start(job, DISK, tmp_path)
     with caplog.at_level(logging.DEBUG, "offload"):
-        told = []
+        reported = []
         for step in (0, 0, 1, 1, 2, 2):
             before = engine.use_counts()
             train_step(engine, job, step)
             lines = [record for record in caplog.records if "were mispredicted" in record.message]
-            told.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
+            reported.append((engine.use_counts().unforeseen - before.unforeseen > 0, len(lines)))
             caplog.clear()
-    assert told == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]
+    assert reported == [(False, 0), (False, 0), (True, 1), (False, 0), (True, 1), (False, 0)]
     engine.destroy(remove=True)
 
 
@@ -124,10 +124,10 @@ def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     real = HostCache.start_read
 
-    def start_read(leases: HostCache, entry: Any, lease: Any, priority: Any) -> None:
+    def start_read(cache: HostCache, entry: Any, buffer: Any, priority: Any) -> None:
         if priority.name == "URGENT":
             found.append(entry.index)
-        real(leases, entry, lease, priority)
+        real(cache, entry, buffer, priority)
 
     monkeypatch.setattr(HostCache, "start_read", start_read)
     return found

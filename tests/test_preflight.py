@@ -1,4 +1,4 @@
-"""What a machine lacks is said at once, as one line to paste, before anything is installed."""
+"""Missing tools are reported at once, as one line to paste, before anything is installed."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_parameters_as_published(name: str) -> None:
     assert not any(buffer.is_meta for buffer in model.buffers())
 
 
-def test_an_unknown_name() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"gpt2-smal'.*did you mean gpt2-small.*llama-70b"):
         build("gpt2-smal")
 

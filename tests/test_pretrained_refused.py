@@ -1,4 +1,4 @@
-"""A folder that is not right is an error before anything of the model is changed, or a file is written."""
+"""A wrong model folder is an error before the model is changed or a file is written."""
 
 from __future__ import annotations
 
@@ -140,13 +140,13 @@ def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], t
     written(tmp_path / "gpt2", models.gpt2())
     spoil(tmp_path / "given")
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    kind, words = SPOILS[spoil]
-    with pytest.raises(kind, match=words):
+    kind, message = SPOILS[spoil]
+    with pytest.raises(kind, match=message):
         offload.load_pretrained(T.LlamaForCausalLM, tmp_path / "given")
     if "config" not in spoil.__name__ and spoil is not spoil_quantized:
         model = models.llama()
         model.load_state_dict(given)
-        with pytest.raises(kind, match=words):
+        with pytest.raises(kind, match=message):
             offload.load_pretrained(model, tmp_path / "given")
         assert_same_tensors(given, model.state_dict())
         assert not any(parameter.is_meta for parameter in model.parameters())
@@ -154,7 +154,7 @@ def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], t
 
 
 @pytest.mark.parametrize(
-    ("arguments", "kind", "words"),
+    ("arguments", "kind", "message"),
     [
         ({"device_map": "auto"}, UsageError, "device_map is for from_pretrained"),
         ({"dtype": "half a bit"}, UsageError, "dtype expects"),
@@ -165,11 +165,11 @@ def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], t
     ],
 )
 def test_arguments_that_cannot_be_honoured(
-    arguments: dict[str, Any], kind: type[Exception], words: str, tmp_path: Path
+    arguments: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     written(tmp_path / "given")
     arguments = {"model_or_class": CAUSAL, "folder": tmp_path / "given", **arguments}
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         offload.load_pretrained(**arguments)
 
 

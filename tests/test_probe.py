@@ -1,4 +1,4 @@
-"""`offload probe`: every rate of the machine once, within its seconds, kept for this machine and for no other."""
+"""`offload probe` measures every rate of the machine once, within its seconds, and stores it for this machine."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".offload-probe*")), "its file is gone"
 
 
-def test_words_say_where_it_is_kept(tmp_path: Path) -> None:
+def test_the_output_names_the_file_of_the_probe(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
     assert done.exit_code == 0 and str(probe.kept_at().name) in done.stdout and "optimizer" in done.stdout
 
 
-def test_what_is_measured_is_told_line_by_line_where_there_is_no_terminal(tmp_path: Path) -> None:
+def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--json")
     json.loads(done.stdout)
-    told = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
-    assert told[0] == f"measuring the drive of {tmp_path}" and len(told) == len(set(told)) > 10
-    for words in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
-        assert f"measuring {words}" in told
+    progress = [line for line in done.stderr.splitlines() if line.startswith("measuring ")]
+    assert progress[0] == f"measuring the drive of {tmp_path}" and len(progress) == len(set(progress)) > 10
+    for message in ("memory", "matrix products in bf16", "optimizer and gradients in fp32", "new memory"):
+        assert f"measuring {message}" in progress
 
 
-def test_all_of_it_is_told_from_0_to_1(tmp_path: Path) -> None:
-    told: list[float] = []
-    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: told.append(done))
-    assert told[0] == 0 and told == sorted(set(told)) and 0.8 < told[-1] < 1
+def test_progress_runs_from_0_to_1(tmp_path: Path) -> None:
+    progress: list[float] = []
+    probe.probe([str(tmp_path)] * 2, "cpu", 1 << 20, lambda _, done: progress.append(done))
+    assert progress[0] == 0 and progress == sorted(set(progress)) and 0.8 < progress[-1] < 1
 
 
 def test_a_second_drive_joins_the_first(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_another_processor_is_another_machine(tmp_path: Path) -> None:
     assert probe.kept() is None
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     for arguments in (["--size", "many"], ["--device", "tpu"]):
         done = run(str(tmp_path), *arguments)
         assert done.exit_code == 2 and ("error: expected" in done.output or "error: there is no" in done.output)
@@ -95,7 +95,7 @@ def test_bad_input(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "none" in done.output
 
 
-def test_what_cannot_be_kept_or_held_is_said_before_anything_is_measured(
+def test_a_folder_that_cannot_be_used_is_an_error_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "probe", lambda *_: pytest.fail("it measured"))
@@ -109,7 +109,7 @@ def test_what_cannot_be_kept_or_held_is_said_before_anything_is_measured(
     assert done.exit_code == 2 and "Not a directory" in done.stderr
 
 
-def test_a_cache_that_is_no_whole_path_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert probe.kept_at().parent == tmp_path / ".cache" / "offload"
@@ -177,26 +177,26 @@ def test_a_slow_drive_has_a_shorter_file(tmp_path: Path, monkeypatch: pytest.Mon
 # -- what runs beside ---------------------------------------------------------------------------------
 
 
-def test_two_figures_that_differ_are_told_with_the_cure() -> None:
-    words = lambda rate: f"{rate:g} GB/s"  # noqa: E731
-    assert disturb.apart("memory", 20.0, 17.0, words) == []
+def test_two_figures_that_differ_are_reported_with_the_fix() -> None:
+    message = lambda rate: f"{rate:g} GB/s"  # noqa: E731
+    assert disturb.apart("memory", 20.0, 17.0, message) == []
     for first, last in ((20.0, 10.0), (10.0, 20.0)):
-        (told,) = disturb.apart("memory", first, last, words)
-        assert f"memory: {first:g} GB/s at the beginning" in told and f"{last:g} GB/s at its end" in told
-        assert "run `offload probe` again while the machine is idle" in told
+        (progress,) = disturb.apart("memory", first, last, message)
+        assert f"memory: {first:g} GB/s at the beginning" in progress and f"{last:g} GB/s at its end" in progress
+        assert "run `offload probe` again while the machine is idle" in progress
 
 
-def test_cores_that_others_take_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_that_others_use_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, busy, mine = [0.0], [0.0], [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "process_time", lambda: mine[0])
     monkeypatch.setattr(disturb, "_busy", lambda: busy[0])
     monkeypatch.setattr(disturb, "_cores", lambda: {0, 1, 2, 3})
-    for of_all, of_mine, told in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
+    for of_all, of_mine, progress in ((40.0, 39.0, 0), (40.0, 30.0, 1), (10.0, 1.0, 1), (20.0, 20.0, 0)):
         clock[0] = busy[0] = mine[0] = 0.0
         others = disturb.Others()
         clock[0], busy[0], mine[0] = 10.0, of_all, of_mine
-        assert len(others.doubts()) == told
+        assert len(others.doubts()) == progress
     monkeypatch.setattr(disturb, "_busy", lambda: None)
     assert disturb.Others().doubts() == [], "where nobody can tell"
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 def run_blocks(page: str, folder: Path) -> str:
     """What the blocks of shell and of Python have printed. One that fails ends it."""
-    said = ""
+    output = ""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     installed, forked = Path(sys.executable).parent, warm_process.commands(folder / "bin")
     for language, code in re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL):
@@ -42,20 +42,20 @@ def run_blocks(page: str, folder: Path) -> str:
         )
         assert done.returncode == 0, f"{code}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
         assert "does not provide the extra" not in done.stderr
-        said += done.stdout
-    return said
+        output += done.stdout
+    return output
 
 
 @pytest.mark.timeout(900)  # ten processes that import torch, which takes a while where the machine is busy
-def test_the_quick_start(tmp_path: Path) -> None:
-    said = run_blocks("quick-start.md", tmp_path)
+def test_the_quick_start_runs(tmp_path: Path) -> None:
+    output = run_blocks("quick-start.md", tmp_path)
     log = [json.loads(line) for line in (tmp_path / "demo.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "loss" in line] == list(range(1, 31))
-    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\S+)\n", said)]
+    losses = [float(loss) for loss in re.findall(r"step \d+  loss (\S+)\n", output)]
     assert len(losses) == 3 and losses[2] < losses[0] / 2
-    assert (tmp_path / "demo.html").is_file() and "3487232" in said
+    assert (tmp_path / "demo.html").is_file() and "3487232" in output
     load_config(str(tmp_path / "plan.json"))
 
 
-def test_install(tmp_path: Path) -> None:
+def test_the_install_page_runs(tmp_path: Path) -> None:
     assert "io_uring" in run_blocks("install.md", tmp_path)

@@ -1,4 +1,4 @@
-"""Random models within random budgets, wherever their states are at home: the bits of memory, and no lease is lost."""
+"""Random models within random budgets, in any tiers, have the bits of memory and lose no buffer."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ def assert_no_lease_is_lost(engine: offload.Engine) -> None:
     engine._core.await_updates()
     pager = engine._core.components.pager
     with pager.lock:
-        leases = [
-            entry.lease for entry in pager._entries if entry.lease is not None and entry.size.tier.value == "disk"
+        buffers = [
+            entry.host_buffer
+            for entry in pager._entries
+            if entry.host_buffer is not None and entry.size.tier.value == "disk"
         ]
-        leases += [entry.transfer.lease for entry in pager._entries if entry.transfer is not None]
-        held = sum(align_up(lease.nbytes) for lease in leases)
+        buffers += [entry.transfer.host_buffer for entry in pager._entries if entry.transfer is not None]
+        held = sum(align_up(lease.nbytes) for lease in buffers)
         residents = engine._core.components.shards.residents.values()
         held += sum(align_up(resident.spare.nbytes) for resident in residents if resident.spare is not None)
         assert pager.host.weights.space.used_bytes == held
@@ -82,7 +84,9 @@ def check(tree: Tree, where: tuple[str, str], more: int, root: Path) -> None:
 @pytest.mark.timeout(1200)  # shrinking what fails takes longer than finding it
 @settings(max_examples=examples(40), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.sampled_from([0, 4096, 20_000, 100_000, 10_000_000]))
-def test_any_budget(tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_random_budget_keeps_every_bit(
+    tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())
 
 
@@ -90,5 +94,7 @@ def test_any_budget(tree: Tree, where: tuple[str, str], more: int, tmp_path_fact
 @pytest.mark.timeout(7200)
 @settings(max_examples=1000, deadline=None, database=None, print_blob=True, suppress_health_check=_HEALTH)
 @given(tree=TREES, where=st.sampled_from(PLACEMENTS), more=st.integers(0, 400_000))
-def test_many_budgets(tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_random_budgets_keep_every_bit(
+    tree: Tree, where: tuple[str, str], more: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check(tree, where, more, tmp_path_factory.getbasetemp())

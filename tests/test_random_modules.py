@@ -1,4 +1,4 @@
-"""Random module trees of pieces that users bring train from the disk with the bits that they train with in memory."""
+"""Random trees of users' modules train from the disk with the bits of memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_in_a_folder(tree: Tree, root: Path) -> None:
 @settings(max_examples=examples(100), deadline=None, derandomize=True, database=None, suppress_health_check=_HEALTH)
 @given(tree=TREES)
 @pytest.mark.numeric
-def test_trees(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_random_module_trees_train_with_the_same_bits(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_in_a_folder(tree, tmp_path_factory.getbasetemp())
 
 
@@ -57,5 +57,7 @@ def test_trees(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
 @settings(max_examples=1000, deadline=None, database=None, print_blob=True, suppress_health_check=_HEALTH)
 @given(tree=TREES)
 @pytest.mark.numeric
-def test_many_trees(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_random_module_trees_train_with_the_same_bits(
+    tree: Tree, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     check_in_a_folder(tree, tmp_path_factory.getbasetemp())

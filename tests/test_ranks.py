@@ -1,4 +1,4 @@
-"""Two processes train one model: each holds half of every unit, and together they do what one would do."""
+"""Two processes train one model: each holds half of every unit, and together they equal one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DISK = ("nvme", "nvme")
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
-def test_as_one_rank_with_the_whole_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_equal_one_rank_with_the_complete_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=4, lr=3e-4)
     alone = train(job, DISK, tmp_path / "one")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
@@ -146,7 +146,7 @@ def train_with_short_waits(job: Job, folder: Path) -> Result:
         ranks._SLICE = real
 
 
-def test_a_wait_that_ends_at_its_slice_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_wait_that_ends_at_its_interval_is_no_failure(ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=10)
     one, other = ranks.run(train_with_short_waits, job, tmp_path)
     assert_same(one, other)
@@ -160,7 +160,7 @@ def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[
     content = config(Job(nn.Module, rows_loss), DISK, folder)
     content["train_micro_batch_size_per_gpu"] = 4 // rank_and_size()[1]
     engine, _, loader, _ = offload.initialize(model=model, config=content, training_data=data)
-    losses, rows, words = [], [], ""
+    losses, rows, error_message = [], [], ""
     try:
         for epoch in range(2):
             for values, which in loader:
@@ -170,9 +170,9 @@ def train_from_a_loader(folder: Path, poisoned: int) -> tuple[list[float], list[
                 losses.append(engine.mean(float(loss.detach())))
                 rows.append(which.tolist())
     except NumericsError as error:
-        words = str(error)
+        error_message = str(error)
     engine.destroy(remove=True)
-    return losses, rows, words
+    return losses, rows, error_message
 
 
 @pytest.mark.numeric
@@ -184,9 +184,9 @@ def test_the_loader_gives_each_rank_its_rows(ranks: RankPool, tmp_path: Path) ->
     assert [a + b for a, b in zip(rows, others, strict=True)] == all_rows
 
 
-def test_a_nan_on_one_rank_is_said_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    for losses, _, words in ranks.run(train_from_a_loader, tmp_path, 1):
-        assert len(losses) == 4 and words.startswith("the gradient norm of step 5 is nan")
+def test_a_nan_on_one_rank_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
+    for losses, _, error_message in ranks.run(train_from_a_loader, tmp_path, 1):
+        assert len(losses) == 4 and error_message.startswith("the gradient norm of step 5 is nan")
 
 
 # -- edits --------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def wrong(folder: Path, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "messages"),
     [
         ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
         ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
@@ -298,10 +298,10 @@ def wrong(folder: Path, what: str) -> str:
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],
 )
-def test_what_cannot_go_together_is_said_on_every_rank(
-    what: str, said: tuple[str, str], ranks: RankPool, tmp_path: Path
+def test_ranks_that_disagree_get_an_error_on_every_rank(
+    what: str, messages: tuple[str, str], ranks: RankPool, tmp_path: Path
 ) -> None:
-    for message, pattern in zip(ranks.run(wrong, tmp_path, what), said, strict=True):
+    for message, pattern in zip(ranks.run(wrong, tmp_path, what), messages, strict=True):
         assert re.search(pattern, message), message
 
 

@@ -1,4 +1,4 @@
-"""One of two ranks is killed: the other ends and says whose end it was; both resume the same step, bit for bit.
+"""Where one of two ranks is killed, the other ends and names it; both resume the same step, bit for bit.
 
 A rank that does not notice waits for days, and the timeout of these tests ends it.
 """
@@ -63,7 +63,7 @@ class Run:
             for process in self.ranks:
                 process.kill()  # after the timeout
 
-    def said(self, rank: int) -> str:
+    def output_of(self, rank: int) -> str:
         """The error with which a rank ended, and forget it."""
         path = self.log / f"error{rank}"
         text = path.read_text() if path.exists() else ""

@@ -1,4 +1,4 @@
-"""Two ranks in fp16, and with every optimizer, have the same bits in every placement; what they cannot do, they say."""
+"""Two ranks in fp16, and with every optimizer, have the same bits in every placement, and refuse the rest."""
 
 from __future__ import annotations
 
@@ -101,11 +101,11 @@ def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, weights
 
 
-def test_lamb_is_resumed(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    whole, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
+def test_lamb_resumes_with_the_same_bits(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    unbroken, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
     for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):
-        assert norms == whole.norms
-        assert_same_tensors(weights, whole.weights)
+        assert norms == unbroken.norms
+        assert_same_tensors(weights, unbroken.weights)
 
 
 def refused_read(folder: Path) -> str:
@@ -113,7 +113,7 @@ def refused_read(folder: Path) -> str:
     engine = rank_pool.start(LAMB, DISK, folder)
     rank, _ = rank_and_size()
     store = engine._core.components.store
-    said = ""
+    message = ""
     try:
         train_step(engine, LAMB, 0)
         engine.mean(0.0)
@@ -126,11 +126,11 @@ def refused_read(folder: Path) -> str:
             store.read = fails
         train_step(engine, LAMB, 1)
     except (OffloadError, OSError) as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     finally:
         with contextlib.suppress(OffloadError, OSError):
             engine.destroy()
-    return said
+    return message
 
 
 def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def evaluate_alone(folder: Path) -> tuple[list[float], int]:
 
 
 @pytest.mark.works("Several ranks", "evaluation, `state_dict()` on one rank alone", "right")
-def test_one_rank_may_look_alone(ranks: RankPool, tmp_path: Path) -> None:
+def test_one_rank_may_read_weights_alone(ranks: RankPool, tmp_path: Path) -> None:
     (losses, seen), (same, nothing) = ranks.run(evaluate_alone, tmp_path / "alone")
     assert losses == same and seen > 0 and nothing == 0
     assert losses == ranks.run(train, JOBS["gpt2"]._replace(steps=4), DISK, tmp_path / "never")[0].losses
@@ -184,7 +184,7 @@ def interrupted(folder: Path) -> str:
     rank, _ = rank_and_size()
     job = JOBS["gpt2"]
     engine = start(job, DISK, folder)
-    words = ""
+    message = ""
     try:
         engine.backward(job.loss(engine, 0, 0))
         if rank == 0:
@@ -197,11 +197,11 @@ def interrupted(folder: Path) -> str:
             engine.step()
         job.loss(engine, 1, 0)
     except (RankError, EngineFailed) as error:
-        words = str(error)
+        message = str(error)
     finally:
         with contextlib.suppress(RankError):
             engine.destroy()
-    return words
+    return message
 
 
 def test_an_interrupt_between_ranks_ends_the_run_on_all(ranks: RankPool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A rank whose swap files are older than the others' by more than a kill explains: no rank says what does not help."""
+"""A rank whose swap files are older than a kill explains gets no useless advice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def trained(folder: Path, steps: int) -> None:
         engine.step()
     engine.mean(0.0)
     engine._core.components.update_worker.finish()  # type: ignore[union-attr]
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
 
 
 def refused(folder: Path) -> str:
@@ -33,7 +33,7 @@ def refused(folder: Path) -> str:
     return ""
 
 
-def test_a_rank_that_is_far_behind_is_not_told_to_start_again(tmp_path: Path) -> None:
+def test_a_rank_that_is_far_behind_is_not_advised_to_start_again(tmp_path: Path) -> None:
     run = tmp_path / "default"
     with pool(2) as ranks:
         ranks.run(trained, tmp_path, 2)

@@ -166,7 +166,7 @@ def written(meaning: Meaning, folder: Path) -> Path:
 
 
 @each_file
-def test_what_it_means(name: str, tmp_path: Path) -> None:
+def test_a_reference_config_has_its_meaning(name: str, tmp_path: Path) -> None:
     meaning = MEANINGS[name]
     config = load_config(written(meaning, tmp_path))
     assert resolve_batch(config, 1) == meaning.batch

@@ -1,4 +1,4 @@
-"""`offload report`: the figures are those of the log, whatever became of the file; the page needs nothing beside it."""
+"""`offload report` shows the figures of the log, however the file ended; the page is self-contained."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def log(tmp_path: Path) -> Path:
 # -- the parts of a step -------------------------------------------------------------------------------
 
 
-def test_parts_of_a_step_add_up_to_it_and_a_wait_for_updates_is_what_the_worker_did() -> None:
+def test_phases_of_a_step_add_up_and_a_wait_for_updates_is_split_by_the_work() -> None:
     found = parts(step(1))
     assert found == pytest.approx(
         {
@@ -99,7 +99,7 @@ def test_parts_of_a_step_add_up_to_it_and_a_wait_for_updates_is_what_the_worker_
     assert sum(found.values()) == pytest.approx(2.0) and list(found) == list(PARTS)
 
 
-def test_a_step_is_bound_by_its_largest_part() -> None:
+def test_a_step_is_bound_by_its_longest_phase() -> None:
     by = bound([step(1), step(2, wait_for_reads_seconds=0.95)])
     assert by is not None and by.by == "reads" and by.share == pytest.approx((0.33 + 1.03) / 2 / 2)
     assert by.words().startswith("reads: 0.680 of 2.000 s a step (34%) waits for reads, 0.5")
@@ -130,7 +130,7 @@ def test_a_drive_is_foreseen_to_the_last_step_of_the_run(log: Path) -> None:
     }
 
 
-def test_a_torn_line_and_what_was_trained_again_are_told(tmp_path: Path) -> None:
+def test_a_truncated_line_and_repeated_steps_are_reported(tmp_path: Path) -> None:
     path = written(
         tmp_path / "log",
         step(1, about=ABOUT),
@@ -171,7 +171,7 @@ def test_evaluations_are_a_second_line_of_the_loss_and_a_tile(log: Path, tmp_pat
     )
 
 
-def test_what_is_one_is_told_as_one(tmp_path: Path) -> None:
+def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     found = read_log(written(tmp_path / "log", step(1, about={"parameters": 1}), step(2), step(2), '{"step": 3, "lo'))
     shown = page(found, figures(found), None)
     assert "1 line of the log is cut short" in shown and "1 step was trained again" in shown
@@ -192,9 +192,9 @@ def test_any_value_in_a_log_leaves_a_page_and_figures_that_are_json(name: str, v
         first = step(1) | {"about": ABOUT | {name: value}, "drives": {"/p": 5}}
         rows = [first, step(2, drives={"/p": 9}), step(3) | {name: value}, step(4, drives={"/p": 12})]
         log.write_text("\n".join(map(json.dumps, rows)))
-        told = figures(read_log(log))
-        json.dumps(told, allow_nan=False)
-        page(read_log(log), told, None).encode()
+        figures_of_log = figures(read_log(log))
+        json.dumps(figures_of_log, allow_nan=False)
+        page(read_log(log), figures_of_log, None).encode()
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_json_alone_writes_no_page(log: Path, tmp_path: Path) -> None:
     assert call(log, "--json", "-o", tmp_path / "a.html").exit_code == 0 and (tmp_path / "a.html").exists()
 
 
-def test_exit_codes(log: Path, tmp_path: Path) -> None:
+def test_exit_codes_are_0_1_and_2(log: Path, tmp_path: Path) -> None:
     before = log.read_text()
     assert call(tmp_path / "none").exit_code == 2
     assert call(log, "--trace", log).exit_code == 2

@@ -1,4 +1,4 @@
-"""The page of `offload report` in a real browser: no script fails, nothing overlaps, the pointer says the numbers.
+"""The page of `offload report` works in a real browser: no script fails, nothing overlaps, the pointer shows numbers.
 
 Skips where the system has no Chromium. The page is opened from a file, without a network.
 """
@@ -68,7 +68,7 @@ def opened(text: str, folder: Path, width: int, *options: str) -> Any:
 
 
 @pytest.mark.parametrize(("count", "width"), [(1, 1280), (12, 1280), (12, 500), (5000, 1280)])
-def test_nothing_fails_or_overlaps_and_the_pointer_says_numbers(count: int, width: int, tmp_path: Path) -> None:
+def test_nothing_fails_or_overlaps_and_the_pointer_shows_numbers(count: int, width: int, tmp_path: Path) -> None:
     path = written(tmp_path / "log", step(1, about=ABOUT), *(step(n, loss=3 + n % 7) for n in range(2, count + 1)))
     (tmp_path / "trace").write_text(json.dumps(trace()))
     log = read_log(path)

@@ -1,4 +1,4 @@
-"""The files at the front door say what is so: forms of issues, the citation, and what SECURITY.md says of the code."""
+"""The repository's front files are right: issue forms, the citation, and what SECURITY.md claims of the code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`requires_grad` after `initialize`: what torch does, or an error that says what to do."""
+"""A change of `requires_grad` after `initialize` acts as in torch, or is an error with the fix."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ ROWS = [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for nam
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.numeric
-def test_as_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
+def test_changes_of_requires_grad_act_as_in_pytorch(name: str, dtype: str, tmp_path: Path) -> None:
     loop, job = LOOPS[name]
     job = job._replace(dtype=dtype)
     found = []
@@ -121,10 +121,10 @@ def test_what_is_frozen_meanwhile_is_resumed(tmp_path: Path) -> None:
         engine.destroy(remove=steps.stop == JOB.steps)
         return losses, weights
 
-    whole = part("never", range(JOB.steps))
+    unbroken = part("never", range(JOB.steps))
     first, second = part("never", range(4)), part("auto", range(4, JOB.steps))
-    assert first[0] + second[0] == whole[0]
-    assert_same_tensors(second[1], whole[1])
+    assert first[0] + second[0] == unbroken[0]
+    assert_same_tensors(second[1], unbroken[1])
 
 
 def test_nothing_left_to_train(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ PACKAGE = Path(offload.__file__).parent
 
 
 @pytest.mark.parametrize(("start", "end"), list(itertools.product(Residency, Residency)))
-def test_every_pair(start: Residency, end: Residency) -> None:
+def test_the_pager_takes_the_listed_transitions_alone(start: Residency, end: Residency) -> None:
     cpu = Device(torch.device("cpu"))
     host = HostArena(Classes(0, 0, 0, 4096), cpu)
     unit = UnitSize("unit", 4096, Tier.HOST, (range(4096),))

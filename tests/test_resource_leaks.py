@@ -1,4 +1,4 @@
-"""A long run stands still: descriptors, threads and files as they were, and memory within 16 MiB."""
+"""A long run leaks nothing: descriptors, threads and files stay, and memory stays within 16 MiB."""
 
 from __future__ import annotations
 

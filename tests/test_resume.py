@@ -1,4 +1,4 @@
-"""Kill it at any moment and go on: the losses, norms and weights are those of the run that was not killed."""
+"""A run that was killed at any moment resumes with the losses, norms and weights of the unbroken run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_killed_five_times(dtype: str, placement: tuple[str, str], late: float, 
 def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> None:
     """Homes above DISK are read back from the store that they were written through to."""
     job = models.DROPOUT._replace(steps=4)
-    whole = run(job, placement, tmp_path / "whole", durability="step")
+    reference = run(job, placement, tmp_path / "whole", durability="step")
     first = start(job, placement, tmp_path / "parts", durability="step")
     losses = [train_step(first, job, step) for step in range(2)]
     first.destroy()
@@ -48,8 +48,8 @@ def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> 
     losses += [train_step(second, job, step) for step in range(2, 4)]
     weights = second.module.state_dict()
     second.destroy(remove=True)
-    assert losses == whole.losses
-    assert_same_tensors(weights, whole.weights)
+    assert losses == reference.losses
+    assert_same_tensors(weights, reference.weights)
 
 
 def test_every_step_is_there_after_destroy(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_buffers_schedule_and_counts_come_back(tmp_path: Path) -> None:
     second.destroy(remove=True)
 
 
-def test_other_settings_are_said(tmp_path: Path) -> None:
+def test_other_settings_are_reported(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
     engine = start(models.GPT2._replace(lr=5e-4, clip=0.5), DISK, tmp_path, resume="auto")
     assert "gradient clipping 1.0 is now 0.5, learning rates [0.001] is now [0.0005]" in engine.notices[-1]
@@ -105,7 +105,7 @@ def test_other_settings_are_said(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_leftover_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+def test_a_leftover_is_an_error_with_the_fix(tmp_path: Path) -> None:
     engine = start(models.GPT2, DISK, tmp_path)
     engine.destroy(remove=False)
     with pytest.raises(StoreError, match=r"--resume auto.*offload rm"):
@@ -134,7 +134,7 @@ def test_a_finished_run_leaves_a_note_and_starts_over(tmp_path: Path) -> None:
     start(models.GPT2, DISK, tmp_path).destroy()
 
 
-def test_a_run_goes_on_with_homes_that_would_keep_no_store(tmp_path: Path) -> None:
+def test_a_run_resumes_with_tiers_that_need_no_store(tmp_path: Path) -> None:
     """With more memory than it had, say: it keeps the store that it has, and goes on bit for bit."""
     job = models.GPT2
     unbroken = run(job, DISK, tmp_path / "unbroken")
@@ -162,9 +162,9 @@ def test_schedules_that_move_the_betas(tmp_path: Path) -> None:
         content = config(job, DISK, folder, resume=resume)
         return offload.initialize(model=job.model(), lr_scheduler=schedule, config=content)[0]
 
-    whole = begin(tmp_path / "whole", "never")
-    expected = [train_step(whole, job, step) for step in range(6)]
-    whole.destroy(remove=True)
+    reference = begin(tmp_path / "whole", "never")
+    expected = [train_step(reference, job, step) for step in range(6)]
+    reference.destroy(remove=True)
     first = begin(tmp_path / "parts", "never")
     losses = [train_step(first, job, step) for step in range(3)]
     first.destroy()
@@ -215,7 +215,7 @@ def test_an_exit_without_destroy_commits(tmp_path: Path) -> None:
 def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
     """The step before is whole, and training goes on in the same process with the right bits."""
     job = models.GPT2
-    whole = run(job, DISK, tmp_path / "whole")
+    reference = run(job, DISK, tmp_path / "whole")
     engine = start(job, DISK, tmp_path / "cut")
     losses = []
     for step in range(job.steps):
@@ -225,7 +225,7 @@ def test_ctrl_c_in_the_middle_of_a_forward(tmp_path: Path) -> None:
         hook.remove()
         losses.append(train_step(engine, job, step))
     engine.destroy(remove=True)
-    assert losses == whole.losses
+    assert losses == reference.losses
 
 
 class Counting(Layers):

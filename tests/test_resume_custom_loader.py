@@ -1,4 +1,4 @@
-"""The guide's recipe for a DataLoader of one's own: what the loop draws beside it comes out as in an unbroken run."""
+"""The guide's recipe for a DataLoader of one's own resumes as an unbroken run, with all that the loop draws."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class Script:
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (2, 1), (0, 2)])
 def test_draws_before_the_first_call_come_again(workers: int, accumulation: int, tmp_path: Path) -> None:
-    whole = Script(tmp_path / "whole", workers, accumulation)
-    expected = [whole.step() for _ in range(STEPS)]
-    whole.engine.destroy()
+    unbroken = Script(tmp_path / "whole", workers, accumulation)
+    expected = [unbroken.step() for _ in range(STEPS)]
+    unbroken.engine.destroy()
     seen: list[list[float]] = []
     for stop, batch in ((2, False), (6, True), (STEPS, False)):
         script = Script(tmp_path / "cut", workers, accumulation)

@@ -1,4 +1,4 @@
-"""A loop as users write it, broken off anywhere and started again: losses, norms and weights of one that was not."""
+"""A user's loop that stops anywhere and starts again has the losses, norms and weights of the unbroken one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.support.user_script import (
     ],
     ids=Setup.title,
 )
-def test_broken_off_and_gone_on_is_unbroken(setup: Setup, tmp_path: Path) -> None:
+def test_a_resumed_loop_equals_the_unbroken_one(setup: Setup, tmp_path: Path) -> None:
     """Before the first step, after it, in the middle of a pass, at its end, and one step later."""
     assert_equal(train(tmp_path / "whole", setup), train(tmp_path / "parts", setup, breaks=(0, 1, 3, 5, 8, 9)))
 
@@ -88,8 +88,8 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
         assert seen.setdefault(step, numbers) == numbers, f"step {step} differs after a resume"
     starts, rates, weights = torch.load(log.with_suffix(".end"), weights_only=True)
     assert len(starts) >= 2 and starts == sorted(starts), "the dict goes on with the run"
-    whole = train(tmp_path / "whole", setup, steps=60)
-    assert_equal(whole, ([tuple(seen[step]) for step in range(60)], rates, weights))
+    unbroken = train(tmp_path / "whole", setup, steps=60)
+    assert_equal(unbroken, ([tuple(seen[step]) for step in range(60)], rates, weights))
 
 
 # -- the loader's place -------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def test_samples_of_before_are_not_loaded(tmp_path: Path) -> None:
 def test_a_look_at_a_batch_changes_nothing(tmp_path: Path) -> None:
     """Scripts look at the first batch, for its shape say, before they train."""
     setup = Setup("ours", draws=True)
-    whole = train(tmp_path / "whole", setup)
+    unbroken = train(tmp_path / "whole", setup)
     first = Script(tmp_path / "parts", setup)
     seen = [first.step() for _ in range(7)]
     first.end()
     second = Script(tmp_path / "parts", setup)
     next(iter(second.loader)), next(iter(second.loader))
     seen += [second.step() for _ in range(7, STEPS)]
-    assert_equal(whole, (seen, second.engine.get_lr(), second.end()))
+    assert_equal(unbroken, (seen, second.engine.get_lr(), second.end()))
 
 
 def test_epochs_are_counted(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_epochs_are_counted(tmp_path: Path) -> None:
         (Setup(config={"gradient_accumulation_steps": 1}), "accumulation 2 is now 1", 4),
     ],
 )
-def test_another_data_set_or_batch_is_said(change: Setup, notice: str, left: int, tmp_path: Path) -> None:
+def test_another_data_set_or_batch_is_reported(change: Setup, notice: str, left: int, tmp_path: Path) -> None:
     first = Script(tmp_path)
     for _ in range(3):
         first.step()
@@ -197,8 +197,8 @@ def test_client_state_is_that_of_the_committed_step(tmp_path: Path) -> None:
         ({(1, 2): 3}, r"client_state\['a'\]\[1\] contains the key \(1, 2\), a builtins.tuple"),
     ],
 )
-def test_what_is_not_plain_is_named_and_can_be_mended(value: Any, message: str, tmp_path: Path) -> None:
-    whole = train(tmp_path / "whole", Setup(), steps=3)
+def test_a_value_that_is_not_plain_is_named_and_can_be_replaced(value: Any, message: str, tmp_path: Path) -> None:
+    unbroken = train(tmp_path / "whole", Setup(), steps=3)
     script = Script(tmp_path / "parts")
     seen = [script.step()]
     script.engine.client_state["a"] = [1, value]
@@ -208,7 +208,7 @@ def test_what_is_not_plain_is_named_and_can_be_mended(value: Any, message: str, 
         script.engine.destroy()
     script.engine.client_state["a"] = "mended"
     seen += [script.step() for _ in range(2)]
-    assert_equal(whole, (seen, script.engine.get_lr(), script.end()))
+    assert_equal(unbroken, (seen, script.engine.get_lr(), script.end()))
     script = Script(tmp_path / "parts")
     assert script.engine.global_steps == 3 and script.engine.client_state == {"a": "mended"}
     script.engine.client_state = []

@@ -120,7 +120,7 @@ def right(dtype: str) -> Result:
 
 
 @pytest.mark.parametrize(("fault", "dtype"), [*((f, "fp32") for f in FAULTS), *((f, "bf16") for f in SEEN_IN_BF16)])
-def test_a_fault_does_not(fault: str, dtype: str) -> None:
+def test_a_fault_exceeds_the_bounds(fault: str, dtype: str) -> None:
     job = FAULTS[fault]._replace(dtype=dtype)
     wrong = trained(PlainEngine(job), job)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""A script that ran once can run again: a run that was closed is replaced, and one that was killed is protected."""
+"""A script that ran once can run again: a closed run is replaced, a killed one is protected."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def _killed(folder: Path) -> None:
 
 
 def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first, told = script(tmp_path)
-    assert not any("is replaced" in line for line in told)
+    first, messages = script(tmp_path)
+    assert not any("is replaced" in line for line in messages)
     (left,) = [record.getMessage() for record in caplog.records if "the run is kept in" in record.getMessage()]
     assert '"resume": "auto" resumes the run, the next start replaces the run; `offload rm' in left
-    again, told = script(tmp_path)
-    (line,) = [line for line in told if "is replaced" in line]
+    again, messages = script(tmp_path)
+    (line,) = [line for line in messages if "is replaced" in line]
     assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
     assert_same(first, again)
 
 
 def test_it_can_be_gone_on_with(tmp_path: Path) -> None:
     first, _ = script(tmp_path)
-    going_on, told = script(tmp_path, resume="auto")
-    assert going_on.losses == [] and not any("is replaced" in line for line in told)
+    going_on, messages = script(tmp_path, resume="auto")
+    assert going_on.losses == [] and not any("is replaced" in line for line in messages)
     assert_same(Result([], [], first.weights), going_on)
 
 
@@ -71,11 +71,11 @@ def test_one_that_ended_without_destroy_is_replaced(
     for step in range(steps):
         train_step(engine, JOB, step)
     caplog.clear()
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records)
     assert f"at step {steps}: " in line and "the next start replaces the run" in line
-    _, told = script(tmp_path)
-    assert any("which was closed at its end, is replaced" in line for line in told)
+    _, messages = script(tmp_path)
+    assert any("which was closed at its end, is replaced" in line for line in messages)
 
 
 @pytest.mark.parametrize("how", ["exception", "failed engine"])
@@ -90,7 +90,7 @@ def test_one_that_ended_by_an_error_is_protected(
     else:
         engine._core.components.pager.fail(RuntimeError("of the test"))
     caplog.clear()
-    engine._core.ending.at_exit()
+    engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
     assert "the next start that does not resume the run is refused" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
@@ -101,8 +101,8 @@ def test_one_that_was_killed_is_refused_and_restarted_by_a_word(tmp_path: Path) 
     dies(_killed, tmp_path)
     with pytest.raises(StoreError, match="holds a run that did not end"):
         script(tmp_path)
-    restarted, told = script(tmp_path, resume="restart")
-    assert any("which did not end, is replaced" in line for line in told)
+    restarted, messages = script(tmp_path, resume="restart")
+    assert any("which did not end, is replaced" in line for line in messages)
     assert_same(restarted, script(tmp_path / "other")[0])
 
 
@@ -118,7 +118,7 @@ def test_a_closed_one_that_is_gone_on_with_and_killed_is_protected(tmp_path: Pat
         script(tmp_path)
 
 
-def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
+def test_a_run_that_trains_is_reported_as_such(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path)
     train_step(engine, JOB, 0)
     engine._core._begin()
@@ -130,8 +130,8 @@ def test_one_that_trains_is_told_as_that(tmp_path: Path) -> None:
 
 
 def test_restart_where_nothing_is_begins(tmp_path: Path) -> None:
-    found, told = script(tmp_path, resume="restart")
-    assert len(found.losses) == JOB.steps and not any("is replaced" in line for line in told)
+    found, messages = script(tmp_path, resume="restart")
+    assert len(found.losses) == JOB.steps and not any("is replaced" in line for line in messages)
 
 
 def _on_ranks(folder: Path) -> tuple[Result, tuple[str, ...]]:
@@ -146,24 +146,24 @@ def _exits_on_ranks(folder: Path) -> list[str]:
     sys.__dict__.pop("last_value", None)
     engine = rank_pool.start(JOB, DISK, folder)
     train_step(engine, JOB, 0)
-    heard = logging.handlers.BufferingHandler(99)
-    logging.getLogger("offload").addHandler(heard)
-    engine._core.ending.at_exit()
-    logging.getLogger("offload").removeHandler(heard)
-    return [record.getMessage() for record in heard.buffer]
+    records = logging.handlers.BufferingHandler(99)
+    logging.getLogger("offload").addHandler(records)
+    engine._core.shutdown.at_exit()
+    logging.getLogger("offload").removeHandler(records)
+    return [record.getMessage() for record in records.buffer]
 
 
-def test_on_several_ranks_the_first_says_the_end_for_all(tmp_path: Path) -> None:
+def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         (line,), others = ranks.run(_exits_on_ranks, tmp_path)
     assert "the next start replaces the run" in line and others == []
 
 
-def test_on_several_ranks_the_whole_run_is_replaced(tmp_path: Path) -> None:
+def test_on_several_ranks_the_complete_run_is_replaced(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         first = ranks.run(_on_ranks, tmp_path)
         again = ranks.run(_on_ranks, tmp_path)
     for (one, _), (other, _) in zip(first, again, strict=True):
         assert_same(one, other)
-    told = [any("is replaced" in line for line in notices) for _, notices in again]
-    assert told == [True, False], "the first rank says it for all"
+    messages = [any("is replaced" in line for line in notices) for _, notices in again]
+    assert messages == [True, False], "the first rank says it for all"

@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_*: what there is of a parameter is read and set exactly, wherever it lies."""
+"""DeepSpeed's safe_get_* and safe_set_* read and set every state of a parameter exactly, in any tier."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_same_everywhere_and_as_in_torch(name: str, dtype: str, tmp_path: Pa
 
 
 @pytest.mark.works(AREA, "`safe_get_local_*`, `safe_set_local_*`", "right")
-def test_the_part_of_one_rank_is_the_whole(tmp_path: Path) -> None:
+def test_the_shard_of_a_single_rank_is_complete(tmp_path: Path) -> None:
     job = MIXTURE._replace(dtype="bf16")
     engine = start(job, DISK, tmp_path, **little_room(job, DISK))
 
@@ -94,7 +94,7 @@ def test_the_part_of_one_rank_is_the_whole(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_gradients_that_spill_and_pieces_of_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spilled_gradients_and_small_chunks_are_read_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read goes over many chunks, tiles and windows of gradients on disk."""
     small_pieces(monkeypatch)
     monkeypatch.setattr(looking, "CHUNK", 1024)
@@ -321,16 +321,16 @@ def test_what_is_set_in_one_unit_is_written_together(tmp_path: Path) -> None:
 def test_what_was_set_is_committed_at_the_end(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
     job = GPT2._replace(dtype=dtype)
     durable = {"durability": "step"}
-    whole, cut = (start(job, placement, tmp_path / name, **durable) for name in ("whole", "cut"))
-    for engine in (whole, cut):
+    unbroken, cut = (start(job, placement, tmp_path / name, **durable) for name in ("whole", "cut"))
+    for engine in (unbroken, cut):
         for step in range(3):
             train_step(engine, job, step)
         halved(engine)
     cut.destroy()
     cut = start(job, placement, tmp_path / "cut", resume="must", **durable)
-    assert differences(everything(whole.module), everything(cut.module)) == []
-    assert [train_step(whole, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
-    whole.destroy(remove=True)
+    assert differences(everything(unbroken.module), everything(cut.module)) == []
+    assert [train_step(unbroken, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
+    unbroken.destroy(remove=True)
     cut.destroy(remove=True)
 
 
@@ -355,18 +355,18 @@ def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: 
     """Before the next commit the run resumes without the edit, after it with it: never with half of it."""
     job = GPT2._replace(dtype="bf16")
     dies(_edit_and_die, job, placement, tmp_path / "cut", steps)
-    whole = start(job, placement, tmp_path / "whole", durability="step")
+    unbroken = start(job, placement, tmp_path / "whole", durability="step")
     for step in range(2):
-        train_step(whole, job, step)
+        train_step(unbroken, job, step)
     if steps:
-        halved(whole)
+        halved(unbroken)
     for step in range(2, 2 + steps):
-        train_step(whole, job, step)
+        train_step(unbroken, job, step)
     cut = start(job, placement, tmp_path / "cut", resume="must", durability="step")
     assert cut.global_steps == 2 + steps
-    assert differences(everything(whole.module), everything(cut.module)) == []
-    assert [train_step(whole, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
-    whole.destroy(remove=True)
+    assert differences(everything(unbroken.module), everything(cut.module)) == []
+    assert [train_step(unbroken, job, step) for step in (3, 4)] == [train_step(cut, job, step) for step in (3, 4)]
+    unbroken.destroy(remove=True)
     cut.destroy(remove=True)
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's safe_get_* and safe_set_* on several ranks: each gives what it holds, and all have the same."""
+"""DeepSpeed's safe_get_* and safe_set_* agree on several ranks: each gives its shard, or all the same."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[li
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
-def test_two_ranks_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_two_ranks_read_and_set_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(dtype=dtype)
     alone = look_and_set(job, DISK, tmp_path / "alone")
     first = None
@@ -82,26 +82,26 @@ def different_places(folder: Path) -> list[str]:
     """What is said where the ranks look at different things, or one looks while the other steps."""
     engine = start_rank(ROWS, DISK, folder)
     rank, _ = rank_and_size()
-    said = []
+    messages = []
     weight = engine.module.embedding.weight if rank else engine.module.scale
     with pytest.raises(RankError) as error:
         offload.safe_get_full_fp32_param(weight)
-    said.append(str(error.value))
+    messages.append(str(error.value))
     backward(engine, ROWS, 0)
     with pytest.raises(RankError) as error:
         if rank:
             offload.safe_set_full_grad(engine.module.scale, torch.ones(()))
         else:
             engine.step()
-    said.append(str(error.value))
+    messages.append(str(error.value))
     engine.destroy(remove=True)
-    return said
+    return messages
 
 
 def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
-    for said in ranks.run(different_places, tmp_path):
-        assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in said[0]
-        assert "rank 0 is at step(); rank 1 accesses a state of a parameter" in said[1]
+    for messages in ranks.run(different_places, tmp_path):
+        assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in messages[0]
+        assert "rank 0 is at step(); rank 1 accesses a state of a parameter" in messages[1]
 
 
 def values_of_each(folder: Path) -> list[float]:
@@ -109,7 +109,7 @@ def values_of_each(folder: Path) -> list[float]:
     engine = start_rank(ROWS, DISK, folder)
     rank, _ = rank_and_size()
     weight = engine.module.blocks[2][2].weight
-    assert len(engine._core.looking._pieces(engine._core.looking.place(weight))) == 2
+    assert len(engine._core.param_access._pieces(engine._core.param_access.handle(weight))) == 2
     offload.safe_set_full_optimizer_state(weight, torch.full(weight.shape, 1.0 + rank), "exp_avg")
     offload.safe_set_full_grad(weight, torch.full(weight.shape, 3.0 + rank))
     found = [offload.safe_get_full_optimizer_state(weight, "exp_avg"), offload.safe_get_full_grad(weight)]
@@ -121,7 +121,7 @@ def test_the_values_of_the_first_rank_count(ranks: RankPool, tmp_path: Path) -> 
     assert ranks.run(values_of_each, tmp_path) == [[1.0, 3.0], [1.0, 3.0]]
 
 
-def parts_and_whole(job: Job, folder: Path) -> tuple[list[Found], list[Found], Found]:
+def shards_and_complete(job: Job, folder: Path) -> tuple[list[Found], list[Found], Found]:
     """Each rank's parts in a round, beside the whole; and the whole after every part was doubled."""
     engine = start_rank(job, DISK, folder)
     looks: list[Found] = []
@@ -130,7 +130,7 @@ def parts_and_whole(job: Job, folder: Path) -> tuple[list[Found], list[Found], F
         looks.append(everything_local(engine.module))
         return everything(engine.module)
 
-    whole = a_round(engine, job, look)
+    complete = a_round(engine, job, look)
     backward(engine, job, 3)
     for parameter in engine.module.parameters():
         for get, put in LOCAL.values():
@@ -140,10 +140,10 @@ def parts_and_whole(job: Job, folder: Path) -> tuple[list[Found], list[Found], F
     doubled = everything(engine.module)
     engine.step()
     engine.destroy(remove=True)
-    return looks, whole, doubled
+    return looks, complete, doubled
 
 
-def doubled_whole(job: Job, folder: Path) -> Found:
+def doubled_complete(job: Job, folder: Path) -> Found:
     engine = start_rank(job, DISK, folder)
     a_round(engine, job, dict)
     backward(engine, job, 3)
@@ -154,11 +154,11 @@ def doubled_whole(job: Job, folder: Path) -> Found:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_parts_of_all_ranks_are_the_whole(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
+def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(dtype=dtype)
-    (one, whole, doubled), (other, _, also) = ranks.run(parts_and_whole, job, tmp_path / "parts")
+    (one, complete, doubled), (other, _, also) = ranks.run(shards_and_complete, job, tmp_path / "parts")
     lengths = set()
-    for first, second, expected in zip(one, other, whole, strict=True):
+    for first, second, expected in zip(one, other, complete, strict=True):
         for name, value in expected.items():
             mine, theirs = first[name], second[name]
             if value is None:
@@ -169,7 +169,7 @@ def test_the_parts_of_all_ranks_are_the_whole(dtype: str, ranks: RankPool, tmp_p
                 assert torch.equal(torch.cat([mine, theirs]), value.flatten()), name
     assert lengths >= {(True, True), (True, False), (False, True)}
     assert differences(doubled, also) == []
-    assert differences(doubled, ranks.run(doubled_whole, job, tmp_path / "whole")[0]) == []
+    assert differences(doubled, ranks.run(doubled_complete, job, tmp_path / "whole")[0]) == []
 
 
 def alone_and_wrong(folder: Path) -> list[str]:
@@ -192,7 +192,7 @@ def alone_and_wrong(folder: Path) -> list[str]:
     return [str(error.value)]
 
 
-def test_a_rank_alone_and_a_part_of_another_length(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_single_rank_and_a_shard_of_another_length_are_refused(ranks: RankPool, tmp_path: Path) -> None:
     (one,), (other,) = ranks.run(alone_and_wrong, tmp_path)
     assert "values of this rank's shard of the " in other and "got shape" in other
     assert "rank 1 could not set a shard of a parameter, so no rank did: UsageError: values of" in one

@@ -1,4 +1,4 @@
-"""safe_get_* and safe_set_* with what cannot be, or while the model runs: an error that harms nothing."""
+"""safe_get_* and safe_set_* with wrong arguments, or while the model runs, are an error that harms nothing."""
 
 from __future__ import annotations
 
@@ -119,8 +119,8 @@ def test_refused_and_nothing_is_harmed(tmp_path: Path) -> None:
     job = models.MIXTURE
     engine = start(job, DISK, tmp_path / "refused", device_memory=room_for(job, 2))
     losses = [train_step(engine, job, 0)]
-    for what, (action, words) in REFUSED.items():
-        with pytest.raises(UsageError, match=words):
+    for what, (action, message) in REFUSED.items():
+        with pytest.raises(UsageError, match=message):
             action(engine.module)
             raise AssertionError(what)
     losses += [train_step(engine, job, step) for step in range(1, job.steps)]

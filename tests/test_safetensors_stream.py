@@ -1,4 +1,4 @@
-"""safetensors files written in pieces are what the library reads; damaged ones are refused."""
+"""safetensors files that are written in chunks can be read by the library; damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from offload.sizes import PAGE
 from tests.support.oracle import assert_same_tensors
 
 
-def test_the_library_reads_what_was_written_in_pieces(tmp_path: Path) -> None:
+def test_safetensors_reads_what_was_written_in_chunks(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     values = {
         "w": torch.randn(7, 5),
@@ -91,7 +91,7 @@ def test_shards_hold_all_in_order_and_keep_the_size(sizes: list[int], most: int)
 
 
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 70), st.booleans()), min_size=1, max_size=6), st.data())
-def test_pieces_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool]], data: st.DataObject) -> None:
+def test_chunks_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool]], data: st.DataObject) -> None:
     """Against the definition: each rank's partition is its cut of the trainable and its cut of the frozen stretch."""
     step = 8 * world_size
     segments: list[Segment] = []

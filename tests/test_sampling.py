@@ -32,7 +32,7 @@ def test_a_seed_has_one_sample() -> None:
     assert sample(GRID, 6, "a") == sample(GRID, 6, "a") != sample(GRID, 6, "b")
 
 
-def test_a_small_grid_is_whole() -> None:
+def test_a_small_grid_is_complete() -> None:
     assert sample(GRID[:3], 6, "seed") == [0, 1, 2]
 
 

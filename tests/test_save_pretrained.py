@@ -199,11 +199,11 @@ def test_save_16bit_model_writes_one_file(tmp_path: Path) -> None:
     before = listed(tmp_path / "whole")
     engine.save_16bit_model(tmp_path / "whole", "trained.safetensors", exclude_frozen_parameters=True)
     assert listed(tmp_path / "whole") == {*before, "trained.safetensors"}, "nothing else is touched"
-    for name, words in (
+    for name, message in (
         ("pytorch_model.bin", r"ends with \.safetensors"),
         ("../model.safetensors", "a path; expected the name of a file in save_directory"),
     ):
-        with pytest.raises(UsageError, match=words):
+        with pytest.raises(UsageError, match=message):
             engine.save_16bit_model(tmp_path / "out", name)
     engine.destroy(remove=True)
 

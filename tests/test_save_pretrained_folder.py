@@ -1,4 +1,4 @@
-"""`engine.save_pretrained` into a folder that is there: what was there stays until all of the new is there."""
+"""`engine.save_pretrained` into an existing folder keeps the old files until all new ones are there."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ import transformers
 import offload
 from offload import fileio
 from offload.engine.model_io import output_folder as model_folder
+from offload.engine.params.local_shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
 from offload.fileio import safetensors_stream as tensor_file
-from tests.support.oracle import assert_same_tensors, train_step
+from tests.support.oracle import assert_same_tensors, start, train_step
 from tests.test_export import tensors as all_tensors
 from tests.test_save_pretrained import JOB, NAMES, a_tokenizer, engine, listed, untied
 
@@ -131,7 +132,7 @@ def test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture(
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-def test_what_a_kill_has_left_is_removed_and_told(
+def test_leftovers_of_a_kill_are_removed_and_reported(
     engine: offload.Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = tmp_path / "out.partial"
@@ -185,9 +186,9 @@ def test_one_save_at_a_time_into_a_folder(
 
     def save_too() -> None:
         def attempt() -> None:
-            with pytest.raises(StoreError, match=r"process .* is saving into .*out") as told:
+            with pytest.raises(StoreError, match=r"process .* is saving into .*out") as caught:
                 engine.save_pretrained(out)
-            refused.append(str(told.value))
+            refused.append(str(caught.value))
 
         thread = threading.Thread(target=attempt)
         thread.start()
@@ -208,3 +209,33 @@ def test_one_save_at_a_time_into_a_folder(
     (out / "notes.txt").write_text("dear")
     engine.save_pretrained(out)  # beside other files
     assert listed(out) == {*NAMES, "notes.txt"}
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp32"])
+def test_a_read_that_fails_leaves_none_in_flight(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are freed next; all reads fail here, so none may end the wait for the others."""
+    engine = start(JOB._replace(dtype=mode), ("nvme", "nvme"), tmp_path / "swap")
+    read, flying = LocalShards.read, list[Failing]()
+
+    def fails(shards: LocalShards, *arguments: Any, **options: Any) -> list[Any]:
+        flying.extend(found := [Failing(future) for future in read(shards, *arguments, **options) for _ in range(2)])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalShards, "read", fails)
+        with pytest.raises(IoError):
+            engine.save_pretrained(tmp_path / "out", dtype="fp32")
+    assert flying and all(future.awaited for future in flying)
+    engine.destroy(remove=True)
+
+
+class Failing:
+    """A read that fails, and knows if somebody has waited for it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner, self.awaited = inner, False
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.awaited = True
+        self._inner.wait(timeout)
+        raise IoError("states", 0, 0, errno.EIO, "read")

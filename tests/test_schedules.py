@@ -226,7 +226,7 @@ def kill(engine: offload.Engine) -> None:
     """As SIGKILL does right after the commit of the last step: nothing more is written."""
     engine.mean(0.0)  # the first call after the step, which takes what the commit holds
     engine._core.components.update_worker.finish()
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -247,7 +247,7 @@ def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Pa
     script.engine.destroy(remove=True)
 
 
-def test_broken_off_and_gone_on_is_unbroken(tmp_path: Path) -> None:
+def test_a_resumed_schedule_equals_the_unbroken_one(tmp_path: Path) -> None:
     """Losses, norms and weights too, with rates and momenta that move."""
     setup = Setup(config={"scheduler": TABLES["cycle"].block})
     assert_equal(train(tmp_path / "whole", setup, steps=9), train(tmp_path / "parts", setup, (0, 1, 3, 7), steps=9))
@@ -304,7 +304,7 @@ def test_a_checkpoint_has_the_schedule(tmp_path: Path) -> None:
     second.engine.destroy(remove=True)
 
 
-def test_what_the_block_says_now_counts_after_a_resume(tmp_path: Path) -> None:
+def test_the_current_block_counts_after_a_resume(tmp_path: Path) -> None:
     """From the very next step on, with a line; the optimizer's own learning rate stays the run's."""
 
     def block(total: int) -> dict[str, Any]:

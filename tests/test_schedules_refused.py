@@ -65,8 +65,8 @@ def test_a_schedule_of_another_optimizer_is_an_error(make: Callable[[Any], Any])
         offload.schedules.WarmupLR(3)
 
 
-def test_an_optimizers_rate_without_effect_is_said() -> None:
-    for block, words in (
+def test_an_optimizers_rate_without_effect_is_reported() -> None:
+    for block, message in (
         (
             {"type": "WarmupDecayLR", "params": {"total_num_steps": 2000}},
             "whose warmup_max_lr is 0.001; the optimizer's 0.01",
@@ -74,22 +74,22 @@ def test_an_optimizers_rate_without_effect_is_said() -> None:
         ({"type": "OneCycle", "params": {**CYCLE}}, "whose cycle_max_lr is 0.005; the optimizer's 0.01"),
     ):
         engine = begin(config={"scheduler": block})
-        (notice,) = [line for line in engine.notices if line.startswith("the learning rate is")]
-        assert words in notice
+        (notice,) = [line for line in engine.notices if line.startswith("the learning rate follows")]
+        assert message in notice
         engine.destroy()
     engine = begin(config={"scheduler": TABLES["log"].block})
-    assert not any("the learning rate is" in line for line in engine.notices)
+    assert not any("the learning rate follows" in line for line in engine.notices)
     engine.destroy()
 
 
 @pytest.mark.parametrize("kind", ["WarmupDecayLR", "WarmupCosineLR"])
-def test_a_warm_up_longer_than_the_training_is_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    for total, said in ((9, True), (10, False)):
+def test_a_warm_up_longer_than_the_training_is_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    for total, reported in ((9, True), (10, False)):
         block = {"type": kind, "params": {"total_num_steps": total, "warmup_num_steps": 10}}
         with caplog.at_level(logging.WARNING, logger="offload"):
             schedule_choice.choose(load_config({"scheduler": block}).scheduler, None, optimizer())
-        words = "total_num_steps 9 is less than warmup_num_steps 10: the learning rate still rises when training ends"
-        assert (words in caplog.text) is said
+        message = "total_num_steps 9 is less than warmup_num_steps 10: the learning rate still rises when training ends"
+        assert (message in caplog.text) is reported
         caplog.clear()
 
 
@@ -124,7 +124,7 @@ WARMUP_BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    **{name: ({"type": "WarmupLR", "params": params}, words) for name, (params, words) in WARMUP_BAD.items()},
+    **{name: ({"type": "WarmupLR", "params": params}, message) for name, (params, message) in WARMUP_BAD.items()},
     "no type": ({"params": {}}, "scheduler.type is needed"),
     "a typo in the type": ({"type": "WarmupRL"}, 'scheduler.type should be WarmupLR, .*did you mean "WarmupLR"'),
     "a typo in one of torch": ({"type": "StepRL"}, 'did you mean "StepLR"'),
@@ -162,8 +162,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_block_is_named(case: str) -> None:
-    block, words = BAD[case]
-    with pytest.raises(ConfigError, match=words):
+    block, message = BAD[case]
+    with pytest.raises(ConfigError, match=message):
         load_config({"scheduler": block})
 
 
@@ -189,14 +189,14 @@ def test_a_schedule_of_torch_that_cannot_be_made(name: str) -> None:
 
 
 def test_what_shows_when_the_groups_are_known() -> None:
-    for params, words in (
+    for params, message in (
         ({"warmup_min_lr": 0.1}, r"warmup_min_lr 0.1 is above warmup_max_lr \(the learning rate of its group\) 0.01"),
         (
             {"warmup_min_lr": [0.1, 0.2, 0.3], "warmup_max_lr": 1},
             "warmup_min_lr has 3 values, the optimizer has 1 group of",
         ),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             begin(config={"scheduler": {"type": "WarmupLR", "params": params}})
     with pytest.raises(ConfigError, match="lr_range_test_min_lr has 1 value, the optimizer has 2 groups"):
         offload.schedules.LRRangeTest(optimizer(1, 2), [0.1])
@@ -213,7 +213,7 @@ def test_a_momentum_that_has_grown_to_one_is_an_error_and_nothing_moved() -> Non
     assert (schedule.state_dict(), schedule.get_last_lr(), schedule.get_mom()) == before
 
 
-def test_a_warm_up_that_does_not_end_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_warm_up_that_does_not_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "offload"):
         offload.schedules.WarmupDecayLR(optimizer(), 200)
     assert "total_num_steps 200 is less than warmup_num_steps 1000" in caplog.text

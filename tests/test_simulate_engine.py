@@ -183,7 +183,7 @@ def test_without_chance_every_figure_is_the_engines(
         assert figures == Figures(
             found.moved.read, found.moved.written, found.uses, found.hits, found.host_peak, found.device_peak
         ), f"step {number}"
-    streamed = any(2 * align_up(size.part_nbytes) > real.budgets.host for size in real.case.sizes)
+    streamed = any(2 * align_up(size.shard_nbytes) > real.budgets.host for size in real.case.sizes)
     if more in (0, 2_000_000):
         assert streamed == bool(real.spilled) == (more == 0)
 

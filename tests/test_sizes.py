@@ -1,4 +1,4 @@
-"""Bytes in words."""
+"""Sizes and counts are parsed and formatted."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from offload.sizes import GIB, align_up, count_of, format_count, format_size, pa
         ("1e9", 10**9),
     ],
 )
-def test_sizes_in_words(text: str | int, nbytes: int) -> None:
+def test_sizes_are_parsed(text: str | int, nbytes: int) -> None:
     assert parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "1 XB", "1GiBB", True, "nan", "0x10"])
-def test_what_is_no_size(text: object) -> None:
+def test_text_that_is_no_size_is_refused(text: object) -> None:
     with pytest.raises(ConfigError, match="16GiB"):
         parse_size(text)  # type: ignore[arg-type]
 
 
-def test_numbers_as_words() -> None:
+def test_numbers_are_formatted() -> None:
     assert [format_size(n) for n in (0, 1023, 1536, 13314398618)] == ["0 B", "1023 B", "1.5 KiB", "12.4 GiB"]
 
 
-def test_a_count_has_the_words_of_one_or_of_more() -> None:
+def test_a_count_is_singular_or_plural() -> None:
     assert [count_of(number, "step") for number in (0, 1, 2, 2500)] == ["0 steps", "1 step", "2 steps", "2,500 steps"]
     assert [count_of(number, "batch is", "batches are") for number in (1, 3)] == ["1 batch is", "3 batches are"]
 
 
-def test_counts_as_words() -> None:
+def test_counts_are_formatted() -> None:
     counts = {
         0: "0",
         999: "999",
@@ -54,6 +54,6 @@ def test_counts_as_words() -> None:
 
 
 @given(st.integers(0, 2**60), st.integers(1, 2**30))
-def test_alignment(value: int, step: int) -> None:
+def test_sizes_are_rounded_up_to_the_alignment(value: int, step: int) -> None:
     aligned = align_up(value, step)
     assert aligned % step == 0 and 0 <= aligned - value < step

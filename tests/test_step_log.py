@@ -1,4 +1,4 @@
-"""The key "log": any loop writes a line for each step, and goes on where it was committed."""
+"""The key "log" makes any loop write a line for each step, and a resumed loop continues after the committed step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_any_loop_writes_a_log_that_goes_on_where_it_was_committed(tmp_path: Pat
     for step in range(3):
         train_step(engine, JOB, step)
     engine._core.components.meter.close()  # all is written, and the third step was never committed
-    engine._core.ending.abandon(remove=False)
+    engine._core.shutdown.abandon(remove=False)
     with path.open("a") as file:
         file.write('{"step": 4, "lo')
     engine = begin(tmp_path, durability={"every": 2}, log=str(path), resume="must", drive_tbw=5)
@@ -46,6 +46,6 @@ def test_numbers_of_the_last_step_can_be_asked_for(tmp_path: Path) -> None:
     content = config(JOB, DISK, tmp_path / "a") | {"wall_clock_breakdown": True, "steps_per_print": 0}
     engine = offload.initialize(model=JOB.model(), config=content).engine
     assert engine.measured == {}
-    said = train_step(engine, JOB, 0)
-    assert engine.measured["loss"] == said and engine.measured["forward_seconds"] > 0
+    loss = train_step(engine, JOB, 0)
+    assert engine.measured["loss"] == loss and engine.measured["forward_seconds"] > 0
     engine.destroy(remove=True)

@@ -1,4 +1,4 @@
-"""The store: what a commit record names is never lost, and nothing else is ever believed."""
+"""The store never loses a commit that a record names, and never trusts anything else."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
         store.commit(epoch, blob(f"blob {epoch}"))
     store.close()
     store, text = opened(tmp_path, queue)
-    assert text == "blob 4" and store.durable is not None and store.durable.epoch == 4
+    assert text == "blob 4" and store.durable is not None and store.durable.step == 4
     assert (weight(store, 0), weight(store, 1)) == (14, 13)
     store.close()
 
@@ -257,7 +257,7 @@ def test_a_broken_note_of_a_finished_run_is_no_obstacle(tmp_path: Path, queue: I
     created(tmp_path, queue).close()
 
 
-def test_finished_says_the_steps_and_the_date(tmp_path: Path, queue: IoQueue) -> None:
+def test_the_note_of_the_end_contains_the_steps_and_the_date(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
     store.note_end({"steps": 12})
@@ -274,7 +274,9 @@ def test_not_enough_room_is_an_error_with_both_numbers(tmp_path: Path, queue: Io
     assert not (tmp_path / "run").exists(), "a start that fails leaves nothing behind"
 
 
-def test_a_full_disk(tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reservation_on_a_full_disk_leaves_it_unchanged(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Reserving more than it has leaves it as it was."""
     with filesystems.disk(tmp_path, 16 << 20) as mount:
         before = shutil.disk_usage(mount).free
@@ -340,7 +342,7 @@ def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) 
     store.close()
 
 
-def test_no_commit_yet(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_without_a_commit_is_empty(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     assert store.newest_serial() is None
     store.close()

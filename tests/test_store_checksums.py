@@ -1,4 +1,4 @@
-"""Checksums: what a commit vouches for is compared by whoever reads it, once."""
+"""The checksums of a commit are compared by the first reader of each range, once."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def read_in(store: Store, unit: int, state: State, nbytes: int) -> None:
         store.read(unit, state, store.newest[unit], start, aligned_empty(min(nbytes, total - start))).wait()
 
 
-@pytest.mark.parametrize("piece", [512, 4096, 3000, 6000, 8192, 16384])
-def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path, queue: IoQueue) -> None:
+@pytest.mark.parametrize("chunk", [512, 4096, 3000, 6000, 8192, 16384])
+def test_a_flipped_bit_is_noticed_however_it_is_read(chunk: int, tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue)
     update(store, 0, 7)
     store.commit(1, blob("one"))
@@ -35,17 +35,17 @@ def test_a_flipped_bit_is_noticed_however_it_is_read(piece: int, tmp_path: Path,
     at = store._places[0][State.WEIGHT][slot].offset(5000)
     flip_bit(tmp_path / "run" / "rank0" / "states", at)
     with pytest.raises(IoError, match=r"use weight of unit 0, slot [AB],") as caught:
-        read_in(store, 0, State.WEIGHT, piece)
+        read_in(store, 0, State.WEIGHT, chunk)
     assert caught.value.errno == errno.EBADMSG
-    read_in(store, 0, State.EXP_AVG, piece)
-    read_in(store, 1, State.WEIGHT, piece)
+    read_in(store, 0, State.EXP_AVG, chunk)
+    read_in(store, 1, State.WEIGHT, chunk)
     with pytest.raises(IoError):
-        read_in(store, 0, State.WEIGHT, piece)
+        read_in(store, 0, State.WEIGHT, chunk)
     store.close()
 
 
-@pytest.mark.parametrize("piece", [512, 3000, 8192])
-def test_what_was_compared_once_is_not_compared_again(piece: int, tmp_path: Path, queue: IoQueue) -> None:
+@pytest.mark.parametrize("chunk", [512, 3000, 8192])
+def test_what_was_compared_once_is_not_compared_again(chunk: int, tmp_path: Path, queue: IoQueue) -> None:
     """A sum costs time; what this process has written or found right, it may read as it is."""
     store = created(tmp_path, queue)
     update(store, 0, 7)
@@ -53,7 +53,7 @@ def test_what_was_compared_once_is_not_compared_again(piece: int, tmp_path: Path
     store.commit(1, blob("one"))
     store.close()
     store, _ = opened(tmp_path, queue)
-    read_in(store, 0, State.WEIGHT, piece)
+    read_in(store, 0, State.WEIGHT, chunk)
     again = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(4096))
     moments = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(4096))
     assert not isinstance(again, Compared) and isinstance(moments, Compared)

@@ -1,4 +1,4 @@
-"""Drives that rot, fill up or fail under a run: it says so, and the last commit stays what it was."""
+"""Drives that corrupt, fill up or fail under a run are reported, and the last commit stays as it was."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def begin(folder: Path, placement: tuple[str, str] = DISK, **options: Any) -> li
     return losses
 
 
-def go_on(folder: Path, expected: int, whole: list[float], placement: tuple[str, str] = DISK) -> None:
+def go_on(folder: Path, expected: int, unbroken: list[float], placement: tuple[str, str] = DISK) -> None:
     """To the end, from the step `expected`, as the unbroken run did."""
     engine = start(JOB, placement, folder, resume="must")
     assert engine.global_steps == expected
     losses = [train_step(engine, JOB, step) for step in range(expected, JOB.steps)]
     engine.destroy(remove=True)
-    assert losses == whole[expected:]
+    assert losses == unbroken[expected:]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return run(JOB, DISK, tmp_path_factory.mktemp("whole")).losses
 
 
@@ -138,7 +138,7 @@ def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monke
 
 @pytest.mark.parametrize("place", ["a weight", "a moment", "a frozen weight beside others"])
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "nvme")])
-def test_a_flipped_bit_is_named_where_homes_are_read_back(
+def test_a_flipped_bit_is_named_where_states_are_read_back(
     place: str, placement: tuple[str, str], tmp_path: Path
 ) -> None:
     begin(tmp_path, placement, durability="step")
@@ -152,7 +152,7 @@ def test_a_flipped_bit_in_a_window_is_named_before_the_next_commit(tmp_path: Pat
     refused(tmp_path, *PLACES["a moment"][:2], durability={"every": 2})
 
 
-def test_the_slot_that_is_not_named_may_be_anything(tmp_path: Path, whole: list[float]) -> None:
+def test_the_slot_that_is_not_named_may_be_anything(tmp_path: Path, unbroken: list[float]) -> None:
     begin(tmp_path)
     rank = tmp_path / "default" / "rank0"
     spec, newest = read_manifest(rank / "manifest.json").spec, records(tmp_path)[0]
@@ -164,7 +164,7 @@ def test_the_slot_that_is_not_named_may_be_anything(tmp_path: Path, whole: list[
                     if extent not in named:
                         file.seek(extent.offset)
                         file.write(os.urandom(extent.nbytes))
-    go_on(tmp_path, DONE, whole)
+    go_on(tmp_path, DONE, unbroken)
 
 
 # -- two processes ------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def _hold(folder: Path, pipe: Any) -> None:
     pipe.recv()
 
 
-def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[float]) -> None:
+def test_the_error_of_a_second_process_names_the_holder_of_the_run(tmp_path: Path, unbroken: list[float]) -> None:
     begin(tmp_path)
     mine, theirs = processes().Pipe()
     process = processes().Process(target=_hold, args=(tmp_path, theirs))
@@ -193,7 +193,7 @@ def test_a_second_process_is_told_who_holds_the_run(tmp_path: Path, whole: list[
             start(JOB, DISK, tmp_path, resume=resume)
     os.kill(holder, signal.SIGKILL)
     process.join()
-    go_on(tmp_path, DONE + 1, whole)
+    go_on(tmp_path, DONE + 1, unbroken)
 
 
 # -- a full disk --------------------------------------------------------------------------------------
@@ -233,18 +233,18 @@ def test_a_disk_that_others_fill_later(disk: Path, tmp_path: Path, monkeypatch: 
     assert losses == expected
 
 
-def test_a_disk_that_is_full_at_the_start(disk: Path, whole: list[float]) -> None:
+def test_a_disk_that_is_full_at_the_start(disk: Path, unbroken: list[float]) -> None:
     fill(disk, 200 << 10)
     with pytest.raises(StoreError, match=r"the swap files need .* free; free some room, or add a drive to nvme_path"):
         start(JOB, DISK, disk / "swap", durability="step")
     assert not (disk / "swap" / "default").exists()
     (disk / "filler").unlink()
     begin(disk / "swap")
-    go_on(disk / "swap", DONE, whole)
+    go_on(disk / "swap", DONE, unbroken)
 
 
 def test_a_disk_that_is_full_when_the_first_blob_comes(
-    disk: Path, whole: list[float], monkeypatch: pytest.MonkeyPatch
+    disk: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     create = Store.create
     with monkeypatch.context() as patch:
@@ -255,7 +255,7 @@ def test_a_disk_that_is_full_when_the_first_blob_comes(
     assert not (disk / "swap" / "default").exists(), "a start that fails leaves nothing behind"
     (disk / "filler").unlink()
     begin(disk / "swap")
-    go_on(disk / "swap", DONE, whole)
+    go_on(disk / "swap", DONE, unbroken)
 
 
 # -- a commit that fails ------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def failing(call: str, file: str, number: int) -> Callable[..., Any]:
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
-    what: str, number: int, tmp_path: Path, whole: list[float], monkeypatch: pytest.MonkeyPatch
+    what: str, number: int, tmp_path: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = start(JOB, DISK, tmp_path)
     for step in range(DONE):
@@ -297,13 +297,13 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     assert isinstance(cause, IoError) and cause.errno == number
     assert os.path.basename(cause.path).startswith(CALLS[what][1])
     engine.destroy()  # the drive works again, but a sync that failed once must not be believed the next time
-    assert records(tmp_path)[0].epoch == DONE - 1
-    go_on(tmp_path, DONE - 1, whole)
+    assert records(tmp_path)[0].step == DONE - 1
+    go_on(tmp_path, DONE - 1, unbroken)
 
 
 @pytest.mark.parametrize("what", CALLS)
 def test_the_last_commit_of_all_fails(
-    what: str, tmp_path: Path, whole: list[float], monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That of `destroy`, of an edit: the error is raised, the lock is given back, nothing is committed later."""
     begin(tmp_path)
@@ -315,5 +315,5 @@ def test_the_last_commit_of_all_fails(
         with pytest.raises(IoError):
             engine.destroy()
     engine.destroy()
-    engine._core.ending.at_exit()
-    go_on(tmp_path, DONE, whole)
+    engine._core.shutdown.at_exit()
+    go_on(tmp_path, DONE, unbroken)

@@ -1,4 +1,4 @@
-"""A store over several drives: each has its share, and its place."""
+"""A store over several drives gives each drive its share and its offsets."""
 
 from __future__ import annotations
 

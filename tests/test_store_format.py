@@ -128,19 +128,19 @@ class Reader:
         """A state of a unit in its flat layout, all ranks together, as raw integers; frozen elements are zero."""
         entry, size = self.layout["units"][unit], len(self.ranks)
         itemsize = ITEMSIZE[self.layout["mode"]][STATES.index(state)]
-        whole = np.zeros(entry["numel"], {2: "<u2", 4: "<u4"}[itemsize])
+        complete = np.zeros(entry["numel"], {2: "<u2", 4: "<u4"}[itemsize])
         trainable, frozen = entry["trainable"], entry["numel"] - entry["trainable"]
         for rank in self.ranks:
             data = rank.extent(unit, state)
             if data is None:
                 return None
-            part, r = np.frombuffer(data, whole.dtype), rank.manifest["rank"]
+            part, r = np.frombuffer(data, complete.dtype), rank.manifest["rank"]
             cut = trainable // size
-            whole[r * cut : (r + 1) * cut] = part[:cut]
+            complete[r * cut : (r + 1) * cut] = part[:cut]
             if state == "weight":
                 share = frozen // size
-                whole[trainable + r * share : trainable + (r + 1) * share] = part[cut:]
-        return whole
+                complete[trainable + r * share : trainable + (r + 1) * share] = part[cut:]
+        return complete
 
     def parameters(self) -> dict[str, dict[str, np.ndarray]]:
         """Name to state to array; "master" is the fp32 value of every weight."""

@@ -1,4 +1,4 @@
-"""The manifest says what a store is of: another model, layout or format is refused, and the run stays as it is."""
+"""The manifest identifies a store: another model, layout or format is refused, and the run stays as it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "message"),
     [
         (SPEC._replace(fingerprint={"model": "other"}), r'layout/model is "test" in the run and "other" here'),
         (SPEC._replace(fingerprint={"model": "test", "more": 1}), "layout/more exists in only one of the run"),
@@ -48,17 +48,17 @@ def test_a_manifest_that_is_lost_comes_back_from_the_commit(
     ],
 )
 def test_another_model_is_refused_with_the_difference(
-    spec: StoreSpec, words: str, tmp_path: Path, queue: IoQueue
+    spec: StoreSpec, message: str, tmp_path: Path, queue: IoQueue
 ) -> None:
     store = created(tmp_path, queue)
     store.commit(1, blob("one"))
     store.close()
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(StoreError, match=message):
         opened(tmp_path, queue, spec)
     opened(tmp_path, queue)[0].close()
 
 
-def test_a_store_of_another_number_of_ranks_says_what_to_do(tmp_path: Path, queue: IoQueue) -> None:
+def test_a_store_of_another_number_of_ranks_is_an_error_with_the_fix(tmp_path: Path, queue: IoQueue) -> None:
     store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2}))
     store.commit(1, blob("one"))
     store.close()
@@ -95,11 +95,11 @@ def test_a_run_of_another_format_is_refused_and_left_as_it_is(commits: int, tmp_
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "about": {"offload": "0.0.9"}}))
     assert run_status([tmp_path], "run").exists
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    words = (
+    message = (
         r"store format 2; this version of offload reads format 3: resume with the version that made the run \(0.0.9\)"
     )
     for refused in (store.newest_serial, store.open):
-        with pytest.raises(StoreError, match=words):
+        with pytest.raises(StoreError, match=message):
             refused()
     with pytest.raises(StoreError, match="holds a run that did not end"):
         Store([tmp_path], "run", 0, SPEC, queue).create()

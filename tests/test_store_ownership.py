@@ -1,4 +1,4 @@
-"""A start, a removal or a check touches what is its run's, and nothing else, wherever drives and folders have gone."""
+"""A start, a removal or a check touches its own run alone, wherever drives and folders were moved."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def test_a_first_drive_that_is_not_mounted(drives: list[Path], tmp_path: Path) -
 
 
 def test_a_drive_that_is_added_in_front(drives: list[Path], tmp_path: Path) -> None:
-    for wish in ([tmp_path / "new", drives[0]], [drives[1]], [tmp_path / "new", drives[1]], [drives[1], drives[0]]):
+    for paths in ([tmp_path / "new", drives[0]], [drives[1]], [tmp_path / "new", drives[1]], [drives[1], drives[0]]):
         with pytest.raises(StoreError):
-            train(wish, 1)
+            train(paths, 1)
         assert verified(drives[0] / "default") == 0
 
 
 def test_a_later_drive_of_a_run_that_trains(drives: list[Path]) -> None:
     engine = train(drives, 3, resume="must")
-    for wish in ([drives[1]], [drives[1], drives[0]]):
+    for paths in ([drives[1]], [drives[1], drives[0]]):
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
-            train(wish, 1)
+            train(paths, 1)
     train_step(engine, JOB, 3)
     engine.destroy()
     assert verified(drives[0] / "default") == 0
@@ -250,7 +250,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, mo
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", ["commit", "blob.0", "blob.1", "manifest.json"])
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
-def test_a_file_that_is_no_file(name: str, kind: str, tmp_path: Path) -> None:
+def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:
     train([tmp_path], 2).destroy()
     rank = tmp_path / "default" / "rank0"
     (rank / name).rename(tmp_path / "away")
@@ -305,7 +305,7 @@ def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) 
     assert verified(run) == 0 and not (run / "rank0" / "suspect").exists()
 
 
-def test_without_a_whole_commit_it_says_so(tmp_path: Path) -> None:
+def test_a_store_without_an_intact_commit_is_an_error(tmp_path: Path) -> None:
     train([tmp_path], 4).destroy()
     run = tmp_path / "default"
     _damage(run, "weight")

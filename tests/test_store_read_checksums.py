@@ -1,4 +1,4 @@
-"""Checksums of what is read: no alarm without damage, whoever reads when, and none missed, however it is read."""
+"""Checksums of reads raise no false alarm and miss no damage, for any readers and chunks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def read(store: Store, unit: int, state: State, start: int, stop: int) -> None:
 def by_another_process(store: Store) -> Iterator[Store]:
     """The store opened again: what one has written itself is not compared."""
     if store._files.locked:
-        store.commit(store.durable.epoch + 1 if store.durable else 0, {})
+        store.commit(store.durable.step + 1 if store.durable else 0, {})
         store.close()
     other = Store([store.folders[0].parents[1]], "run", 0, SPEC, store._queue)
     other.open()
@@ -93,8 +93,8 @@ def test_who_waits_late_for_a_read_is_not_alarmed_by_an_update(store: Store) -> 
 def _be_late(store: Store, seed: int) -> None:
     late = store.read(0, State.WEIGHT, store.newest[0], 0, aligned_empty(ALL))
     late._future.wait()  # type: ignore[attr-defined]
-    piece = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(3000))
-    piece.wait()
+    chunk = store.read(0, State.EXP_AVG, store.newest[0], 0, aligned_empty(3000))
+    chunk.wait()
     rest = store.read(0, State.EXP_AVG, store.newest[0], 3000, aligned_empty(TRAINABLE - 3000))
     rest._future.wait()  # type: ignore[attr-defined]
     update(store, 4096, seed)
@@ -115,7 +115,7 @@ def test_damage_before_frozen_weights_is_noticed_whatever_the_tiles(tile: int, s
             read(store, 0, State.WEIGHT, start, min(start + tile, TRAINABLE))
 
 
-def test_one_who_reads_in_pieces_and_one_who_reads_all(store: Store) -> None:
+def test_damage_is_found_by_a_chunked_and_by_a_complete_read(store: Store) -> None:
     update(store, 4096, 1)
     damage(store, 0, State.WEIGHT, 11000)
     with by_another_process(store) as other:
@@ -239,13 +239,13 @@ def test_many_threads_read_while_one_updates(store: Store) -> None:
         chance = random.Random(seed)
         try:
             while not over.is_set():
-                piece = chance.choice([1024, 3000, 4096, 6000, ALL])
+                chunk = chance.choice([1024, 3000, 4096, 6000, ALL])
                 unit = chance.randrange(2)
                 with turn if unit == 0 else threading.Lock():
-                    for start in range(0, ALL, piece):
+                    for start in range(0, ALL, chunk):
                         if chance.random() < 0.02:
                             break  # an interrupt
-                        read(store, unit, State.WEIGHT, start, min(start + piece, ALL))
+                        read(store, unit, State.WEIGHT, start, min(start + chunk, ALL))
         except BaseException as error:
             errors.append(error)
 

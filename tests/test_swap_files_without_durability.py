@@ -47,11 +47,11 @@ def test_nothing_is_left_that_takes_room(end: str, tmp_path: Path) -> None:
     assert not named_bytes(tmp_path)
 
 
-def test_what_a_kill_leaves_is_told_and_can_be_removed(tmp_path: Path) -> None:
+def test_leftovers_of_a_kill_are_reported_and_can_be_removed(tmp_path: Path) -> None:
     warm_process.python(PROGRAM.format(folder=str(tmp_path), end=ENDS["SIGKILL"]), cwd=Path(__file__).parents[1])
     run = tmp_path / "default"
-    told = CliRunner().invoke(app, ["inspect", str(run), "--json"])
-    assert told.exit_code == 0 and json.loads(told.stdout)["ranks"][0]["damaged"] == []
+    result = CliRunner().invoke(app, ["inspect", str(run), "--json"])
+    assert result.exit_code == 0 and json.loads(result.stdout)["ranks"][0]["damaged"] == []
     assert "nothing is committed" in CliRunner().invoke(app, ["inspect", str(run)]).output
     assert CliRunner().invoke(app, ["verify", str(run)]).exit_code == 2
     assert CliRunner().invoke(app, ["rm", str(run), "--yes"]).exit_code == 0 and not run.exists()

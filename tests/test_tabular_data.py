@@ -1,4 +1,4 @@
-"""CSV and Parquet files give the documents that the same lines of JSON give; what is none is an error with its row."""
+"""CSV and Parquet files give the documents of the same lines of JSON; a wrong row is an error that names it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_every_kind_in_one_parquet_file_without_the_nulls_between_them(tmp_path:
 
 
 @given(texts=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff")), min_size=1))
-def test_any_text(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_text_survives_csv_and_parquet(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("texts")
     rows = [{"prompt": text, "completion": text[::-1]} for text in texts]
     expected = contents(as_json(folder / "a.jsonl", rows))
@@ -92,8 +92,8 @@ def test_any_text(texts: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.mark.parametrize("kind", ["string", "large_string", "string_view", "dictionary"])
 def test_every_type_of_strings_that_parquet_has(tmp_path: Path, kind: str) -> None:
-    words = pyarrow.array(["one", "two", "one"])
-    array = words.dictionary_encode() if kind == "dictionary" else words.cast(getattr(pyarrow, kind)())
+    message = pyarrow.array(["one", "two", "one"])
+    array = message.dictionary_encode() if kind == "dictionary" else message.cast(getattr(pyarrow, kind)())
     pyarrow.parquet.write_table(pyarrow.table({"text": array}), tmp_path / "a.parquet")
     assert [content[1] for content in contents(tmp_path / "a.parquet")] == ["one", "two", "one"]
 
@@ -101,7 +101,7 @@ def test_every_type_of_strings_that_parquet_has(tmp_path: Path, kind: str) -> No
 # -- places, order, and how much is read --------------------------------------------------------------
 
 
-def test_places(tmp_path: Path) -> None:
+def test_records_name_their_line_or_row(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_text('\ufefftext,n\n"one\ntwo",1\n\nthree,2\n')
     assert [record.place for record in read(file)] == [f"{file}:2", f"{file}:5"]
@@ -158,7 +158,7 @@ WRONG_CSV = {
 
 
 @pytest.mark.parametrize("content", WRONG_CSV)
-def test_a_wrong_csv_file(tmp_path: Path, content: str) -> None:
+def test_a_wrong_csv_file_is_an_error_with_its_line(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.csv").write_text(content)
     with pytest.raises(ConfigError, match=rf"a\.csv{WRONG_CSV[content]}"):
         read(tmp_path / "a.csv")
@@ -173,10 +173,10 @@ WRONG_ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("words", WRONG_ROWS)
-def test_a_wrong_row_of_parquet(tmp_path: Path, words: str) -> None:
-    file = as_parquet(tmp_path / "a.parquet", WRONG_ROWS[words])
-    with pytest.raises(ConfigError, match=rf"a\.parquet{words}"):
+@pytest.mark.parametrize("message", WRONG_ROWS)
+def test_a_wrong_row_of_parquet(tmp_path: Path, message: str) -> None:
+    file = as_parquet(tmp_path / "a.parquet", WRONG_ROWS[message])
+    with pytest.raises(ConfigError, match=rf"a\.parquet{message}"):
         read(file)
 
 
@@ -193,7 +193,7 @@ def test_no_parquet_at_all_or_a_torn_one(tmp_path: Path) -> None:
         read(file)
 
 
-def test_without_pyarrow_it_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pyarrow_the_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_parquet(tmp_path / "a.parquet", [{"text": "a"}])
     as_csv(tmp_path / "b.csv", [{"text": "a"}])
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)

@@ -1,4 +1,4 @@
-"""Batches are a function of seed, step and micro-batch, and text is read in an order that does not change."""
+"""Batches are a function of seed, step and micro-batch, and files are read in a stable order."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def test_a_batch_depends_on_nothing_else() -> None:
     assert not any(torch.equal(first.batch(7, 2), other) for other in different)
 
 
-def test_sequences_are_stretches_of_the_text() -> None:
+def test_sequences_are_contiguous_in_the_text() -> None:
     for row in Batches(TEXT, 32, 16, seed=0).batch(1, 0):
         assert torch.equal(row, (row[0] + torch.arange(16)) % 256)
 
 
-def test_the_whole_text_is_within_reach() -> None:
+def test_every_token_of_the_text_can_be_drawn() -> None:
     rows = Batches(np.arange(17, dtype=np.uint8), 200, 16, seed=0).batch(1, 0)
     assert set(rows[:, 0].tolist()) == {0, 1}
 
 
-def test_too_little_text() -> None:
+def test_too_little_text_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"3 tokens.*16"):
         Batches(np.zeros(3, np.uint8), 1, 16, 0)
 
@@ -50,7 +50,7 @@ def test_files_and_folders(tmp_path: Path) -> None:
             find_files([missing])
 
 
-def test_tokens(tmp_path: Path) -> None:
+def test_a_tokenizer_makes_the_tokens_of_a_text(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one two \xff")
     tokens = read_tokens([tmp_path / "a.txt"], lambda text: [len(word) for word in text.split()])
     assert tokens.tolist() == [3, 3, 1]

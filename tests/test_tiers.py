@@ -1,4 +1,4 @@
-"""Homes follow the config while the host budget holds them; past it they move down in order, with room left up."""
+"""States are in the tiers of the config while the host budget contains them; past it they move down in order."""
 
 from __future__ import annotations
 
@@ -42,9 +42,14 @@ def parts_of(numels: list[int]) -> Partitions:
     )
 
 
-def placed(numels: list[int], wish: PlacementRequest, drives: bool = True, free: int = 1 << 50) -> Placement:
+def placed(
+    numels: list[int], placement_request: PlacementRequest, drives: bool = True, free: int = 1 << 50
+) -> Placement:
     return place(
-        parts_of(numels), MODE, wish, Machine(free_host=free, free_device=0, host_addressable=True, drives=drives)
+        parts_of(numels),
+        MODE,
+        placement_request,
+        Machine(free_host=free, free_device=0, host_addressable=True, drives=drives),
     )
 
 
@@ -58,7 +63,7 @@ DISK = PlacementRequest(weights=Tier.DISK, states=Tier.DISK)
 HOST = PlacementRequest(weights=Tier.HOST, states=Tier.HOST)
 
 
-def test_with_room_everything_is_where_the_config_says() -> None:
+def test_with_room_every_state_is_in_its_configured_tier() -> None:
     found = placed(BLOCKS, PlacementRequest(weights=Tier.DISK, states=Tier.HOST))
     assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
     assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
@@ -83,7 +88,7 @@ def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
     assert seen == sorted(seen) and seen[0] == (0, 0, 0, 0, 0) and seen[-1] == (10, 10, 10, 10, 10)
 
 
-def test_what_moved_is_said() -> None:
+def test_moved_states_are_reported() -> None:
     ample = sum(placed(BLOCKS, DISK).classes)
     (notice,) = placed(BLOCKS, replace(DISK, host_memory=ample - 140 * MIB)).notices
     assert "grad of " in notice and "to disk" in notice
@@ -104,7 +109,7 @@ def test_room_that_is_left_is_for_the_cache_of_weights_first_then_for_states() -
     assert moved == [True] * 5 + [False] * 5, "a fixed share, unit by unit"
 
 
-def test_without_a_disk_nothing_moves_and_the_least_is_said() -> None:
+def test_without_a_disk_nothing_moves_and_the_error_names_the_least() -> None:
     need = sum(placed(BLOCKS, HOST, drives=False).classes)
     with pytest.raises(BudgetError, match="with an nvme_path") as caught:
         placed(BLOCKS, replace(HOST, host_memory=500 * MIB), drives=False)
@@ -132,7 +137,7 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
         placed(BLOCKS, HOST, free=64 * MIB)
 
 
-def test_a_unit_that_has_no_room_for_two_leases_comes_in_pieces() -> None:
+def test_a_unit_without_room_for_two_device_buffers_is_streamed() -> None:
     numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
     whole = placed(numels, replace(DISK, host_memory=3 * GIB))
     assert whole.classes.weights >= 2 * 800 * MIB
@@ -147,11 +152,13 @@ def test_ratio_is_the_share_of_states_that_leaves_the_device(ratio: float) -> No
     assert tiers(found.tiers, State.EXP_AVG).count(Tier.HOST) == round(10 * ratio)
 
 
-def on_gpu(numels: list[int], wish: PlacementRequest, free: int, kernels: bool = True, mode: str = "bf16") -> Placement:
+def on_gpu(
+    numels: list[int], placement_request: PlacementRequest, free: int, kernels: bool = True, mode: str = "bf16"
+) -> Placement:
     return place(
         parts_of(numels),
         MODES[mode],
-        wish,
+        placement_request,
         Machine(free_host=1 << 50, free_device=free, host_addressable=False, drives=True, device_kernels=kernels),
     )
 
@@ -172,7 +179,7 @@ def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_
 
 
 @pytest.mark.parametrize(
-    ("wish", "kernels", "mode"),
+    ("placement_request", "kernels", "mode"),
     [
         (PlacementRequest(weights=Tier.HOST, states=Tier.DEVICE), True, "bf16"),
         (PlacementRequest(weights=Tier.DEVICE, states=Tier.HOST), True, "bf16"),
@@ -180,8 +187,8 @@ def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_
         (PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE), True, "bf16 lamb"),
     ],
 )
-def test_else_they_come_to_the_host(wish: PlacementRequest, kernels: bool, mode: str) -> None:
-    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, wish, 100 * GIB, kernels, mode).tiers, State.GRAD)
+def test_else_they_come_to_the_host(placement_request: PlacementRequest, kernels: bool, mode: str) -> None:
+    assert Tier.DEVICE not in tiers(on_gpu(BLOCKS, placement_request, 100 * GIB, kernels, mode).tiers, State.GRAD)
 
 
 def test_with_a_share_of_the_states_there_so_is_that_of_their_gradients() -> None:
@@ -205,7 +212,7 @@ def test_on_a_gpu_the_arena_may_grow_to_all_units_where_no_number_was_given() ->
 def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyond_all_weights() -> None:
     """Those that spill first; no weight goes for them, and no budget that worked before is too small."""
     block, whole = 2 * BLOCKS[0], 11 * 2 * BLOCKS[0]
-    wish = replace(DISK, accumulation=2)
+    placement_request = replace(DISK, accumulation=2)
 
     def added(asked: PlacementRequest) -> list[int]:
         found = on_gpu(BLOCKS, asked, 100 * GIB)
@@ -213,11 +220,11 @@ def test_where_micro_batches_accumulate_a_gpu_adds_up_what_it_has_room_for_beyon
         assert found.device_need.least == block
         return [unit for unit, nbytes in found.added if nbytes == block]
 
-    assert added(replace(wish, device_memory=whole)) == []
-    assert added(replace(wish, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
+    assert added(replace(placement_request, device_memory=whole)) == []
+    assert added(replace(placement_request, device_memory=whole + 3 * block + 4096)) == [0, 1, 2]
     assert added(replace(DISK, device_memory=100 * block)) == []
-    least = sum(on_gpu(BLOCKS, replace(wish, states=Tier.HOST), 100 * GIB).classes)
-    some = replace(wish, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
+    least = sum(on_gpu(BLOCKS, replace(placement_request, states=Tier.HOST), 100 * GIB).classes)
+    some = replace(placement_request, states=Tier.HOST, device_memory=whole + 6 * block, host_memory=least - 100 * MIB)
     spilled = on_gpu(BLOCKS, some, 100 * GIB).spilled
     assert 0 < len(spilled) < 6 and set(spilled) == set(range(10 - len(spilled), 10))
     assert added(some) == [*spilled, *range(6 - len(spilled))]
@@ -263,15 +270,15 @@ homes = st.sampled_from(list(Tier))
 def test_any_budget_is_kept_or_refused_with_the_least_that_works(
     sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
 ) -> None:
-    wish = PlacementRequest(weights=weights, states=states, host_memory=budget)
+    placement_request = PlacementRequest(weights=weights, states=states, host_memory=budget)
     try:
-        found = placed(sizes, wish, drives)
+        found = placed(sizes, placement_request, drives)
     except BudgetError as error:
         least = int(str(error).split("the least that works is ")[1].split("(")[1].split(" ")[0])
         assert least > budget
         with pytest.raises(BudgetError):
-            placed(sizes, replace(wish, host_memory=least - 4096), drives)
-        found = placed(sizes, replace(wish, host_memory=least), drives)
+            placed(sizes, replace(placement_request, host_memory=least - 4096), drives)
+        found = placed(sizes, replace(placement_request, host_memory=least), drives)
         budget = least
     assert sum(found.classes) <= budget
     row_bytes = MODE.element_bytes + (2 if found.spilled else 0)

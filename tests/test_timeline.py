@@ -1,4 +1,4 @@
-"""The time line of a run: what it holds is right, it changes nothing, and it is written however a run ends."""
+"""The time line of a run is right, changes nothing, and costs nothing where it is off."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_byte_is_in_it_and_no_bit_is_another(placement: tuple[str, str], t
     assert written > 0 and content["otherData"]["complete"]
 
 
-def test_spans_are_in_the_words_of_the_model(tmp_path: Path) -> None:
+def test_spans_have_the_names_of_the_model(tmp_path: Path) -> None:
     content = _content(JOB, DISK, tmp_path)
     assert names(content, Row.COMPUTE) == {
         "forward",
@@ -78,7 +78,7 @@ def test_gradients_are_shown_when_they_have_come_from_a_device_beside_the_host(
     assert sum(span.nbytes for span in spans) == 4 * parameters * JOB.steps * JOB.accumulation
 
 
-def test_a_forward_that_is_run_again_lies_between_two_stretches_of_the_backward(tmp_path: Path) -> None:
+def test_a_recomputed_forward_lies_between_two_spans_of_the_backward(tmp_path: Path) -> None:
     content = _content(JOB, DISK, tmp_path)
     spans = sorted(row(content, Row.COMPUTE), key=lambda span: span.start)
     order = [span.name for span in spans if span.name in ("forward h.1", "backward h.2", "backward h.1", "step 1")]
@@ -114,7 +114,7 @@ def test_waits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             assert any(r.name == f"{unit} weight" and r.end <= wait.end and r.end > wait.start - 1e6 for r in reads)
 
 
-def test_homes_in_memory_have_no_reads(tmp_path: Path) -> None:
+def test_states_in_memory_have_no_reads(tmp_path: Path) -> None:
     content = _content(JOB, ("cpu", "cpu"), tmp_path)
     assert not row(content, Row.READS) and not row(content, Row.WRITES)
     assert names(content, Row.UPDATES) and names(content, Row.UPLOADS)
@@ -165,7 +165,7 @@ def test_what_begins_before_its_start_is_not_in_it(tmp_path: Path) -> None:
     assert list(threads(content)) == ["waits"] and counters(content)["device memory"] == [1]
 
 
-class Heard:
+class Listener:
     """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ class Heard:
 
 def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
     for kept in (Timeline(tmp_path / "trace.json", waits=True), OFF):
-        heard = Heard()
-        relay = Relay(kept, heard)
+        listener = Listener()
+        relay = Relay(kept, listener)
         assert relay.recorded is kept
         relay.start()
         relay.begin_phase(Phase.FORWARD)
@@ -197,7 +197,7 @@ def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
         relay.end_phase(Phase.FORWARD)
         relay.count("device memory", 4096)
         relay.close()
-        assert heard.calls == [
+        assert listener.calls == [
             ("begin", Phase.FORWARD),
             ("gradient", 128),
             (Row.UPLOADS, "h.0", 4096),
@@ -207,7 +207,7 @@ def test_who_listens_hears_what_is_recorded_and_more(tmp_path: Path) -> None:
     assert [span.name for span in row(content, Row.UPLOADS)] == ["h.0"] and counters(content)["device memory"] == [4096]
 
 
-def test_it_is_bounded_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_line_is_bounded_and_reports_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     timeline = Timeline(tmp_path / "trace.json", most=10)
     for n in range(30):
         with timeline.span(Row.COMPUTE, f"forward h.{n}"):

@@ -34,7 +34,7 @@ from tests.support.timeline_reader import DISK, JOB, Net, names, read, row
 # -- however a run ends -------------------------------------------------------------------------------
 
 
-def test_a_failed_write_is_the_last_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_the_last_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count = 0
 
     def fails(operation: str, *_: Any) -> bool:
@@ -75,7 +75,7 @@ def test_it_is_written_at_the_end_of_the_process(ends: str, code: int, tmp_path:
     assert "step 1" in names(content, Row.COMPUTE) and "commit of step 1" in names(content, Row.COMMITS)
 
 
-def test_an_engine_that_was_interrupted_is_told_of(tmp_path: Path) -> None:
+def test_an_interrupted_engine_is_recorded(tmp_path: Path) -> None:
     """What Ctrl-C has cut short leaves the rows as they can be drawn."""
     engine = start(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / "trace.json"))
 
@@ -140,7 +140,7 @@ def _train_and_count(folder: Path) -> IoBytes:
     return IoBytes(after.read - before.read, after.written - before.written)
 
 
-def test_two_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_each_of_two_ranks_writes_its_time_line(ranks: RankPool, tmp_path: Path) -> None:
     moved = ranks.run(_train_and_count, tmp_path)
     for rank in range(2):
         content = read(tmp_path / f"trace.rank{rank}.json")

@@ -1,4 +1,4 @@
-"""Tokens that are many lie in files without a name; what is trained has the same bits, and a full disk is an error."""
+"""Large token lists are stored in unnamed files; training has the same bits, and a full disk is an error."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
-def test_they_are_found() -> None:
+def test_private_names_of_torch_are_found() -> None:
     code = "import torch._C\nfrom torch.utils import _pytree\ntorch._C._x()\nfrom torch import nn\ntorch.__version__"
     assert [*private_names(ast.parse(code))] == ["torch._C", "torch.utils._pytree", "torch._C._x", "torch._C"]
 

@@ -1,4 +1,4 @@
-"""An optimizer of torch that no kernel does is run by itself, with the same bits as in a plain loop."""
+"""An optimizer of torch without a kernel runs unchanged, with the same bits as in a plain loop."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, tmp_path: Path) -> None:
     engine = _start(name, tmp_path / "whole", dtype="bf16")
-    losses, whole = train(engine, range(6)), _weights(engine)
+    losses, unbroken = train(engine, range(6)), _weights(engine)
     engine = _start(name, tmp_path / "run", dtype="bf16")
     first = train(engine, range(3))
     engine.save_checkpoint(tmp_path / "saved")
@@ -216,8 +216,8 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, tmp_path: Path) -
     engine.load_checkpoint(tmp_path / "saved")
     assert first + train(engine, range(3, 6)) == losses
     loaded = _weights(engine)
-    assert_same_tensors(resumed, whole)
-    assert_same_tensors(loaded, whole)
+    assert_same_tensors(resumed, unbroken)
+    assert_same_tensors(loaded, unbroken)
 
 
 def test_a_checkpoint_goes_into_another_division_of_units(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path)
         assert_same_tensors(weights, results[0][1])
 
 
-def test_it_says_so_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_torch_fallback_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "offload"):
         engine = _start("Adafactor", tmp_path)
     assert sum("Adafactor has no kernel here" in line for line in caplog.messages) == 1

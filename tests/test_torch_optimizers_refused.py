@@ -1,4 +1,4 @@
-"""What an optimizer of torch cannot be, to be run a parameter at a time, and an error in its step."""
+"""An optimizer of torch that cannot run one parameter at a time is refused, and an error in its step is raised."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class Lists(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "message"),
     [
         (lambda p: Counts(p, lr=0.1), "Counts has no kernel here.* a step changes k, which all parameters share"),
         (lambda p: Own(p, lr=0.1), "a step changes calls, which all parameters share"),
@@ -133,15 +133,15 @@ class Lists(torch.optim.SGD):
         (lambda p: Begun(p, lr=0.1), "contains states already"),
     ],
 )
-def test_what_cannot_be_run_so_is_refused(make: Any, words: str) -> None:
+def test_what_cannot_be_run_so_is_refused(make: Any, message: str) -> None:
     model = make_model()
     before = torch.get_rng_state()
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         offload.initialize(model=model, optimizer=make(list(model.parameters())), config={})
     assert torch.equal(torch.get_rng_state(), before) and not any(p.grad is not None for p in model.parameters())
 
 
-def test_an_error_in_a_step_is_told_with_its_cause() -> None:
+def test_an_error_in_a_step_is_raised_with_its_cause() -> None:
     class Fails(torch.optim.SGD):
         fails = False
 

@@ -1,4 +1,4 @@
-"""What saves a loop its lines gives the same steps as the loop written out, and refuses what it cannot know."""
+"""Shortcuts of a loop give the same steps as the loop written out, and refuse what they cannot know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`OffloadTrainer` trains what the stock Trainer trains: losses, norms, rates and weights, wherever states lie."""
+"""`OffloadTrainer` trains as the stock Trainer: losses, norms, rates and weights, in any placement."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_decay_has_the_groups_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_on_disk_it_is_what_it_is_in_memory(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout, so that the generators matter."""
-    runs = [offloaded(tmp_path / home, home, models.gpt2_dropout, **changed) for home in (DISK, MEMORY)]
+    runs = [offloaded(tmp_path / tier, tier, models.gpt2_dropout, **changed) for tier in (DISK, MEMORY)]
     assert_same(*runs)
 
 

@@ -50,18 +50,18 @@ class Break(transformers.TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
-def broken_off(folder: Path, step: int, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
+def broken_off(folder: Path, step: int, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any) -> None:
     """Train up to a step behind a checkpoint."""
-    with ended(trainer(folder, home, model, rows=FEW, **SAVED | changed)) as mine:
+    with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
         mine.add_callback(Break(step))
         mine.train()
 
 
 def resumed(
-    folder: Path, checkpoint: Any = True, home: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
+    folder: Path, checkpoint: Any = True, tier: str = DISK, model: Any = models.gpt2_dropout, **changed: Any
 ) -> Run:
     """Go on from the last checkpoint, with a model that knows nothing of it."""
-    with ended(trainer(folder, home, model, rows=FEW, **SAVED | changed)) as mine:
+    with ended(trainer(folder, tier, model, rows=FEW, **SAVED | changed)) as mine:
         with torch.no_grad():
             for parameter in mine.model.parameters():
                 parameter.zero_()
@@ -74,29 +74,29 @@ def resumed(
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout and a shuffle, from the middle of an epoch."""
-    whole = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
+    complete = offloaded(tmp_path / "whole", model=models.gpt2_dropout, **changed)
     broken_off(tmp_path / "broken", 3, **changed)
-    assert_same(whole, resumed(tmp_path / "broken", **changed))
+    assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
 def test_resumed_between_two_epochs(tmp_path: Path) -> None:
-    whole = unbroken(models.gpt2_dropout)
+    complete = unbroken(models.gpt2_dropout)
     changed = {"save_steps": 3}
     broken_off(tmp_path / "broken", 4, **changed)
-    assert_same(whole, resumed(tmp_path / "broken", **changed))
+    assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
 def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
     broken_off(tmp_path, 3)
-    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"), home) for home in (DISK, MEMORY)]
+    runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"), tier) for tier in (DISK, MEMORY)]
     assert_same(*runs)
 
 
 def test_the_configs_schedule_goes_on(tmp_path: Path) -> None:
     blocks = {"scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": "auto"}}}
-    whole = offloaded(tmp_path / "whole", blocks=blocks)
+    complete = offloaded(tmp_path / "whole", blocks=blocks)
     broken_off(tmp_path / "broken", 3, model=models.gpt2, blocks=blocks)
-    assert_same(whole, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
+    assert_same(complete, resumed(tmp_path / "broken", model=models.gpt2, blocks=blocks))
 
 
 def test_transformers_loads_what_a_checkpoint_holds(tmp_path: Path) -> None:
@@ -132,12 +132,12 @@ def test_a_model_that_is_not_of_transformers(tmp_path: Path) -> None:
             logits = self.head(self.embedding(input_ids))
             return {"loss": torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
-    whole = offloaded(tmp_path / "whole", model=Plain)
+    complete = offloaded(tmp_path / "whole", model=Plain)
     broken_off(tmp_path, 3, model=Plain)
-    assert_same(whole, resumed(tmp_path, model=Plain))
+    assert_same(complete, resumed(tmp_path, model=Plain))
     saved = load_file(tmp_path / "out" / "checkpoint-6" / "model.safetensors")
-    assert saved.keys() == whole.weights.keys()
-    assert_same_tensors(saved, whole.weights)
+    assert saved.keys() == complete.weights.keys()
+    assert_same_tensors(saved, complete.weights)
 
 
 def test_few_checkpoints_are_left(tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
     broken_off(tmp_path, 3)
     checkpoint = tmp_path / "out" / "checkpoint-2"
     for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
-        whole = (checkpoint / name).read_bytes()
-        for left in (None, b"", whole[: len(whole) // 2]):
+        complete = (checkpoint / name).read_bytes()
+        for left in (None, b"", complete[: len(complete) // 2]):
             (checkpoint / name).unlink() if left is None else (checkpoint / name).write_bytes(left)
             if left is None and name == "rng_state.pth":
                 continue
@@ -195,7 +195,7 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
                 StoreError, match=rf"checkpoint-2 contains no complete {name}: .* from the checkpoint before"
             ):
                 resumed(tmp_path, checkpoint)
-        (checkpoint / name).write_bytes(whole)
+        (checkpoint / name).write_bytes(complete)
     (checkpoint / "rng_state.pth").unlink()
     with caplog.at_level(logging.WARNING, "offload"):
         resumed(tmp_path, checkpoint)
@@ -204,7 +204,7 @@ def test_a_checkpoint_without_a_file_of_the_trainers_own(tmp_path: Path, caplog:
 
 def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> None:
     """They hold no commit. What goes on is the Trainer's checkpoint."""
-    whole = unbroken(models.gpt2_dropout)
+    complete = unbroken(models.gpt2_dropout)
     swap, left = tmp_path / "swap", tmp_path / "left"
     with ended(trainer(tmp_path, model=models.gpt2_dropout, rows=FEW, **SAVED)) as first:
         first.add_callback(Break(3))
@@ -215,7 +215,7 @@ def test_swap_files_of_a_run_that_was_killed_are_no_obstacle(tmp_path: Path) -> 
     shutil.rmtree(swap)
     left.rename(swap)
     assert any(swap.rglob("manifest.json"))
-    assert_same(whole, resumed(tmp_path))
+    assert_same(complete, resumed(tmp_path))
 
 
 def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
@@ -247,10 +247,10 @@ def test_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
 
     with ended(made(tmp_path / "whole")) as mine:
         mine.train()
-        whole = result(mine)
+        complete = result(mine)
     with ended(made(tmp_path / "broken")) as mine:
         mine.add_callback(Break(3))
         mine.train()
     with ended(made(tmp_path / "broken")) as mine:
         mine.train(resume_from_checkpoint=True)
-        assert_same(whole, result(mine))
+        assert_same(complete, result(mine))

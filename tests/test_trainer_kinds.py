@@ -1,4 +1,4 @@
-"""Trainers that people have: evaluation and generation on the way, LoRA, trl's SFTTrainer."""
+"""Common Trainers work: evaluation and generation during training, LoRA, trl's SFTTrainer."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
 
 
 def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
-    whole = unbroken(lora)
+    reference = unbroken(lora)
     saved = {"save_strategy": "steps", "save_steps": 2}
     with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train()
@@ -179,7 +179,7 @@ def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
     )
     with ended(trainer(tmp_path, model=lora, rows=FEW, **saved)) as mine:
         mine.train(resume_from_checkpoint=str(folder))
-        assert_same(whole, result(mine))
+        assert_same(reference, result(mine))
         loaded = peft.PeftModel.from_pretrained(seeded(), tmp_path / "out" / "checkpoint-6").state_dict()
         for name, value in result(mine).weights.items():
             assert torch.equal(loaded[name], value), name

@@ -66,8 +66,8 @@ def made(kind: Any, folder: Path, **given: Any) -> Any:
 
 
 @contextmanager
-def offloaded(folder: Path, home: str = "nvme", **block: Any) -> Iterator[Any]:
-    content = config(folder, home)
+def offloaded(folder: Path, tier: str = "nvme", **block: Any) -> Iterator[Any]:
+    content = config(folder, tier)
     trainer = made(OffloadWithReference, folder, offload_config=content | {"offload": content["offload"] | block})
     try:
         yield trainer
@@ -77,8 +77,8 @@ def offloaded(folder: Path, home: str = "nvme", **block: Any) -> Iterator[Any]:
                 engine.destroy(remove=True)
 
 
-def trained(folder: Path, home: str, **block: Any) -> Run:
-    with offloaded(folder, home, **block) as mine:
+def trained(folder: Path, tier: str, **block: Any) -> Run:
+    with offloaded(folder, tier, **block) as mine:
         mine.train()
         return result(mine)
 

@@ -1,4 +1,4 @@
-"""The page of errors knows every message that this library raises, and none that it does not."""
+"""The page of errors contains every message that this library raises, and no other."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_every_class_has_a_section_and_every_cause_a_cure(name: str) -> None:
         assert "**Cause.** " in part and "**Cure.** " in part and "\n* `" in part, part.splitlines()[0]
 
 
-def test_reasons_of_failed_reads_and_writes_are_told() -> None:
+def test_failed_reads_and_writes_are_reported_with_reasons() -> None:
     section = PAGE.partition("\n## IoError\n")[2].partition("\n## ")[0]
     for reason in errors._REASONS.values():
         assert f"| {reason} |" in section
 
 
-def test_words_of_the_page_are_enough_to_know_a_message_by() -> None:
+def test_leading_words_of_the_page_identify_a_message() -> None:
     """Two words may be those of anything."""
     for some in KNOWN.values():
         for each in some:

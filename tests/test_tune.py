@@ -61,18 +61,18 @@ def test_the_backend_of_the_config_is_tuned(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ('{"aio": {"depth": 1}}', "queue_depth"),
         ('{"train_batch_size": 8, // mine\n "bf16": {"enabled": true}}', "comments"),
         ("[1]", "object"),
     ],
 )
-def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, words: str) -> None:
+def test_a_config_that_cannot_be_written_is_named_first(tmp_path: Path, text: str, message: str) -> None:
     config = tmp_path / "ds.json"
     config.write_text(text)
     done = CliRunner().invoke(app, ["tune", str(tmp_path), "--config", str(config), "--size", "1MiB"])
-    assert done.exit_code == 2 and words in done.stderr and done.stdout == ""
+    assert done.exit_code == 2 and message in done.stderr and done.stdout == ""
     assert config.read_text() == text
 
 
@@ -85,7 +85,7 @@ def test_comments_are_kept_where_they_are(tmp_path: Path) -> None:
     assert json.loads(output.read_text())["train_batch_size"] == 8 and config.read_text().endswith("// mine")
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_file_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
     config.write_text("{}")
     with pytest.raises(ConfigError, match="no folder"):
@@ -94,7 +94,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["ds.json"]
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     for arguments in (
         ["tune", str(tmp_path / "none"), "--size", "1MiB"],
         ["tune", str(tmp_path), "--output", str(tmp_path / "out.json"), "--size", "1MiB"],

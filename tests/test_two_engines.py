@@ -1,4 +1,4 @@
-"""Engines of one process share one host budget and one I/O queue, and each trains as if it were alone."""
+"""Engines of one process share one host budget and one I/O queue, and each trains as if alone."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_one_queue_and_counts_for_each(tmp_path: Path) -> None:
     assert set(shared_queue._open) == before
 
 
-def test_a_budget_that_others_have_used_up_says_so(tmp_path: Path) -> None:
+def test_a_budget_that_others_have_used_up_is_an_error(tmp_path: Path) -> None:
     one = start(JOB, ("cpu", "cpu"), tmp_path, run="one")
     need = one.host_memory
     with pytest.raises(BudgetError, match=r"less [\d.]+ [KM]iB for other engines of this process .destroy.. gives"):
@@ -206,7 +206,7 @@ def test_ctrl_c_while_a_cache_is_given_stops_its_engine_alone(tmp_path: Path, mo
     train_step(one, JOB, 0)
     real = HostBuffer.release
 
-    def release(lease: HostBuffer) -> None:
+    def release(buffer: HostBuffer) -> None:
         monkeypatch.setattr(HostBuffer, "release", real)
         raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Loops with two models in one process, as of DPO and PPO: as in plain PyTorch, saved and resumed together."""
+"""Loops with two models in one process, as of DPO and PPO, train as in plain PyTorch, and resume together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The units of real models have the names that a user would expect, and every parameter is in one."""
+"""The units of real models have the expected names, and every parameter is in one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ NAMES: dict[Callable[[], nn.Module], list[str]] = {
 
 
 @pytest.mark.parametrize("build", NAMES, ids=lambda build: build.__name__)
-def test_names(build: Callable[[], nn.Module]) -> None:
+def test_units_have_the_expected_names(build: Callable[[], nn.Module]) -> None:
     assert [unit.name for unit in find_units(build()).units] == NAMES[build]
 
 

@@ -1,4 +1,4 @@
-"""A warm process is a process: its streams, environment, folder, exit status and signals are its own."""
+"""A warm process is a real process: its streams, environment, folder, exit status and signals are its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_error_has_its_traceback() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_signal_ends_it(number: signal.Signals) -> None:
+def test_a_signal_ends_the_process(number: signal.Signals) -> None:
     process = warm_process.begin(
         ["-c", "import time; print('up', flush=True); time.sleep(600)"], stdout=subprocess.PIPE
     )
@@ -49,7 +49,7 @@ def test_ctrl_c_is_python_s() -> None:
     assert warm_process.python(code).stdout == "interrupted\n"
 
 
-def test_the_command() -> None:
+def test_the_command_runs_in_a_warm_process() -> None:
     assert warm_process.run(["-m", "offload", "--version"]).stdout.count(".") == 2
 
 

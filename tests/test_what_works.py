@@ -1,4 +1,4 @@
-"""The page about what works says what the tests show."""
+"""The page of what works agrees with the tests."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ class _TimedCuda(CudaDevice):
         super().__init__(device)
         self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if event.done():
             return
         stream = torch.cuda.current_stream(self.torch)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream.record_event(before)
-        super().hold(event)
+        super().wait_event(event)
         stream.record_event(after)
         self.stalls.append((before, after))
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
+from offload.bench import output
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
 from offload.kernels import Segment, _native, settings
@@ -227,21 +228,13 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
     """Returns the content that `--json` prints."""
     return {
         "machine": machine,
-        "rows": [
-            {key: float(f"{value:.4g}") if isinstance(value, float) else value for key, value in asdict(row).items()}
-            for row in rows
-        ],
+        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
-    import matplotlib
-
-    # A backend without a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = output.pyplot()
     names = [f"{r.name}, {r.weight_dtype}, {r.threads} x {r.isa}" for r in rows]
     figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
     colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]

@@ -23,6 +23,7 @@ from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidth
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, Pass, move, remove
 from offload.bench import baselines as python_ways
+from offload.bench import output
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -363,23 +364,13 @@ def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[st
         "machine": machine,
         "paths": list(plan.folders),
         "rounds": plan.rounds,
-        "rows": [{key: _rounded(value) for key, value in asdict(row).items()} for row in rows],
+        "rows": [{key: output.rounded(value) for key, value in asdict(row).items()} for row in rows],
     }
-
-
-def _rounded(value: Any) -> Any:
-    """Returns a float with four digits, and anything else unchanged."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws GB/s of every row, operations side by side, to a PNG, SVG or PDF file."""
-    import matplotlib
-
-    # A backend without a display.
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = output.pyplot()
     operations = list(dict.fromkeys(row.op for row in rows))
     figure, axes = pyplot.subplots(
         1, len(operations), figsize=(4.2 * len(operations) + 1.5, 1.2 + 0.28 * len(rows) / len(operations)), sharey=True

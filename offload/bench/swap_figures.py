@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from offload.bench.output import rounded
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.sizes import count_of, format_size
 
@@ -244,8 +245,3 @@ def in_words(plan: Plan, row: Row) -> str:
         f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "
         f"larger --host-memory (if this does not help, another process uses the cores)"
     )
-
-
-def rounded(value: Any) -> Any:
-    """Returns a float with four digits, and anything else unchanged."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -38,9 +38,9 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
         return Batch(micro, accumulation, micro * accumulation * world_size)
     if micro is None:
         accumulation = accumulation or 1
-        micro = _share(total, "gradient_accumulation_steps", accumulation, world_size)
+        micro = _third_size(total, "gradient_accumulation_steps", accumulation, world_size)
     elif accumulation is None:
-        accumulation = _share(total, "train_micro_batch_size_per_gpu", micro, world_size)
+        accumulation = _third_size(total, "train_micro_batch_size_per_gpu", micro, world_size)
     # Also reached with a derived size, which then fits by construction.
     if micro * accumulation * world_size != total:
         raise ConfigError(
@@ -51,17 +51,17 @@ def resolve_batch(config: Config, world_size: int) -> Batch:
     return Batch(micro, accumulation, total)
 
 
-def _share(total: int, name: str, given: int, world_size: int) -> int:
-    """Returns the third batch size, given the total and the size `given` of key `name`.
+def _third_size(total: int, name: str, size: int, world_size: int) -> int:
+    """Returns the third batch size, given the total and the size `size` of key `name`.
 
     Raises `ConfigError` if the total is not divisible.
     """
-    if total % (given * world_size):
+    if total % (size * world_size):
         raise ConfigError(
-            f"train_batch_size must be a multiple of {name} * ranks, but it is {total}, and {given} * {world_size} is "
-            f"{given * world_size}; change one of them"
+            f"train_batch_size must be a multiple of {name} * ranks, but it is {total}, and {size} * {world_size} is "
+            f"{size * world_size}; change one of them"
         )
-    return total // (given * world_size)
+    return total // (size * world_size)
 
 
 def effective(config: Config, batch: Batch, world_size: int) -> str:
@@ -79,9 +79,9 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
     # DeepSpeed changed this default, so a file without the key may train differently than before.
     if "gradient_clipping" not in config.model_fields_set:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
-    became = [f"{name} {_words(_value(config, batch, name))}" for name in config._found.auto]
-    if became:
-        parts.append(f'"auto": {", ".join(became)}')
+    resolved = [f"{name} {_describe(_value(config, batch, name))}" for name in config._findings.auto]
+    if resolved:
+        parts.append(f'"auto": {", ".join(resolved)}')
     return f"config: {'; '.join(parts)}"
 
 
@@ -104,7 +104,7 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
     return value
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     """Returns `value` for people, as in the line of `effective`."""
     if value is None:
         return "(chosen by this library)"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from offload.config.blocks.block import Block, missing, words_of
+from offload.config.blocks.block import Block, missing, split_names
 
 _RECOMPUTE = "call model.gradient_checkpointing_enable(), or torch.utils.checkpoint in the model, and switch it off"
 
@@ -25,7 +25,7 @@ class ActivationCheckpointing(Block):
 class Checkpoint(Block):
     """How DeepSpeed writes checkpoints: none of it has an effect on the ones of this library."""
 
-    UNSUPPORTED = words_of("tag_validation use_node_local_storage parallel_write checkpoint_serialization writer")
+    UNSUPPORTED = split_names("tag_validation use_node_local_storage parallel_write checkpoint_serialization writer")
     REFUSED: ClassVar[dict[str, str]] = {
         "load_universal": missing(
             "reads a universal checkpoint of DeepSpeed", "read its weights by offload.load_pretrained, and remove it"

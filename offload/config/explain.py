@@ -21,7 +21,7 @@ def nearest(model: type[Block], key: str) -> str | None:
     return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
 
 
-def homes_of(model: type[Block], key: str, path: str) -> str:
+def blocks_with_key(model: type[Block], key: str, path: str) -> str:
     """Returns the dotted names of up to three blocks inside `model` that contain `key`, joined by "or"; else ""."""
     inside = [name for name, block in all_blocks(model, "") if name and key in block.model_fields]
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
@@ -79,10 +79,10 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
     first = errors[1] if several else errors[0]
     key = path + ".".join(str(part) for part in first["loc"] if not _is_choice(part))
     ours = first["type"] == "value_error"  # our own validators may quote the value, or name the key of a block
-    said = first["type"] == "missing" or (
+    names_value = first["type"] == "missing" or (
         ours and (repr(first["input"]) in first["msg"] or isinstance(first["input"], Mapping))
     )
-    got = "" if said else f", got {first['input']!r}"
+    got = "" if names_value else f", got {first['input']!r}"
     expected = re.sub("^(Value error, |Input |String |Tuple )", "", first["msg"]).replace(
         " after validation, not", ", not"
     )
@@ -92,22 +92,22 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
         expected = "should be a folder on the drive, or a list of folders, one for each drive"
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
     if first["type"] == "model_type" and not path:
-        advice = _instead(key, first["input"]) or advice
+        advice = _suggestion(key, first["input"]) or advice
     return f"{key} {expected}{got}{advice}"
 
 
-def _instead(key: str, value: Any) -> str:
+def _suggestion(key: str, value: Any) -> str:
     """Returns advice on what to write in place of `value`, which was given instead of a block; "" without any."""
     block = dict(all_blocks(Config, "")).get(key)
-    if block is None or not block.INSTEAD:
+    if block is None or not block.SUGGESTION:
         return ""
     # The value may fit the first key of the block; if it does not, the suggestion is the plain example.
-    first = next(iter(block.INSTEAD))
-    content = {**block.INSTEAD, first: value}
+    first = next(iter(block.SUGGESTION))
+    content = {**block.SUGGESTION, first: value}
     try:
         block.model_validate(content)
     except pydantic.ValidationError:
-        content = dict(block.INSTEAD)
+        content = dict(block.SUGGESTION)
     return f'; write "{key.rpartition(".")[2]}": {json.dumps(content)}'
 
 

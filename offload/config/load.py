@@ -15,8 +15,8 @@ import pydantic
 
 from offload.config.blocks.block import Block, inner_block
 from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams
-from offload.config.explain import explain, homes_of, nearest, unknown_key
-from offload.config.schema import Config, Found, nothing_found
+from offload.config.explain import blocks_with_key, explain, nearest, unknown_key
+from offload.config.schema import Config, Findings, no_findings
 from offload.errors import ConfigError
 
 _NOTES = ("_comment", "//", "#")
@@ -38,14 +38,14 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
         ConfigError: names the key, what was expected and what was given.
     """
     content = source if isinstance(source, Mapping) else read_json(source)
-    found = nothing_found()
+    findings = no_findings()
     try:
-        config = Config.model_validate(_sort_out(Config, _in_new_form(content), "", found))
+        config = Config.model_validate(_known_content(Config, _with_new_names(content), "", findings))
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error)) from error
-    config._found = found
+    config._findings = findings
     if config.scheduler is not None and config.scheduler.type in SCHEDULES:
-        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.", found)
+        schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params, "scheduler.params.", findings)
     # Checks across blocks, which no single model can make.
     if config.fp16.enabled and config.bf16.enabled:
         raise ConfigError("fp16 and bf16 are both enabled; leave one of them on")
@@ -76,20 +76,20 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
 P = TypeVar("P", bound=ScheduleParams)
 
 
-def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", found: Found | None = None) -> P:
+def schedule_params(model: type[P], content: Mapping[Any, Any], path: str = "", findings: Findings | None = None) -> P:
     """Validates the params of a schedule, from a file or from a script.
 
     Args:
         model: the schedule's params.
         content: the keys that were given.
         path: dotted prefix of the keys in the file, for messages; "" for a script.
-        found: collects keys without effect and "auto" keys; None discards them.
+        findings: collects keys without effect and "auto" keys; None discards them.
 
     Raises:
         ConfigError: a key is unknown, a value is out of range, or a pair is in the wrong order.
     """
     try:
-        params = model.model_validate(_sort_out(model, content, path, found or nothing_found()))
+        params = model.model_validate(_known_content(model, content, path, findings or no_findings()))
     except pydantic.ValidationError as error:
         raise ConfigError(explain(error, path)) from error
     for low, high in model.ORDERED:
@@ -185,7 +185,7 @@ def _parse(text: str, name: str) -> Any:
         raise ConfigError(f"{name} is not a config: {error}") from error
 
 
-def _in_new_form(content: Mapping[str, Any]) -> dict[str, Any]:
+def _with_new_names(content: Mapping[str, Any]) -> dict[str, Any]:
     """Converts the spellings of older files to blocks: a boolean "zero_optimization", and `cpu_offload`."""
     content = dict(content)
     zero = content.get("zero_optimization")
@@ -208,13 +208,13 @@ _OLD_SWITCHES = {
 }
 
 
-def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: Found) -> dict[str, Any]:
+def _known_content(model: type[Block], content: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
     """Returns the keys of `content` that are fields of `model`, without defaults and keys without effect.
 
     Raises `ConfigError` at the first key that is unknown or refused. Blocks inside are sorted out recursively.
     """
     model.check(content, path)
-    kept: dict[str, Any] = {}
+    content_kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # if off, no notice
     for key, value in content.items():
         if str(key).startswith(_NOTES):
@@ -226,24 +226,24 @@ def _sort_out(model: type[Block], content: Mapping[str, Any], path: str, found: 
             if _is_on(asked) and not alone:
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
-            found.tuning.extend([dotted] * tuned)
+            findings.tuning.extend([dotted] * tuned)
         elif name in model.UNSUPPORTED:
-            found.unsupported.extend([dotted] * _is_on(value))
+            findings.unsupported.extend([dotted] * _is_on(value))
         elif name not in model.model_fields:
-            near, tiers = nearest(model, str(key)), homes_of(model, str(key), path)
+            near, tiers = nearest(model, str(key)), blocks_with_key(model, str(key), path)
             if path or near or not isinstance(key, str):
                 raise ConfigError(unknown_key(model, near, tiers, dotted))
             # At the top level another tool's block or a note: no error, as in DeepSpeed.
-            found.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
-        elif name in kept or (name != key and name in content):
+            findings.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
+        elif name in content_kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
         elif _means_default(value, name, model):
-            found.auto.extend([f"{path}{name}"] * (value is not None))
+            findings.auto.extend([f"{path}{name}"] * (value is not None))
         else:
             inner = inner_block(model, name)
             is_block = inner is not None and isinstance(value, Mapping)
-            kept[name] = _sort_out(inner, value, f"{dotted}.", found) if inner and is_block else value
-    return kept
+            content_kept[name] = _known_content(inner, value, f"{dotted}.", findings) if inner and is_block else value
+    return content_kept
 
 
 def _means_default(value: Any, name: str, model: type[Block]) -> bool:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, split_names
 from offload.config.blocks.monitors import CsvMonitor, TensorBoard, Wandb
 from offload.config.blocks.offload_block import OffloadBlock
 from offload.config.blocks.optimizer import OptimizerBlock
@@ -17,7 +17,7 @@ from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
 
 
-class Found(NamedTuple):
+class Findings(NamedTuple):
     """Dotted names of keys that a file contains but the values of the config do not show."""
 
     tuning: list[str]
@@ -26,17 +26,17 @@ class Found(NamedTuple):
     """Keys that have an effect and whose value was "auto"."""
 
 
-def nothing_found() -> Found:
-    """Returns an empty `Found`, whose lists the caller may extend."""
-    return Found([], [], [])
+def no_findings() -> Findings:
+    """Returns an empty `Findings`, whose lists the caller may extend."""
+    return Findings([], [], [])
 
 
 class Config(Block):
     """The whole config, with what it means."""
 
-    TUNING = words_of("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
+    TUNING = split_names("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     # Accepted without effect: features that are missing and would not change a bit of the results.
-    UNSUPPORTED = words_of(
+    UNSUPPORTED = split_names(
         """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
         communication_data_type sparse_gradients disable_allgather seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
@@ -45,7 +45,7 @@ class Config(Block):
     # Refused if switched on: without these features the training would be another one.
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            words_of(
+            split_names(
                 """sparse_attention compression_training weight_quantization quantize_training data_efficiency
                 curriculum_learning elasticity progressive_layer_drop eigenvalue zenflow"""
             ),
@@ -112,7 +112,7 @@ class Config(Block):
     zero_optimization: ZeroOptimization = Field(ZeroOptimization(), description="see below")
     offload: OffloadBlock = Field(OffloadBlock(), description="see below")
     # Set by `load_config`, once, before anybody reads the config.
-    _found: Found = PrivateAttr(default_factory=nothing_found)
+    _findings: Findings = PrivateAttr(default_factory=no_findings)
 
     @property
     def weight_tier(self) -> Tier:
@@ -164,7 +164,7 @@ class Config(Block):
     @property
     def notices(self) -> tuple[str, ...]:
         """One line for each kind of key that has no effect in this library."""
-        zero, (tuning, unsupported, _) = self.zero_optimization, self._found
+        zero, (tuning, unsupported, _) = self.zero_optimization, self._findings
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
         on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
         lines = (

@@ -76,7 +76,7 @@ class EngineCore(EngineCallbacks):
         optimizer: Optimizer,
         lr_scheduler: Any,
         loader: Loader | None,
-        choices: StepSettings,
+        settings: StepSettings,
         layouts: Sequence[UnitLayout],
         commits: bool,
         assemble: Callable[[EngineCallbacks], EngineComponents],
@@ -89,15 +89,15 @@ class EngineCore(EngineCallbacks):
             optimizer: groups of the model's parameters.
             lr_scheduler: a schedule with `step()`, or None.
             loader: batches of `training_data`, or None.
-            choices: settings of a step.
+            settings: settings of a step.
             layouts: the segments of each unit.
             commits: True if steps are committed.
             assemble: builds the components, which store the callbacks that they receive. If a later step of this
                 constructor fails, the components are closed.
         """
         self.module, self.device, self.optimizer = module, device, optimizer
-        self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, choices, layouts, commits)
-        self.micro = GradientAccumulation()
+        self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
+        self.accumulation = GradientAccumulation()
         self._is_first_step = True
         """True until the first step of this process ends. Until then the memory of its activations is unknown."""
         self._missed_gradient_reported = False
@@ -105,16 +105,16 @@ class EngineCore(EngineCallbacks):
         components = self.components = assemble(self)
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
-            self.boundary = OptimizerStep(components, self.state, self.micro, module, optimizer)
-            self.inputs = InputCast(device, components.shards.mode.weight_dtype, choices.config.casts_inputs)
-            self.looking = ParamAccess(components, self)
-            self.saving = PretrainedWriter(module, components)
+            self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
+            self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
+            self.param_access = ParamAccess(components, self)
+            self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""
-            states = OptimizerStates(self.looking, components.layouts, components.shards.mode, self.state)
+            states = OptimizerStates(self.param_access, components.layouts, components.shards.mode, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = _ZeroGrad(module, self.forget_gradients)
-            self.ending = Shutdown(module, components, self.state, self.enter)
+            self.shutdown = Shutdown(module, components, self.state, self.enter)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
             # A half-built engine must not leave threads, locks or pinned memory behind.
@@ -131,7 +131,7 @@ class EngineCore(EngineCallbacks):
             UsageError: if the engine was destroyed, or if the process is a forked child.
             EngineFailed: if an error has stopped the engine.
         """
-        self.ending.check()
+        self.shutdown.check()
         self.components.pager.check()
 
     def enter(self) -> None:
@@ -179,7 +179,7 @@ class EngineCore(EngineCallbacks):
 
     def advised(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which torch's out-of-memory error of the device also advises what to change."""
-        return advised(self.components.pager.arena, self.state.choices.device_need)
+        return advised(self.components.pager.arena, self.state.settings.device_need)
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -188,16 +188,16 @@ class EngineCore(EngineCallbacks):
         """Performs an optimizer step. `Engine.step` and the user's `optimizer.step()` both call this method."""
         with self.components.timeline.span(Row.COMPUTE, f"step {self.state.global_steps + 1}"):
             self.enter()
-            self.boundary.end_step()
+            self.optimizer_step.end_step()
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
         # allocator shows their peak, and the arena may grow into what they leave free.
         if self._is_first_step:
             self._is_first_step = False
-            memory = grow(self.components.pager, self.state.choices.device_need, self.components.shards.device)
+            memory = grow(self.components.pager, self.state.settings.device_need, self.components.shards.device)
             self.components.gradients.add_up_in(memory)
         self.state.ended()
         if self.components.meter is not None:
-            self.components.meter.end_step(self.boundary.stepped())
+            self.components.meter.end_step(self.optimizer_step.stepped())
 
     @uninterrupted
     def forget_gradients(self) -> None:
@@ -205,7 +205,7 @@ class EngineCore(EngineCallbacks):
         self.enter()
         self.components.hooks.forget_gradients()
         self.components.gradients.forget()
-        self.micro.reset()
+        self.accumulation.reset()
 
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
@@ -224,10 +224,10 @@ class EngineCore(EngineCallbacks):
             self.state.scaler.begin_backward()
 
     def end_backward(self) -> None:
-        self.micro.count_backward()
+        self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
-        return self.micro.is_last(self.state.choices.accumulation)
+        return self.accumulation.is_last(self.state.settings.accumulation)
 
     def await_updates(self) -> None:
         if self.components.update_worker is not None:
@@ -257,7 +257,7 @@ class EngineCore(EngineCallbacks):
 
     def report_missed_gradient(self, name: str) -> None:
         # Only between a backward and the step is there a gradient to miss; once is enough.
-        if self.micro.count and not self._missed_gradient_reported:
+        if self.accumulation.count and not self._missed_gradient_reported:
             self._missed_gradient_reported = True
             tell(
                 f"`.grad` of {name} is None for every parameter, because gradients are in the engine. "

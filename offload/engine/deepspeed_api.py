@@ -102,16 +102,16 @@ class DeepSpeedApi:
 
         False before the first step, after a `step()` that only ended a micro-batch, and if the norm was inf or NaN.
         """
-        return self._core.boundary.applied
+        return self._core.optimizer_step.applied
 
     def get_global_grad_norm(self) -> float | None:
         """Returns the gradient norm of the last step before the clip; None before the first step and after a load."""
-        return self._core.boundary.grad_norm
+        return self._core.optimizer_step.grad_norm
 
     @property
     def micro_batches(self) -> int:
         """Backwards since the last optimizer step."""
-        return self._core.micro.count
+        return self._core.accumulation.count
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns True if the `step()` of the current micro-batch updates the weights.
@@ -119,7 +119,7 @@ class DeepSpeedApi:
         The answer is known before the forward of the micro-batch and holds until its `step()` has ended. Always True
         without accumulation, always False in `no_sync`.
         """
-        return self._core.micro.is_boundary(self._choices.accumulation)
+        return self._core.accumulation.is_boundary(self._settings.accumulation)
 
     # -- the optimizer ------------------------------------------------------------------------------
 
@@ -174,14 +174,14 @@ class DeepSpeedApi:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
         # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
-        self._core.boundary.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
+        self._core.optimizer_step.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
 
     # -- the config ---------------------------------------------------------------------------------
 
     @property
-    def _choices(self) -> StepSettings:
+    def _settings(self) -> StepSettings:
         # Read through the state each time: `set_train_batch_size` replaces the object.
-        return self._core.state.choices
+        return self._core.state.settings
 
     @property
     def config(self) -> dict[str, Any]:
@@ -189,41 +189,41 @@ class DeepSpeedApi:
 
         Changes of the copy have no effect. The config of the model, if the model has one, is `engine.module.config`.
         """
-        choices = self._choices
+        settings = self._settings
         # The settings, not the config, hold the sizes: `set_train_batch_size` may have changed them since.
-        return choices.config.model_dump(mode="json") | {
-            "train_batch_size": choices.total_batch_size,
-            "train_micro_batch_size_per_gpu": choices.micro_batch_size,
-            "gradient_accumulation_steps": choices.accumulation,
+        return settings.config.model_dump(mode="json") | {
+            "train_batch_size": settings.total_batch_size,
+            "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+            "gradient_accumulation_steps": settings.accumulation,
         }
 
     def zero_optimization_stage(self) -> int:
         """Returns the stage of ZeRO that the config names."""
-        return self._choices.config.zero_optimization.stage
+        return self._settings.config.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Returns True if `save_16bit_model` may write in stage 3: unless the config sets the key to false."""
-        return self._choices.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
+        return self._settings.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
 
     def fp16_enabled(self) -> bool:
         """Returns True if weights are fp16."""
-        return self._choices.config.dtype == "fp16"
+        return self._settings.config.dtype == "fp16"
 
     def bfloat16_enabled(self) -> bool:
         """Returns True if weights are bf16."""
-        return self._choices.config.dtype == "bf16"
+        return self._settings.config.dtype == "bf16"
 
     def gradient_accumulation_steps(self) -> int:
         """Returns the number of micro-batches of a step."""
-        return self._choices.accumulation
+        return self._settings.accumulation
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Returns the number of samples of a micro-batch on this rank."""
-        return self._choices.micro_batch_size
+        return self._settings.micro_batch_size
 
     def train_batch_size(self) -> int:
         """Returns the number of samples of a step on all ranks."""
-        return self._choices.total_batch_size
+        return self._settings.total_batch_size
 
     def deepspeed_io(
         self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[[list[Any]], Any] | None = None
@@ -242,12 +242,12 @@ class DeepSpeedApi:
             ConfigError: if the dataset has no length, or less than one batch.
         """
         check_data(dataset, collate_fn)
-        choices = self._choices
-        size = choices.micro_batch_size if batch_size is None else batch_size
+        settings = self._settings
+        size = settings.micro_batch_size if batch_size is None else batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
-        drop_last = choices.config.dataloader_drop_last
-        return load(dataset, size, self.global_rank, self.world_size, choices.seed, collate_fn, self.device, drop_last)
+        drop_last = settings.config.dataloader_drop_last
+        return load(dataset, size, self.global_rank, self.world_size, settings.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
 

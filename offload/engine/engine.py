@@ -75,7 +75,7 @@ class Engine(PersistenceApi):
         `engine(...)` enters it by itself. torch's autocast cache is off: its copies of weights would outlive the device
         buffers of their units.
         """
-        if not self._choices.config.torch_autocast.enabled:
+        if not self._settings.config.torch_autocast.enabled:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
@@ -155,7 +155,7 @@ class Engine(PersistenceApi):
             raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
-        divided = loss / self._choices.accumulation if scale_wrt_gas else loss
+        divided = loss / self._settings.accumulation if scale_wrt_gas else loss
         with self._core.advised():
             # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
             self.scale(divided).backward(retain_graph=retain_graph)
@@ -188,9 +188,9 @@ class Engine(PersistenceApi):
         """
         refuse(lr_kwargs=lr_kwargs)
         self._core.enter()
-        self._core.micro.end(self._choices.accumulation)
-        if not self._core.micro.ends_step(self._choices.accumulation):
-            self._core.boundary.pass_micro_batch()
+        self._core.accumulation.end(self._settings.accumulation)
+        if not self._core.accumulation.ends_step(self._settings.accumulation):
+            self._core.optimizer_step.pass_micro_batch()
             return
         self._step_and_schedule()
 
@@ -231,7 +231,7 @@ class Engine(PersistenceApi):
         """
         batch.check_batches(data_iter)
         # Otherwise the loop below would take all the data without a step.
-        self._core.micro.check_no_sync()
+        self._core.accumulation.check_no_sync()
         # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
@@ -260,8 +260,8 @@ class Engine(PersistenceApi):
                 f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
             )
         # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        kept = None if self._choices.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        self._core.state.change_settings(resized(self._choices, train_batch_size, self.world_size, kept))
+        kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        self._core.state.change_settings(resized(self._settings, train_batch_size, self.world_size, kept))
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
@@ -276,7 +276,7 @@ class Engine(PersistenceApi):
             UsageError: if `is_boundary` is anything else.
         """
         self._core.check()
-        self._core.micro.tell(is_boundary)
+        self._core.accumulation.tell(is_boundary)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context for micro-batches that do not end a step.
@@ -287,7 +287,7 @@ class Engine(PersistenceApi):
         micro-batch.
         """
         self._core.check()
-        return self._core.micro.no_sync()
+        return self._core.accumulation.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last optimizer step, and their micro-batches.

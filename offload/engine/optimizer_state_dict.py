@@ -39,18 +39,18 @@ class OptimizerStates:
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Returns copies on the CPU by name; empty before the first update and for a frozen parameter."""
-        place = self._place(parameter)
-        count = self._steps(place)
+        handle = self._handle(parameter)
+        count = self._steps(handle)
         if not count:
             return {}
-        kept = self._layouts[place.unit].segments[place.position].kept
+        kept = self._layouts[handle.unit].segments[handle.position].kept
         if kept:
-            found = {each.name: self._looking.read_state(place, each.name) for each in kept}
+            found = {each.name: self._looking.read_state(handle, each.name) for each in kept}
             return {name: value.cpu() for name, value in found.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
         values: dict[str, Any] = {_STEP: torch.tensor(float(count), device="cpu")}
         for state in self._moments:
-            value = self._looking.read(place, state)
+            value = self._looking.read(handle, state)
             assert value is not None
             values[state.value] = value.cpu()
         return values
@@ -66,8 +66,8 @@ class OptimizerStates:
         Raises:
             UsageError: if a state is missing or has another shape, or if the optimizer has no kernel here.
         """
-        place = self._place(parameter)
-        if not state and not self._steps(place):
+        handle = self._handle(parameter)
+        if not state and not self._steps(handle):
             return
         if State.PACKED in self._mode.moments:
             raise UsageError(
@@ -75,13 +75,13 @@ class OptimizerStates:
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []
-        shape = self._layouts[place.unit].segments[place.position].shape
+        shape = self._layouts[handle.unit].segments[handle.position].shape
         for name in names:
             value = state.get(name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
                 got = f"shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise UsageError(
-                    f"state {number}, of parameter {place.name}, must contain {', '.join(names)}, each a tensor of "
+                    f"state {number}, of parameter {handle.name}, must contain {', '.join(names)}, each a tensor of "
                     f"shape {list(shape)}; its {name} is {got}"
                 )
 
@@ -92,26 +92,26 @@ class OptimizerStates:
             parameter: a parameter of the model.
             state: a state that `check` has accepted; empty resets to the state before the first step.
         """
-        place = self._place(parameter)
-        if not state and not self._steps(place):
+        handle = self._handle(parameter)
+        if not state and not self._steps(handle):
             return
-        shape = self._layouts[place.unit].segments[place.position].shape
+        shape = self._layouts[handle.unit].segments[handle.position].shape
         for moment in self._moments:
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
-            self._looking.write(place, moment, value)
+            self._looking.write(handle, moment, value)
         # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
-        self._moment.parameter_steps[place.unit][place.position] = int(state.get(_STEP, 1)) if state else 0
+        self._moment.parameter_steps[handle.unit][handle.position] = int(state.get(_STEP, 1)) if state else 0
 
-    def _steps(self, place: ParamHandle) -> int:
+    def _steps(self, handle: ParamHandle) -> int:
         """Returns the number of updates of a parameter; 0 if it is frozen."""
-        return self._moment.parameter_steps[place.unit][place.position]
+        return self._moment.parameter_steps[handle.unit][handle.position]
 
     @property
     def _moments(self) -> tuple[State, ...]:
         # PACKED is one blob of all states that torch's own code keeps for a parameter.
         return tuple(state for state in self._mode.moments if state is not State.PACKED)
 
-    def _place(self, parameter: nn.Parameter) -> ParamHandle:
-        place = self._looking.place(parameter)
-        assert place is not None, "the groups contain the parameters of the engine"
-        return place
+    def _handle(self, parameter: nn.Parameter) -> ParamHandle:
+        handle = self._looking.handle(parameter)
+        assert handle is not None, "the groups contain the parameters of the engine"
+        return handle

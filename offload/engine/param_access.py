@@ -62,21 +62,21 @@ class ParamAccess:
         self._states = {state.value: state for state in components.shards.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
-    def place(self, parameter: Any) -> ParamHandle | None:
+    def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of a parameter of this engine's model, bound or not, or None."""
-        return self._components.weights.place(parameter)
+        return self._components.weights.handle(parameter)
 
-    def state(self, place: ParamHandle, name: Any) -> State:
+    def state(self, handle: ParamHandle, name: Any) -> State:
         """Returns the optimizer state of a name.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             name: a name such as "exp_avg". States of an optimizer without a kernel map to PACKED.
 
         Raises:
             UsageError: if the optimizer keeps no state of that name.
         """
-        by_torch = [each.name for each in self._segment(place).kept]
+        by_torch = [each.name for each in self._segment(handle).kept]
         if name in by_torch:
             return State.PACKED
         if name not in self._states:
@@ -86,54 +86,54 @@ class ParamAccess:
             )
         return self._states[name]
 
-    def read_state(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
+    def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
 
         A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first update.
         All ranks call this.
         """
-        if not place.trainable:
+        if not handle.trainable:
             return None
-        state = self.state(place, name)
+        state = self.state(handle, name)
         if state is not State.PACKED:
-            return self.read(place, state)
+            return self.read(handle, state)
         self._begin(state)
         self._finish()
-        segment = self._segment(place)
+        segment = self._segment(handle)
         # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
         # dtypes.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
-        self._read_newest(place, State.PACKED, segment.packed.start, words)
+        self._read_newest(handle, State.PACKED, segment.packed.start, words)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
         value = torch.as_tensor(value)
-        return value.to(place.device, torch.float32 if value.is_floating_point() else None, copy=True)
+        return value.to(handle.device, torch.float32 if value.is_floating_point() else None, copy=True)
 
-    def check_idle(self, place: ParamHandle, call: str) -> None:
+    def check_idle(self, handle: ParamHandle, call: str) -> None:
         """Raises `UsageError` if the model runs, or if the parameter is gathered. `call` names the public function."""
         if self._components.hooks.running:
             raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
-        if place.gathered:
-            raise UsageError(f"{call}: {place.name} is gathered; leave `with offload.gathered(...)` first")
+        if handle.gathered:
+            raise UsageError(f"{call}: {handle.name} is gathered; leave `with offload.gathered(...)` first")
 
-    def read_state_local(self, place: ParamHandle, name: Any) -> torch.Tensor | None:
+    def read_state_local(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns this rank's partition of an optimizer state, flat, or None for a frozen parameter."""
-        if not place.trainable:
+        if not handle.trainable:
             return None
-        state = self.state(place, name)
+        state = self.state(handle, name)
         if state is not State.PACKED:
-            return self.read_local(place, state)
-        value = self.read_state(place, name)  # of one rank
+            return self.read_local(handle, state)
+        value = self.read_state(handle, name)  # of one rank
         return None if value is None else value.view(-1)
 
-    def read(self, place: ParamHandle, state: State) -> torch.Tensor | None:
+    def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
 
         For WEIGHT the copy is of the master.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             state: the state to read.
 
         Returns:
@@ -143,30 +143,30 @@ class ParamAccess:
         Raises:
             BudgetError: if the RAM has no room for the copy.
         """
-        if not self._settled(place, state):
+        if not self._settled(handle, state):
             return None
         whole = torch.empty(0, device="cpu")
 
         def mine() -> None:
             nonlocal whole
-            self._check_room(place, self._numel(place))
-            whole = torch.empty(self._numel(place), dtype=torch.float32, device="cpu")
-            piece = self._piece(place)
-            self._read_piece(place, state, piece, whole[piece.position : piece.position + piece.numel])
+            self._check_room(handle, self._numel(handle))
+            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
+            piece = self._piece(handle)
+            self._read_piece(handle, state, piece, whole[piece.position : piece.position + piece.numel])
 
-        with self._together("access a parameter", place, state) as everyone:
-            if not any(everyone.settle(lambda: self._has(place, state))):
+        with self._together("access a parameter", handle, state) as everyone:
+            if not any(everyone.settle(lambda: self._has(handle, state))):
                 return None
             everyone.settle(mine)
-            self._complete(place, whole)
+            self._complete(handle, whole)
         # The memory was allocated inside of the collective, so a rank without room has failed the call on all ranks.
-        return whole.view(self._shape(place)).to(place.device)
+        return whole.view(self._shape(handle)).to(handle.device)
 
-    def write(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
+    def write(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Replaces a state. With several ranks all of them call it, and the values of rank 0 count.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             state: the state to replace.
             values: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied.
 
@@ -175,10 +175,10 @@ class ParamAccess:
             BudgetError: if the RAM has no room for a copy.
         """
         self._begin(state)
-        if state is not State.WEIGHT and not place.trainable:
-            raise UsageError(f"parameter {place.name} is frozen: it has no gradient and no optimizer states to set")
-        self._check_values(place, values, self._shape(place))
-        self._check_room(place, self._numel(place))
+        if state is not State.WEIGHT and not handle.trainable:
+            raise UsageError(f"parameter {handle.name} is frozen: it has no gradient and no optimizer states to set")
+        self._check_values(handle, values, self._shape(handle))
+        self._check_room(handle, self._numel(handle))
         if state is State.PACKED:
             raise UsageError(
                 "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
@@ -186,36 +186,36 @@ class ParamAccess:
         if state is State.GRAD:
             self._finish()
             # No update may still read the gradient of the step before while it is replaced.
-            self._set_gradient(place, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
+            self._set_gradient(handle, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
         else:
-            self._components.weights.edit(place.unit, place.position, values.detach().float(), state)
+            self._components.weights.edit(handle.unit, handle.position, values.detach().float(), state)
 
-    def read_local(self, place: ParamHandle, state: State) -> torch.Tensor | None:
+    def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns this rank's partition of the result of `read`, flat.
 
         No collective, except for a gradient: all ranks must agree whether there is one.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             state: the state to read.
         """
-        if not self._settled(place, state):
+        if not self._settled(handle, state):
             return None
         if state is State.GRAD:
-            with self._together("access a parameter", place, state) as everyone:
-                if not any(everyone.settle(lambda: self._has(place, state))):
+            with self._together("access a parameter", handle, state) as everyone:
+                if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
-        piece = self._piece(place)
-        self._check_room(place, piece.numel)
+        piece = self._piece(handle)
+        self._check_room(handle, piece.numel)
         values = torch.empty(piece.numel, dtype=torch.float32, device="cpu")
-        self._read_piece(place, state, piece, values)
-        return values.to(place.device)
+        self._read_piece(handle, state, piece, values)
+        return values.to(handle.device)
 
-    def write_local(self, place: ParamHandle, state: State, values: torch.Tensor) -> None:
+    def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
         """Replaces this rank's partition of a state. Every rank calls it with its own partition.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             state: the state to replace.
             values: (n,), the elements of this rank; copied.
 
@@ -228,18 +228,18 @@ class ParamAccess:
 
         def mine() -> None:
             nonlocal whole
-            piece = self._piece(place)
-            self._check_values(place, values, (piece.numel,))
-            self._check_room(place, 2 * self._numel(place))
-            whole = torch.empty(self._numel(place), dtype=torch.float32, device="cpu")
+            piece = self._piece(handle)
+            self._check_values(handle, values, (piece.numel,))
+            self._check_room(handle, 2 * self._numel(handle))
+            whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
             whole[piece.position : piece.position + piece.numel] = values.detach().to("cpu", torch.float32)
 
         # Ranks hold segments of any length, so each fills its own into a copy of the whole, and `write` takes the whole
         # from there: one path for edits.
-        with self._together("set a shard of a parameter", place, state) as everyone:
+        with self._together("set a shard of a parameter", handle, state) as everyone:
             everyone.settle(mine)
-            self._complete(place, whole)
-        self.write(place, state, whole.view(self._shape(place)))
+            self._complete(handle, whole)
+        self.write(handle, state, whole.view(self._shape(handle)))
 
     def state_dict(self, module: nn.Module, without_frozen: bool) -> dict[str, Any]:
         """Returns `module.state_dict()` with every tensor on the CPU, optionally without frozen parameters."""
@@ -251,13 +251,13 @@ class ParamAccess:
                 state[name] = value.to("cpu")  # what is there already stays the same tensor: tied weights are one
         return state
 
-    def use_in(self, module: nn.Module, place: ParamHandle) -> None:
+    def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Binds the parameter's unit also whenever `module` runs."""
-        self._components.hooks.use_in(module, place.unit)
+        self._components.hooks.use_in(module, handle.unit)
 
-    def end_use_in(self, module: nn.Module, place: ParamHandle) -> None:
+    def end_use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Reverts one `use_in`."""
-        self._components.hooks.end_use_in(module, place.unit)
+        self._components.hooks.end_use_in(module, handle.unit)
 
     # -- on the way ---------------------------------------------------------------------------------
 
@@ -266,13 +266,13 @@ class ParamAccess:
         if state is State.GRAD:
             self._components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
 
-    def _settled(self, place: ParamHandle, state: State) -> bool:
+    def _settled(self, handle: ParamHandle, state: State) -> bool:
         """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""
         self._begin(state)
-        if state is not State.WEIGHT and not place.trainable:
+        if state is not State.WEIGHT and not handle.trainable:
             return False
         # Edits of a unit are gathered before they are written: a read of an edited value must write them first.
-        if self._components.weights.waits(place.unit, place.position, state):
+        if self._components.weights.waits(handle.unit, handle.position, state):
             self._components.weights.flush()
         self._finish()
         return True
@@ -282,42 +282,42 @@ class ParamAccess:
         if self._components.update_worker is not None:
             self._components.update_worker.finish(commit=False)
 
-    def _has(self, place: ParamHandle, state: State) -> bool:
-        return state is not State.GRAD or self._components.gradients.has(place.unit, place.position)
+    def _has(self, handle: ParamHandle, state: State) -> bool:
+        return state is not State.GRAD or self._components.gradients.has(handle.unit, handle.position)
 
     @contextlib.contextmanager
-    def _together(self, what: str, place: ParamHandle, state: State) -> Iterator[AllOrNothing]:
+    def _together(self, what: str, handle: ParamHandle, state: State) -> Iterator[AllOrNothing]:
         """Yields a collective in which every rank reads or sets the same state of the same parameter."""
         with all_or_nothing(self._components.agreement, Collective.LOOK, what) as everyone:
-            everyone.same({"parameter": place.name, "what": state.value})
+            everyone.same({"parameter": handle.name, "what": state.value})
             yield everyone
 
-    def _complete(self, place: ParamHandle, whole: torch.Tensor) -> None:
+    def _complete(self, handle: ParamHandle, whole: torch.Tensor) -> None:
         """Receives the segments of other ranks into `whole`, which holds this rank's segment already."""
         if self._components.ranks is not None:
-            for piece in self._pieces(place):
+            for piece in self._pieces(handle):
                 self._components.ranks.broadcast(whole[piece.position : piece.position + piece.numel], piece.rank)
 
-    def _read_piece(self, place: ParamHandle, state: State, piece: Piece, values: torch.Tensor) -> None:
+    def _read_piece(self, handle: ParamHandle, state: State, piece: Piece, values: torch.Tensor) -> None:
         """Fills `values`, (piece.numel,), with the elements that this rank holds."""
         if state is State.GRAD:
             if piece.numel:
-                self._components.gradients.look(place.unit, place.position, piece.position, values)
+                self._components.gradients.look(handle.unit, handle.position, piece.position, values)
             return
         for first in range(0, piece.numel, CHUNK):
-            self._read_newest(place, state, piece.start + first, values[first : first + CHUNK])
+            self._read_newest(handle, state, piece.start + first, values[first : first + CHUNK])
 
-    def _read_newest(self, place: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
+    def _read_newest(self, handle: ParamHandle, state: State, start: int, values: torch.Tensor) -> None:
         """Fills `values` with the newest elements of a state in this rank's partition.
 
         Args:
-            place: handle of the parameter.
+            handle: handle of the parameter.
             state: the state to read.
             start: first element, counted in the partition of the unit.
             values: (n,) fp32 on the CPU.
         """
         # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        joined = state is State.WEIGHT and place.trainable
+        joined = state is State.WEIGHT and handle.trainable
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
@@ -326,47 +326,47 @@ class ParamAccess:
                 buffer = aligned_empty(len(values) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
                 # A segment begins and ends anywhere, so there is no checksum to compare with.
-                futures += self._held.read(place.unit, each, start * dtype.itemsize, buffer, compare=False)
+                futures += self._held.read(handle.unit, each, start * dtype.itemsize, buffer, compare=False)
             for future in futures:
                 future.wait()
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
         values.copy_(join(found) if state is State.WEIGHT else found[state])
 
-    def _set_gradient(self, place: ParamHandle, values: torch.Tensor) -> None:
+    def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:
-            piece = self._piece(place)
+            piece = self._piece(handle)
             part = values[piece.position : piece.position + piece.numel]
-            self._components.gradients.replace(place.unit, place.position, piece.position, part)
+            self._components.gradients.replace(handle.unit, handle.position, piece.position, part)
 
         # A collective, since rank 0's values go to all ranks and each keeps its own segment.
-        with self._together("set a gradient", place, State.GRAD) as everyone:
+        with self._together("set a gradient", handle, State.GRAD) as everyone:
             if self._components.ranks is not None:
                 self._components.ranks.broadcast(values, 0)
             if len(values):
                 everyone.settle(mine)
 
-    def _pieces(self, place: ParamHandle) -> list[Piece]:
-        layout = self._components.layouts[place.unit]
-        return list(pieces(layout, self._components.world_size, layout.segments[place.position]))
+    def _pieces(self, handle: ParamHandle) -> list[Piece]:
+        layout = self._components.layouts[handle.unit]
+        return list(pieces(layout, self._components.world_size, layout.segments[handle.position]))
 
-    def _segment(self, place: ParamHandle) -> Segment:
-        return self._components.layouts[place.unit].segments[place.position]
+    def _segment(self, handle: ParamHandle) -> Segment:
+        return self._components.layouts[handle.unit].segments[handle.position]
 
-    def _piece(self, place: ParamHandle) -> Piece:
+    def _piece(self, handle: ParamHandle) -> Piece:
         """Returns this rank's segment of a parameter, which may be empty."""
         rank = self._components.rank
-        return next((piece for piece in self._pieces(place) if piece.rank == rank), Piece(rank, 0, 0, 0))
+        return next((piece for piece in self._pieces(handle) if piece.rank == rank), Piece(rank, 0, 0, 0))
 
-    def _shape(self, place: ParamHandle) -> tuple[int, ...]:
-        return self._segment(place).shape
+    def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
+        return self._segment(handle).shape
 
-    def _numel(self, place: ParamHandle) -> int:
-        return self._segment(place).numel
+    def _numel(self, handle: ParamHandle) -> int:
+        return self._segment(handle).numel
 
-    def _check_values(self, place: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
-        part = "" if shape == self._shape(place) else f"this rank's shard of the {self._numel(place)} elements of "
-        expected = f"values of {part}parameter {place.name} must be a tensor of shape {list(shape)} in fp32"
+    def _check_values(self, handle: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
+        part = "" if shape == self._shape(handle) else f"this rank's shard of the {self._numel(handle)} elements of "
+        expected = f"values of {part}parameter {handle.name} must be a tensor of shape {list(shape)} in fp32"
         if not isinstance(values, torch.Tensor):
             raise UsageError(f"{expected}, got {type(values).__name__}")
         if tuple(values.shape) != shape:
@@ -374,11 +374,11 @@ class ParamAccess:
         if values.dtype not in _EXACT:
             raise UsageError(f"{expected}, or in bf16 or fp16, got {values.dtype}; convert it first: value.float()")
 
-    def _check_room(self, place: ParamHandle, numel: int) -> None:
+    def _check_room(self, handle: ParamHandle, numel: int) -> None:
         need = numel * torch.float32.itemsize
         free = free_host_memory()
         if need > free:
             raise BudgetError(
-                f"parameter {place.name} takes {format_size(need)} of RAM in fp32, {format_size(free)} is free; lower "
+                f"parameter {handle.name} takes {format_size(need)} of RAM in fp32, {format_size(free)} is free; lower "
                 '"host_memory" in the "offload" block, or end other programs that use memory'
             )

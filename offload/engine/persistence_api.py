@@ -56,7 +56,7 @@ class PersistenceApi(DeepSpeedApi):
             BudgetError: if the copies would not fit into the RAM.
         """
         self._core.check()
-        return self._core.looking.state_dict(self.module, exclude_frozen_parameters)
+        return self._core.param_access.state_dict(self.module, exclude_frozen_parameters)
 
     # -- checkpoints --------------------------------------------------------------------------------
 
@@ -146,9 +146,9 @@ class PersistenceApi(DeepSpeedApi):
         if loaded is None:
             return None, {}
         # Micro-batches that ran before the load belong to gradients that are gone.
-        self._core.micro.reset()
+        self._core.accumulation.reset()
         if not wish.module_only:
-            self._core.boundary.forget_norm()
+            self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state
 
@@ -181,7 +181,9 @@ class PersistenceApi(DeepSpeedApi):
             ConfigError: if an argument has a value that is not supported.
         """
         self._core.enter_between_steps("save_pretrained")
-        self._core.saving.save(SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps)
+        self._core.pretrained_writer.save(
+            SaveOptions(save_directory, max_shard_size, dtype, tokenizer), self.global_steps
+        )
 
     def save_16bit_model(
         self,
@@ -218,7 +220,9 @@ class PersistenceApi(DeepSpeedApi):
             )
             return False
         frozen = not exclude_frozen_parameters
-        self._core.saving.save(SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps)
+        self._core.pretrained_writer.save(
+            SaveOptions(save_dir, frozen=frozen, file_name=save_filename), self.global_steps
+        )
         return True
 
     def destroy(self, remove: bool | None = None) -> None:
@@ -226,9 +230,9 @@ class PersistenceApi(DeepSpeedApi):
 
         With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
         called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
-        engine, nothing is finished and the run is kept. An error of finishing is raised after everything is closed.
-        Only an error about values of `client_state` or registered objects that cannot be committed is raised before, so
-        that the caller can correct the values.
+        engine, nothing is finished and the run is kept, with a warning if `remove` is True. An error of finishing is
+        raised after everything is closed. Only an error about values of `client_state` or registered objects that
+        cannot be committed is raised before, so that the caller can correct the values.
 
         Args:
             remove: True deletes the run from the disk. False keeps the run, and a later start under the same name that
@@ -238,7 +242,7 @@ class PersistenceApi(DeepSpeedApi):
         Raises:
             UsageError: before anything is closed, if `client_state` or a registered object cannot be committed.
         """
-        self._core.ending.destroy(remove)
+        self._core.shutdown.destroy(remove)
 
     def finish(self, facts: Mapping[str, Any]) -> None:
         """Ends the engine as `destroy(remove=True)` does, but leaves a note that the run has ended. All ranks call it.
@@ -248,9 +252,9 @@ class PersistenceApi(DeepSpeedApi):
         Args:
             facts: contents of `finished.json` beside its steps and date; plain JSON values.
         """
-        self._core.ending.finish(facts)
+        self._core.shutdown.finish(facts)
 
     @property
     def resumable(self) -> str | None:
         """The run folder that a later process can resume from, or None."""
-        return self._core.ending.resumable
+        return self._core.shutdown.resumable

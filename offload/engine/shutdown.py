@@ -80,11 +80,19 @@ class Shutdown:
 
     def _end_by_hand(self, remove: bool | None, facts: Mapping[str, Any] | None) -> None:
         """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
-        if self._alive and os.getpid() == self._pid and not self._components.pager.failed and not remove:
+        mine = self._alive and os.getpid() == self._pid
+        stopped = mine and self._components.pager.failed
+        if mine and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
                 self._state.of_the_user()
         self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
+        if stopped and remove and self._components.rank == 0 and self.resumable:
+            logger.warning(
+                "an error has stopped the engine, so the run in %s is kept: `offload rm %s` deletes it",
+                self.resumable,
+                self.resumable,
+            )
 
     def abandon(self, remove: bool) -> None:
         """Closes without finishing anything. Called by `initialize` if its last steps fail."""
@@ -153,7 +161,7 @@ class Shutdown:
         if store is None or store.durable is None:
             return
         # Edits since the last step, and steps that the durability setting left uncommitted, become a commit now.
-        if state.edited or store.durable.epoch != state.global_steps:
+        if state.edited or store.durable.step != state.global_steps:
             store.commit(state.global_steps, state.for_commit().pack())
             state.mark_edited(False)
 
@@ -170,7 +178,7 @@ class Shutdown:
             return
         if not keep:
             try:
-                store.note_closed({"steps": store.durable.epoch})
+                store.note_closed({"steps": store.durable.step})
             except OSError:  # such as a full disk: without the note, the run is kept
                 keep = True
         self._say_what_is_left(keep)
@@ -193,10 +201,10 @@ class Shutdown:
         if store.durable is None:
             tell(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
             return
-        made = f", the last committed one of {steps}" if store.durable.epoch != steps else ""
+        made = f", the last committed one of {steps}" if store.durable.step != steps else ""
         goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
         tell(
-            f'the run is kept in {folder}, at step {store.durable.epoch}{made}: "resume": "auto" resumes the run, '
+            f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" resumes the run, '
             f"{goes}; `offload rm {folder}` deletes the run"
         )
 

@@ -35,7 +35,7 @@ class OptimizerStep:
         self,
         components: EngineComponents,
         state: TrainingState,
-        micro: GradientAccumulation,
+        accumulation: GradientAccumulation,
         module: nn.Module,
         optimizer: Optimizer,
     ) -> None:
@@ -44,12 +44,12 @@ class OptimizerStep:
         Args:
             components: components of the engine.
             state: training state.
-            micro: count of micro-batches.
+            accumulation: count of micro-batches.
             module: the model.
             optimizer: groups of the model's parameters.
         """
-        self._components, self._state, self._micro, self._optimizer = components, state, micro, optimizer
-        self._decider = UpdateBuilder(components.layouts, components.trainable, module, optimizer)
+        self._components, self._state, self._accumulation, self._optimizer = components, state, accumulation, optimizer
+        self._update_builder = UpdateBuilder(components.layouts, components.trainable, module, optimizer)
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
@@ -64,7 +64,7 @@ class OptimizerStep:
 
     def pass_micro_batch(self) -> None:
         """Ends a `step()` that completes no optimizer step and updates nothing."""
-        self._state.count_micro_steps(self._micro.passed(self._state.choices.accumulation))
+        self._state.count_micro_steps(self._accumulation.passed(self._state.settings.accumulation))
         self.applied = False
 
     def forget_norm(self) -> None:
@@ -82,7 +82,7 @@ class OptimizerStep:
         components = self._components
         if components.update_worker is None:
             raise UsageError("no parameter of this model is trainable, so there is nothing to step")
-        self._micro.check_boundary(self._state.choices.accumulation)
+        self._accumulation.check_boundary(self._state.settings.accumulation)
         self._state.registered.check_complete()
         self._optimizer.check_groups()
         # Checks that raise come first, while nothing has changed. Then live views of weights are refused, since the
@@ -107,7 +107,7 @@ class OptimizerStep:
                 f"dropped; the weights are those of step {steps}. {refusal}"
             )
         # Without overlap this thread waits until the updates have ended; only for finding faults.
-        if not self._state.choices.overlap:
+        if not self._state.settings.overlap:
             components.update_worker.finish(commit=False)
 
     def stepped(self) -> Stepped:
@@ -132,7 +132,7 @@ class OptimizerStep:
         if components.agreement is None:
             return known()
         settings = self._optimizer.checksum(self._clip)
-        return components.agreement.step(self._micro.count, state.global_steps, settings, known)
+        return components.agreement.step(self._accumulation.count, state.global_steps, settings, known)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""
@@ -146,7 +146,7 @@ class OptimizerStep:
     @property
     def _clip(self) -> float:
         """The largest norm of the next gradient; 0 for no clip."""
-        return self._state.choices.clip if self._clip_once is None else self._clip_once
+        return self._state.settings.clip if self._clip_once is None else self._clip_once
 
     def _refusal(self, norm: float) -> str | None:
         """Returns the advice for a norm that is inf or NaN and must not be skipped; None if the step may proceed."""
@@ -154,7 +154,7 @@ class OptimizerStep:
         if math.isfinite(norm):
             return None
         if scaler is None:
-            if self._state.choices.skip_nonfinite:
+            if self._state.settings.skip_nonfinite:
                 return None
             return 'Lower the learning rate, look at the batch, or set "on_nonfinite": "skip" in the "offload" block'
         if not scaler.exhausted:
@@ -179,9 +179,9 @@ class OptimizerStep:
             refused: True if the step raises `NumericsError`.
         """
         state = self._state
-        micro_batches = self._micro.trained(state.choices.accumulation)
-        state.count_micro_steps(self._micro.passed(state.choices.accumulation))
-        self._micro.reset()
+        micro_batches = self._accumulation.trained(state.settings.accumulation)
+        state.count_micro_steps(self._accumulation.passed(state.settings.accumulation))
+        self._accumulation.reset()
         self.applied = False
         if state.scaler is not None:
             state.scaler.forget_multiplied()
@@ -216,7 +216,7 @@ class OptimizerStep:
             scale: factor for each gradient: the clip and the inverse of the loss scale.
         """
         components = self._components
-        updates = self._decider.updates(present, order, scale, self._state.parameter_steps)
+        updates = self._update_builder.updates(present, order, scale, self._state.parameter_steps)
         for update in updates:
             if not update.segments:
                 components.gradients.drop(update.unit)

@@ -35,8 +35,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_full_fp32_param")
-    return looking.read(place, State.WEIGHT)
+    looking, handle = _find(param, "safe_get_full_fp32_param")
+    return looking.read(handle, State.WEIGHT)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -56,8 +56,8 @@ def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_full_grad")
-    return looking.read(place, State.GRAD)
+    looking, handle = _find(param, "safe_get_full_grad")
+    return looking.read(handle, State.GRAD)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -77,8 +77,8 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
             gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_full_optimizer_state")
-    return looking.read_state(place, optim_state_key)
+    looking, handle = _find(param, "safe_get_full_optimizer_state")
+    return looking.read_state(handle, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -94,8 +94,8 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
             runs.
         BudgetError: if the RAM has no room for a copy.
     """
-    looking, place = _find(param, "safe_set_full_fp32_param")
-    looking.write(place, State.WEIGHT, value)
+    looking, handle = _find(param, "safe_set_full_fp32_param")
+    looking.write(handle, State.WEIGHT, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -111,8 +111,8 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             gathered, or the model runs.
         BudgetError: if the RAM has no room for a copy.
     """
-    looking, place = _find(param, "safe_set_full_grad")
-    looking.write(place, State.GRAD, value)
+    looking, handle = _find(param, "safe_set_full_grad")
+    looking.write(handle, State.GRAD, value)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -129,8 +129,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
             another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for a copy.
     """
-    looking, place = _find(param, "safe_set_full_optimizer_state")
-    looking.write(place, looking.state(place, optim_state_key), value)
+    looking, handle = _find(param, "safe_set_full_optimizer_state")
+    looking.write(handle, looking.state(handle, optim_state_key), value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
@@ -149,8 +149,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_local_fp32_param")
-    return looking.read_local(place, State.WEIGHT)
+    looking, handle = _find(param, "safe_get_local_fp32_param")
+    return looking.read_local(handle, State.WEIGHT)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
@@ -166,9 +166,9 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_local_grad")
+    looking, handle = _find(param, "safe_get_local_grad")
     # All ranks must know whether a gradient exists, so this call is a collective, unlike those for other states.
-    return looking.read_local(place, State.GRAD)
+    return looking.read_local(handle, State.GRAD)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
@@ -186,8 +186,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
             runs.
         BudgetError: if the RAM has no room for the copy.
     """
-    looking, place = _find(param, "safe_get_local_optimizer_state")
-    return looking.read_state_local(place, optim_state_key)
+    looking, handle = _find(param, "safe_get_local_optimizer_state")
+    return looking.read_state_local(handle, optim_state_key)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -202,8 +202,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
             runs.
         BudgetError: if the RAM has no room for two copies of the parameter.
     """
-    looking, place = _find(param, "safe_set_local_fp32_param")
-    looking.write_local(place, State.WEIGHT, value)
+    looking, handle = _find(param, "safe_set_local_fp32_param")
+    looking.write_local(handle, State.WEIGHT, value)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
@@ -220,8 +220,8 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
             gathered, or the model runs.
         BudgetError: if the RAM has no room for two copies of the parameter.
     """
-    looking, place = _find(param, "safe_set_local_grad")
-    looking.write_local(place, State.GRAD, value)
+    looking, handle = _find(param, "safe_set_local_grad")
+    looking.write_local(handle, State.GRAD, value)
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
@@ -237,8 +237,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
             another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for two copies of the parameter.
     """
-    looking, place = _find(param, "safe_set_local_optimizer_state")
-    looking.write_local(place, looking.state(place, optim_state_key), value)
+    looking, handle = _find(param, "safe_set_local_optimizer_state")
+    looking.write_local(handle, looking.state(handle, optim_state_key), value)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -301,9 +301,9 @@ def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
     owner = _owner(parameter)
     if owner is None:
         # A parameter that keeps its placeholder class outlived its engine.
-        place = handle_of(parameter)
-        if place is not None:
-            _ = place.engine  # raises, since the engine was destroyed
+        handle = handle_of(parameter)
+        if handle is not None:
+            _ = handle.engine  # raises, since the engine was destroyed
         raise UsageError(
             f"{call} expects a parameter of a model under an engine; this parameter, of shape "
             f"{list(parameter.shape)}, belongs to no engine: take the parameter from engine.module"
@@ -317,9 +317,9 @@ def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
     """Returns the engine that owns a parameter now and the parameter's handle; None if no engine does."""
     # A bound parameter is an ordinary parameter without a handle, so each engine looks it up in its own table.
     for looking in engines():
-        place = looking.place(parameter)
-        if place is not None and place.owner is not None:
-            return looking, place
+        handle = looking.handle(parameter)
+        if handle is not None and handle.owner is not None:
+            return looking, handle
     return None
 
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from offload.fileio.atomic_write import atomic_write, keep_mode_and_owner, replace_durably, sync_folder, write_new
+from offload.fileio.atomic_write import (
+    atomic_write,
+    keep_mode_and_owner,
+    replace_durably,
+    sync_folder,
+    write_all,
+    write_new,
+)
 from offload.fileio.cache_file import cache_file
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
 
@@ -16,5 +23,6 @@ __all__ = [
     "replace_durably",
     "sync_folder",
     "this_process",
+    "write_all",
     "write_new",
 ]

@@ -76,16 +76,22 @@ def write_new(path: Path, data: bytes) -> None:
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
-        done = 0
-        # A write may end early, for example at a signal or at the 2 GiB limit of one call.
-        while done < len(data):
-            done += os.write(descriptor, memoryview(data)[done:])
+        write_all(descriptor, 0, data)
         os.fsync(descriptor)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     finally:
         os.close(descriptor)
+
+
+def write_all(descriptor: int, offset: int, data: memoryview | bytes) -> None:
+    """Writes `data` at byte `offset` of an open file. Raises `OSError`."""
+    view = memoryview(data)
+    done = 0
+    # A write may end early, for example at a signal or at the 2 GiB limit of one call.
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], offset + done)
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,18 +24,18 @@ def flow_buffers() -> list[memoryview]:
 
 def flow(
     buffers: Sequence[memoryview],
-    pieces: Iterable[T],
+    items: Iterable[T],
     begin: Callable[[T, memoryview], Sequence[Future]],
     end: Callable[[T, memoryview], Sequence[Future]],
     ended: Callable[[T, Sequence[Future]], None],
 ) -> None:
-    """Passes `pieces` through `buffers`, in their order. All work happens on the calling thread.
+    """Passes `items` through `buffers`, in their order. All work happens on the calling thread.
 
     Every request has ended when this returns or raises.
 
     Args:
         buffers: Owned by the caller; each is in use by one chunk at a time.
-        pieces: Chunks of work; drawn lazily, when a buffer is free.
+        items: Chunks of work; drawn lazily, when a buffer is free.
         begin: Starts to fill a buffer with a chunk and returns the pending reads.
         end: Called when those reads are done; starts to write the buffer and returns the pending writes.
         ended: Called with the chunk and its writes when those writes are done.
@@ -43,32 +43,32 @@ def flow(
     free = deque(buffers)
     reading: deque[tuple[T, memoryview, Sequence[Future]]] = deque()
     writing: deque[tuple[T, memoryview, Sequence[Future]]] = deque()
-    left = iter(pieces)
+    remaining = iter(items)
     more = True
     try:
         while True:
             # Start as many reads as there are free buffers: they are in flight while older pieces are written.
             while more and free:
-                piece = next(left, None)
-                if piece is None:
+                item = next(remaining, None)
+                if item is None:
                     more = False
                     break
-                reading.append((piece, free[0], begin(piece, free[0])))
+                reading.append((item, free[0], begin(item, free[0])))
                 # Only after `begin` has succeeded: if it raises, no request uses the buffer.
                 free.popleft()
             # Turn the oldest read into a write if it is done. With no write pending, the read is all that remains to
             # wait for.
             if reading and (not writing or all(future.done() for future in reading[0][2])):
-                piece, buffer, futures = reading[0]
+                item, buffer, futures = reading[0]
                 for future in futures:
                     future.wait()
-                writing.append((piece, buffer, end(piece, buffer)))
+                writing.append((item, buffer, end(item, buffer)))
                 reading.popleft()
             elif writing:
-                piece, buffer, futures = writing[0]
+                item, buffer, futures = writing[0]
                 for future in futures:
                     future.wait()
-                ended(piece, futures)
+                ended(item, futures)
                 writing.popleft()
                 free.append(buffer)
             else:

@@ -56,14 +56,14 @@ class DirLock:
                 if error.errno not in _CONTENDED:
                     self.refused = error
                     return
-                holder = _note_in(self._descriptor)
+                holder = _read_note(self._descriptor)
                 self.close()
                 tries -= 1
                 if not tries:
                     raise LockHeldError(holder) from None
                 time.sleep(_PAUSE)
             else:
-                if not self._has_its_name():  # the former holder has removed the file: this lock keeps nobody out
+                if not self._is_linked():  # the former holder has removed the file: this lock keeps nobody out
                     self.close()
         with contextlib.suppress(OSError):  # the disk is full; the lock is valid without the note
             os.ftruncate(self._descriptor, 0)
@@ -89,13 +89,13 @@ class DirLock:
             return
         with contextlib.suppress(OSError):
             # If the path now names another file, another process owns it.
-            if self._has_its_name():
+            if self._is_linked():
                 os.unlink(self._path)  # while locked: a process that locks it next sees that it is gone
         with contextlib.suppress(OSError):
             _flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
         self.close()
 
-    def _has_its_name(self) -> bool:
+    def _is_linked(self) -> bool:
         """Returns whether the open file is still the one at the path."""
         assert self._descriptor is not None
         try:
@@ -120,7 +120,7 @@ def holder_of(path: Path) -> str | None:
         # function. If granted, it ends when the descriptor is closed.
         _flock(descriptor, fcntl.LOCK_SH)
     except OSError as error:
-        return _note_in(descriptor) if error.errno in _CONTENDED else None
+        return _read_note(descriptor) if error.errno in _CONTENDED else None
     finally:
         os.close(descriptor)
     return None
@@ -131,6 +131,6 @@ def _flock(descriptor: int, operation: int) -> None:
     fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
 
 
-def _note_in(descriptor: int) -> str:
+def _read_note(descriptor: int) -> str:
     """Returns the text in a lock file, or "another process" if it is empty."""
     return os.pread(descriptor, _NOTE_NBYTES, 0).decode(errors="replace").strip() or "another process"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from offload.errors import UsageError
@@ -83,16 +84,10 @@ def _check_digits(value: Any, name: str) -> None:
 
 def from_plain(value: Any) -> Any:
     """Returns a copy of the value that `to_plain` received."""
-    if isinstance(value, list):
-        return [from_plain(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if f"{_MARK}float" in value:
-        return float(value[f"{_MARK}float"])
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
-        if name in value:
+        if isinstance(value, dict) and name in value:
             return make(from_plain(value[name]))
-    return {key: from_plain(item) for key, item in value.items()}
+    return _unmarked(value, from_plain)
 
 
 def mark_floats(value: Any) -> Any:
@@ -106,13 +101,18 @@ def mark_floats(value: Any) -> Any:
 
 def unmark_floats(value: Any) -> Any:
     """Returns the value that `mark_floats` received, with lists for tuples."""
+    return _unmarked(value, unmark_floats)
+
+
+def _unmarked(value: Any, inner: Callable[[Any], Any]) -> Any:
+    """Returns `value` with `inner` applied to the items of a list or a dict, or the float that it stands for."""
     if isinstance(value, list):
-        return [unmark_floats(item) for item in value]
+        return [inner(item) for item in value]
     if not isinstance(value, dict):
         return value
     if f"{_MARK}float" in value:
         return float(value[f"{_MARK}float"])
-    return {key: unmark_floats(item) for key, item in value.items()}
+    return {key: inner(item) for key, item in value.items()}
 
 
 def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:

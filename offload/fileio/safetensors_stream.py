@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import IoError, StoreError
+from offload.fileio.atomic_write import write_all
 from offload.sizes import PAGE, align_up
 
 NAMES = {
@@ -130,7 +131,6 @@ class Writer:
         path: Path of the new file.
         tensors: The tensors of the file, by name, in their order.
         metadata: The `__metadata__` entry of the header.
-        private: True for mode 0600; otherwise the umask decides.
         reserved: True to allocate all disk space now; otherwise the caller calls `reserve` for each tensor.
 
     Raises:
@@ -142,7 +142,6 @@ class Writer:
         path: Path,
         tensors: Mapping[str, Tensor],
         metadata: Mapping[str, str] | None = None,
-        private: bool = False,
         reserved: bool = True,
     ) -> None:
         head, self.places = plan(tensors, metadata or {})
@@ -152,7 +151,7 @@ class Writer:
         # O_EXCL and O_NOFOLLOW: a file of another writer is never touched, not even through a link.
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
-            self._descriptor = os.open(path, flags, 0o600 if private else 0o666)
+            self._descriptor = os.open(path, flags, 0o666)
             # The file has its full size from the start, so chunks can be written in any order.
             os.ftruncate(self._descriptor, self.nbytes)
             # A full disk shows now and not in the middle of the writing.
@@ -204,13 +203,10 @@ class Writer:
 
     def _put(self, offset: int, data: memoryview | bytes) -> None:
         """Writes `data` at a byte offset of the file."""
-        done = 0
-        view = memoryview(data)
         try:
-            while done < len(view):
-                done += os.pwrite(self._descriptor, view[done:], offset + done)
+            write_all(self._descriptor, offset, data)
         except OSError as error:
-            raise IoError(str(self._path), offset, len(view), error.errno or errno.EIO, "write") from error
+            raise IoError(str(self._path), offset, len(data), error.errno or errno.EIO, "write") from error
 
     def _drop(self) -> None:
         """Closes the file without a sync; idempotent."""

@@ -12,7 +12,15 @@ from torch import nn
 
 from offload.engine.model_io.load_pretrained import init, load_pretrained
 from offload.errors import ConfigError, OffloadError
-from offload.presets import PRESETS, build, check_folder, check_name, check_positions, require_transformers, said
+from offload.presets import (
+    PRESETS,
+    build,
+    check_folder,
+    check_name,
+    check_positions,
+    error_message,
+    require_transformers,
+)
 from offload.sizes import count_of
 
 APART = frozenset(
@@ -97,7 +105,7 @@ def build_model(name: str, folder: Path | None, content: Mapping[str, Any]) -> t
     except OffloadError:
         raise
     except Exception as error:  # safetensors and tokenizers raise classes of their own
-        raise ConfigError(f"cannot build the model of {folder}: {said(error)}") from error
+        raise ConfigError(f"cannot build the model of {folder}: {error_message(error)}") from error
 
 
 def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:

@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 from offload.planner.hardware import Hardware, Measured
 from offload.planner.model_shape import Shape, config_of, from_name, model_of
 from offload.planner.timing import Load, activations, backward, forward
-from offload.presets import said
+from offload.presets import error_message
 from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
 
@@ -67,7 +67,8 @@ def measured(
         seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware), tell)
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
-            f"cannot run {shape.name} to measure it ({type(error).__name__}: {said(error)}); leave out --measure"
+            f"cannot run {shape.name} to measure it ({type(error).__name__}: {error_message(error)}); leave out "
+            f"--measure"
         ) from error
     predicted = compute_seconds(part, hardware, load.batch)
     # One factor for all rates of compute: a single time cannot tell products from other work.

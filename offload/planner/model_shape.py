@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from offload.errors import ConfigError
 from offload.layout.flat_layout import UnitLayout, lay_out, layouts_of
 from offload.layout.units import find_units
-from offload.presets import PRESETS, check_folder, check_name, check_positions, require_transformers, said
+from offload.presets import PRESETS, check_folder, check_name, check_positions, error_message, require_transformers
 from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
 
 _VOCABULARY = 32000
@@ -156,7 +156,7 @@ def from_name(
         raise
     except Exception as error:  # whatever a model's own code raises
         raise ConfigError(
-            f"cannot run {name} without its weights ({type(error).__name__}: {said(error)}); "
+            f"cannot run {name} without its weights ({type(error).__name__}: {error_message(error)}); "
             f"give --parameters and --layers"
         ) from error
 
@@ -243,7 +243,9 @@ def config_of(name: str, layers: int | None = None) -> Any:
     try:
         config = _config(transformers, name)
     except Exception as error:  # whatever the library raises of a file that is none of its own
-        raise ConfigError(f"cannot read the config of {name} ({type(error).__name__}: {said(error)})") from error
+        raise ConfigError(
+            f"cannot read the config of {name} ({type(error).__name__}: {error_message(error)})"
+        ) from error
     text = config.get_text_config()
     # A key-value cache would count as saved bytes, and training has none.
     text.use_cache = False
@@ -252,7 +254,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
             _cut(text, layers)
         except Exception as error:  # a config whose layers follow from something else
             raise ConfigError(
-                f"cannot cut {name} to {layers} layers ({type(error).__name__}: {said(error)})"
+                f"cannot cut {name} to {layers} layers ({type(error).__name__}: {error_message(error)})"
             ) from error
     return config
 

@@ -40,6 +40,8 @@ _NEAR = 1.05
 """Factor within which a step counts as having reached a bound."""
 _LIBRARIES = 32 * MIB
 """Bytes of libraries that are loaded in the first step, and of threads' stacks."""
+_STEPS = 3
+"""Steps to simulate. The last one is reported, since the first ones start without an access order."""
 _TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
 
@@ -217,7 +219,7 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
     return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
 
 
-def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps: int = 3) -> Timing:
+def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Timing:
     """Returns the prediction of a step.
 
     Args:
@@ -225,7 +227,6 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
         shape: the model.
         hardware: the machine.
         load: work of a step.
-        steps: steps to simulate; the last one is reported, since the first ones start without an access order.
 
     Raises:
         BudgetError: units in use at the same time have no room on the device.
@@ -246,7 +247,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load, steps:
         rates,
         memory.config.offload.debug.overlap,
         tile,
-        steps,
+        _STEPS,
     )
     compute = sum(each.seconds for each in passes)
     busy = _busy(found, costs, rates, compute, hardware)

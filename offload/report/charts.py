@@ -85,11 +85,11 @@ def plain_unit(most: float) -> Unit:
 def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Point]:
     """Divides steps into at most `most` ranges of nearly equal length, each with mean and range of its values."""
     count = min(len(steps), most)
-    found: list[Point] = []
+    points_found: list[Point] = []
     for index in range(count):
         start, end = index * len(steps) // count, (index + 1) * len(steps) // count
         some = [value for value in values[start:end] if value is not None]
-        found.append(
+        points_found.append(
             Point(
                 first=steps[start],
                 last=steps[end - 1],
@@ -98,7 +98,7 @@ def points(steps: Sequence[int], values: Values, most: int = POINTS) -> list[Poi
                 most=max(some, default=None),
             )
         )
-    return found
+    return points_found
 
 
 _LEAST = 1e-300
@@ -118,7 +118,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     return [index * step for index in range(first, max(last, first + 1) + 1)]
 
 
-def say(value: float) -> str:
+def format_number(value: float) -> str:
     """Returns a number as a text with four significant digits."""
     if value == 0:
         return "0"
@@ -153,7 +153,9 @@ class _Axes:
         for mark in self.marks:
             y = self.y(mark)
             parts.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{say(mark)}</text>')
+            parts.append(
+                f'<text class="tick" x="{_LEFT - 7}" y="{y + 4:.1f}" text-anchor="end">{format_number(mark)}</text>'
+            )
         for mark in _steps(self._first, self._last):
             x = self.x(mark)
             # A label at the right end would be cut off, so its end is aligned instead of its middle.
@@ -217,22 +219,24 @@ def lines(
     for name, value in bounds:
         y = axes.y(value / used.size)
         body.append(f'<line class="bound" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        place = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
-        body.append(f'<text class="tick label" {place}>{escape(name)}</text>')
+        position = f'x="{_WIDTH - _RIGHT - 4}" y="{y - 4:.1f}" text-anchor="end"'
+        body.append(f'<text class="tick label" {position}>{escape(name)}</text>')
     for each, row in zip(drawn, shown, strict=True):
         body += _line(axes, each, row, used)
     # JSON stores NaN and infinity of a loss as null, so such steps have no value.
     missing = sum(value is None for value in drawn[0].values)
     if missing and not note:
         note = f"no finite value in {missing:,} of {count_of(len(steps), 'step')}"
-    rows = [[None if p.mean is None else say(p.mean / used.size) + _range(p, used) for p in row] for row in shown]
+    rows = [
+        [None if p.mean is None else format_number(p.mean / used.size) + _range(p, used) for p in row] for row in shown
+    ]
     return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
 
 
 def _range(point: Point, unit: Unit) -> str:
     if point.first == point.last or point.least is None or point.most is None:
         return ""
-    return f" ({say(point.least / unit.size)} to {say(point.most / unit.size)})"
+    return f" ({format_number(point.least / unit.size)} to {format_number(point.most / unit.size)})"
 
 
 def _line(axes: _Axes, series: Series, row: Sequence[Point], unit: Unit) -> list[str]:
@@ -302,7 +306,7 @@ def stack(
         body.append(f'<path class="area" style="--c: var({each.color})" d="{path}"/>')
         below = above
     body.append(axes.resumed(resumed))
-    rows = [[None if p.mean is None else say(p.mean / used.size) for p in row] for row in shown]
+    rows = [[None if p.mean is None else format_number(p.mean / used.size) for p in row] for row in shown]
     return _figure(title, used, drawn, "".join(body), axes, shown[0], rows, note)
 
 
@@ -347,7 +351,7 @@ def _figure(
         rows: numbers as text, per series and point.
         note: a sentence below the chart.
     """
-    words = f"{title}, {unit.name}" if unit.name else title
+    heading = f"{title}, {unit.name}" if unit.name else title
     about = {
         "x": [round(axes.x((p.first + p.last) / 2), 1) for p in row],
         "step": [f"step {p.first:,}" if p.first == p.last else f"steps {p.first:,} to {p.last:,}" for p in row],
@@ -359,8 +363,8 @@ def _figure(
     return render(
         "figure.html",
         wide=False,
-        title=words,
-        label=f"{words} by step",
+        title=heading,
+        label=f"{heading} by step",
         # The script of the page, templates/pointer.js, reads this attribute.
         numbers=json.dumps(about, separators=(",", ":")),
         series=series,

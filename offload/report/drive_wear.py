@@ -10,7 +10,7 @@ _TERA = 1e12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Use:
+class DriveUse:
     """Bytes written to a drive so far and predicted for the end of the run."""
 
     path: str
@@ -24,7 +24,7 @@ class Use:
         return None if self.rated_bytes is None else self.at_end_bytes / self.rated_bytes
 
 
-def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float | None) -> Use:
+def forecast(path: str, so_far: float, a_step: float, steps_left: int, tbw: float | None) -> DriveUse:
     """Predicts the bytes written to a drive at the end of a run.
 
     Args:
@@ -34,7 +34,7 @@ def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float
         steps_left: further steps.
         tbw: rated endurance in terabytes; None if unknown.
     """
-    return Use(
+    return DriveUse(
         path=path,
         so_far_bytes=so_far,
         at_end_bytes=so_far + a_step * steps_left,
@@ -42,7 +42,7 @@ def foresee(path: str, so_far: float, a_step: float, steps_left: int, tbw: float
     )
 
 
-def warning(use: Use, share: float, seconds_left: float) -> str | None:
+def warning(use: DriveUse, share: float, seconds_left: float) -> str | None:
     """Returns a warning if a run will use more than the fraction `share` of a drive's endurance, else None."""
     if use.share is None or use.share <= share:
         return None

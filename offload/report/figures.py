@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from offload.report.drive_wear import foresee
+from offload.report.drive_wear import forecast
 from offload.report.log import Log, column, is_number, number
 from offload.report.phases import ADVICE, bound
 from offload.report.prediction import compare
@@ -85,8 +85,8 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
     """Returns a field's sum per second, over the steps that contain both; None without such steps."""
     both = [(number(values, name), number(values, "seconds")) for values in steps]
-    known = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
-    return sum(amount for amount, _ in known) / sum(seconds for _, seconds in known) if known else None
+    totals = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
+    return sum(amount for amount, _ in totals) / sum(seconds for _, seconds in totals) if totals else None
 
 
 def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> float | None:
@@ -110,12 +110,12 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
         return []
     # Without the total number of steps the present state is also the end.
     left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
-    found = []
+    drives = []
     for path, so_far in rows[-1].items():
-        known = [row[path] for row in rows if path in row]
+        totals = [row[path] for row in rows if path in row]
         # The counter may fall after a resume from an earlier step: such a pair of steps says nothing.
-        grown = [after - before for before, after in pairwise(known) if after >= before]
+        grown = [after - before for before, after in pairwise(totals) if after >= before]
         a_step = statistics.median(grown) if grown else None
-        use = foresee(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)
-        found.append({**dataclasses.asdict(use), "step_bytes": a_step, "share": use.share})
-    return found
+        use = forecast(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)
+        drives.append({**dataclasses.asdict(use), "step_bytes": a_step, "share": use.share})
+    return drives

@@ -28,11 +28,11 @@ class Log:
     @property
     def about(self) -> Mapping[str, Any]:
         """Returns the facts on the run; for each key the newest value."""
-        said: dict[str, Any] = {}
+        merged: dict[str, Any] = {}
         for _, about in self.abouts:
             # Later processes replace values, such as the number of steps.
-            said |= about
-        return said
+            merged |= about
+        return merged
 
     @property
     def resumed(self) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ def read_log(path: Path) -> Log:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise ConfigError(f"cannot read the log {path}: {error.strerror}; give a file that `--log` wrote") from error
-    found: dict[int, Mapping[str, Any]] = {}
+    steps_by_number: dict[int, Mapping[str, Any]] = {}
     abouts: list[tuple[int, Mapping[str, Any]]] = []
     truncated_lines = again = 0
     for line in text.splitlines():
@@ -62,25 +62,28 @@ def read_log(path: Path) -> Log:
         step = values["step"]
         # A line of an evaluation belongs to the step before the evaluation.
         if "eval_loss" in values and "loss" not in values:
-            if step in found:
-                found[step] = {**found[step], **{name: values[name] for name in values if name.startswith("eval_")}}
+            if step in steps_by_number:
+                steps_by_number[step] = {
+                    **steps_by_number[step],
+                    **{name: values[name] for name in values if name.startswith("eval_")},
+                }
             continue
         # The run resumed from an earlier step: lines of later steps are of weights that no longer exist.
-        if step in found or (found and step < next(reversed(found))):
-            for late in [each for each in found if each >= step]:
-                del found[late]
+        if step in steps_by_number or (steps_by_number and step < next(reversed(steps_by_number))):
+            for late in [each for each in steps_by_number if each >= step]:
+                del steps_by_number[late]
                 again += 1
             abouts = [each for each in abouts if each[0] < step]
-        found[step] = values
+        steps_by_number[step] = values
         if isinstance(values.get("about"), dict):
             abouts.append((step, values["about"]))
-    if not found:
+    if not steps_by_number:
         raise ConfigError(
             f"{path} contains no step of a run: expected a JSON object a line, as `offload train --log FILE` writes"
         )
     return Log(
         path=path,
-        steps=tuple(found.values()),
+        steps=tuple(steps_by_number.values()),
         abouts=tuple(abouts),
         truncated_lines=truncated_lines,
         again=again,
@@ -97,8 +100,8 @@ def _values(line: str) -> dict[str, Any] | None:
     # Any JSON file can be given: the limit keeps absurd step numbers from the charts.
     if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= _MOST_STEPS:
         return None
-    fine = {name: _of_step(name, value) for name, value in values.items()}
-    return {name: value for name, value in fine.items() if value is not None}
+    cleaned = {name: _of_step(name, value) for name, value in values.items()}
+    return {name: value for name, value in cleaned.items() if value is not None}
 
 
 def _of_step(name: str, value: Any) -> Any:

@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from offload.report.charts import POINTS, Series, bytes_unit, decimal_unit, lines, rate_unit, say, seconds_unit, stack
+from offload.report.charts import (
+    POINTS,
+    Series,
+    bytes_unit,
+    decimal_unit,
+    format_number,
+    lines,
+    rate_unit,
+    seconds_unit,
+    stack,
+)
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts
 from offload.report.prediction import time_of, words
@@ -127,14 +137,20 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
         Tile("steps", f"{found['first_step']:,} to {found['last_step']:,}", format_time(found["seconds"]) + " in all")
     ]
     if loss is not None:
-        tiles.append(Tile("loss", say(loss["last"]), f"from {say(loss['first'])}, least {say(loss['least'])}"))
+        tiles.append(
+            Tile(
+                "loss",
+                format_number(loss["last"]),
+                f"from {format_number(loss['first'])}, least {format_number(loss['least'])}",
+            )
+        )
     if (held_out := found["eval_loss"]) is not None:
-        more = f"from {say(held_out['first'])}, least {say(held_out['least'])}"
-        tiles.append(Tile("evaluation loss", say(held_out["last"]), more))
+        more = f"from {format_number(held_out['first'])}, least {format_number(held_out['least'])}"
+        tiles.append(Tile("evaluation loss", format_number(held_out["last"]), more))
     if step is not None:
         unit = seconds_unit(step["median"])
-        slow = f"95 % below {say(step['p95'] / unit.size)} {unit.name}"
-        tiles.append(Tile("median step", f"{say(step['median'] / unit.size)} {unit.name}", slow))
+        slow = f"95 % below {format_number(step['p95'] / unit.size)} {unit.name}"
+        tiles.append(Tile("median step", f"{format_number(step['median'] / unit.size)} {unit.name}", slow))
     for name in ("tokens", "samples"):
         # Logs of `offload train` contain tokens; those of other loops only samples.
         if found[f"{name}_per_second"]:
@@ -232,7 +248,10 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
     whole = sum(spent.values())
     unit = seconds_unit(whole)
     rows = tuple(
-        Row((PARTS[name], f"{say(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"), _COLORS[name])
+        Row(
+            (PARTS[name], f"{format_number(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"),
+            _COLORS[name],
+        )
         for name in sorted(spent, key=lambda each: -spent[each])
     )
     head = ("a mean step", "time", "share")

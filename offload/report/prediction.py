@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offload.errors import ConfigError
-from offload.report.charts import say, seconds_unit
+from offload.report.charts import format_number, seconds_unit
 from offload.report.log import column, is_number, plain
 from offload.report.phases import PARTS, bound
 from offload.sizes import format_size
@@ -40,34 +40,34 @@ def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """
     if not isinstance(said, Mapping):
         return []
-    found = []
-    for name, what in _STEP.items():
+    rows = []
+    for name, label in _STEP.items():
         expected, values = said.get(name), column(steps, name)
         if is_number(expected) and values:
             came = max(values) if "peak" in name else statistics.median(values)
-            found.append(_row(name, what, expected, came))
+            rows.append(_row(name, label, expected, came))
     parts, by = said.get("parts_seconds"), bound(steps)
     if isinstance(parts, Mapping) and by is not None:
-        for name, what in PARTS.items():
+        for name, label in PARTS.items():
             expected, came = parts.get(name), by.parts.get(name, 0.0)
             if is_number(expected) and max(expected, came) > 0:
-                found.append(_row(name, what, expected, came))
-    return found
+                rows.append(_row(name, label, expected, came))
+    return rows
 
 
-def _row(name: str, what: str, expected: float, came: float) -> dict[str, Any]:
+def _row(name: str, label: str, expected: float, came: float) -> dict[str, Any]:
     """Returns a row: key, description, predicted and measured number, and their ratio."""
     ratio = came / expected if expected else None
-    return {"name": name, "what": what, "predicted": expected, "measured": came, "ratio": ratio}
+    return {"name": name, "what": label, "predicted": expected, "measured": came, "ratio": ratio}
 
 
 def words(row: Mapping[str, Any]) -> tuple[str, str, str]:
     """Returns a row as texts: predicted, measured, and difference in percent."""
-    predicted, measured = (_said(row["name"], row[key]) for key in ("predicted", "measured"))
+    predicted, measured = (_format(row["name"], row[key]) for key in ("predicted", "measured"))
     return predicted, measured, "" if row["ratio"] is None else f"{row['ratio'] - 1:+.1%}"
 
 
-def _said(name: str, value: float) -> str:
+def _format(name: str, value: float) -> str:
     """Returns a number with the unit that belongs to its key."""
     if name.endswith("_bytes"):
         return format_size(round(value))
@@ -77,7 +77,7 @@ def _said(name: str, value: float) -> str:
 def time_of(seconds: float) -> str:
     """Returns a time with four significant digits and unit."""
     unit = seconds_unit(seconds)
-    return f"{say(seconds / unit.size)} {unit.name}"
+    return f"{format_number(seconds / unit.size)} {unit.name}"
 
 
 def read_plan(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from offload.errors import ConfigError
-from offload.report.charts import say, seconds_unit, ticks
+from offload.report.charts import format_number, seconds_unit, ticks
 from offload.report.log import is_number, plain
 from offload.report.render import render
 from offload.sizes import format_size
@@ -66,13 +66,13 @@ class Window:
         """Returns the seconds in which each row had at least one span in progress."""
         found = {}
         for row in COLORS:
-            mine = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
+            row_spans = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
             # The union of intervals: spans of a row overlap if several are in flight.
             total, reached = 0.0, self.start
-            for start, end in mine:
+            for start, end in row_spans:
                 total += max(0.0, end - max(start, reached))
                 reached = max(reached, end)
-            if mine:
+            if row_spans:
                 found[row] = total / 1e6
         return found
 
@@ -160,19 +160,19 @@ def rows(window: Window) -> Markup:
     y = 6
     for row, color in COLORS.items():
         # Rows are drawn in the order of `COLORS`; a row without spans takes no room.
-        mine = [span for span in window.spans if span.row == row]
-        lanes = sorted({span.lane for span in mine})
-        if not mine:
+        row_spans = [span for span in window.spans if span.row == row]
+        lanes = sorted({span.lane for span in row_spans})
+        if not row_spans:
             continue
         hidden = f" (+{len(lanes) - _LANES})" if len(lanes) > _LANES else ""
         parts.append(f'<text class="tick" x="{_LEFT - 8}" y="{y + _LANE - 3}" text-anchor="end">{row}{hidden}</text>')
         for lane in lanes[:_LANES]:
-            for span in _drawn([s for s in mine if s.lane == lane], 0.5 / scale):
+            for span in _drawn([s for s in row_spans if s.lane == lane], 0.5 / scale):
                 left = _LEFT + max(span.start - window.start, 0) * scale
                 right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
                 parts.append(
                     f'<rect class="span" style="--c: var({color})" x="{left:.2f}" y="{y}" '
-                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_words(span)}</title></rect>'
+                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_describe(span)}</title></rect>'
                 )
             y += _LANE
         y += _GAP
@@ -212,12 +212,12 @@ def _drawn(spans: Sequence[Span], least: float) -> list[Span]:
     return drawn
 
 
-def _words(span: Span) -> str:
+def _describe(span: Span) -> str:
     """Returns the tooltip of a span, escaped for SVG."""
     took = (span.end - span.start) / 1e6
     unit = seconds_unit(took)
     moved = f", {format_size(span.nbytes)}" if span.nbytes else ""
-    return escape(f"{span.name}: {say(took / unit.size)} {unit.name}{moved}")
+    return escape(f"{span.name}: {format_number(took / unit.size)} {unit.name}{moved}")
 
 
 def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> list[str]:
@@ -235,5 +235,7 @@ def _ruler(window: Window, unit: str, size: float, scale: float, y: float) -> li
         x = _LEFT + mark * size * scale
         if x <= _WIDTH - 8:
             parts.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="2" y2="{y}"/>')
-            parts.append(f'<text class="tick" x="{x:.1f}" y="{y + 15}" text-anchor="middle">{say(mark)}</text>')
+            parts.append(
+                f'<text class="tick" x="{x:.1f}" y="{y + 15}" text-anchor="middle">{format_number(mark)}</text>'
+            )
     return parts

@@ -26,7 +26,7 @@ class Exported(NamedTuple):
     """Result of an export."""
 
     path: Path
-    epoch: int
+    step: int
     dtype: str
     files: tuple[str, ...]
     nbytes: int
@@ -87,7 +87,7 @@ def export(
             copy_tokenizer(tokenizer, folder)
     return Exported(
         out,
-        source.epoch,
+        source.step,
         dtype_name(plan.dtype),
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,

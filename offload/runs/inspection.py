@@ -144,8 +144,8 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     wrong = [Wrong(str(path / name), reason) for name, reason in wrong_files(path, manifest).items()]
     return {
         **content,
-        "step": manifest.epoch,
-        "epoch": manifest.epoch,
+        "step": manifest.step,
+        "epoch": manifest.step,
         "created": manifest.created,
         "age_seconds": round(max(0.0, age.total_seconds()), 1),
         "model": _model(manifest.layout, manifest.about),
@@ -212,8 +212,8 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
     blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
     return {
         "serial": record.serial,
-        "step": record.epoch,
-        "epoch": record.epoch,
+        "step": record.step,
+        "epoch": record.step,
         "time": datetime.fromtimestamp(moment, timezone.utc).isoformat(timespec="seconds"),
         "age_seconds": round(max(0.0, time.time() - moment), 1),
         "blob": blob,

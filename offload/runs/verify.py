@@ -30,7 +30,7 @@ class RankReport:
     folder: Path
     rank: int
     serial: int | None
-    epoch: int | None
+    step: int | None
     """Step of the commit that was read: the newest that is complete on all ranks, and thus the one that a resume takes.
     """
     nbytes: int
@@ -55,7 +55,7 @@ class Report(NamedTuple):
     """Result of a run's folder."""
 
     path: Path
-    epoch: int | None
+    step: int | None
     ranks: tuple[RankReport, ...]
 
     @property
@@ -72,13 +72,13 @@ class Report(NamedTuple):
             found += [f"rank {each.rank}: damaged: {damage}" for damage in each.damages[:most]]
             if len(each.damages) > most:
                 found.append(f"rank {each.rank}: and {len(each.damages) - most} more")
-            if each.epoch is None:
+            if each.step is None:
                 found.append(f"rank {each.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
             else:
                 state = "intact" if each.compared else "could not be read"
                 state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
-                words = f"step {each.epoch}, commit {each.serial}, {format_size(each.nbytes)}"
+                words = f"step {each.step}, commit {each.serial}, {format_size(each.nbytes)}"
                 found.append(f"rank {each.rank}: {words}: {state}{before}")
         return found
 
@@ -87,15 +87,15 @@ class Report(NamedTuple):
         return {
             "path": str(self.path),
             "whole": self.whole,
-            "step": self.epoch,
-            # `epoch` is the older name of `step`, kept for scripts.
-            "epoch": self.epoch,
+            "step": self.step,
+            # `step` is the older name of `step`, kept for scripts.
+            "epoch": self.step,
             "ranks": [
                 {
                     "rank": each.rank,
                     "serial": each.serial,
-                    "step": each.epoch,
-                    "epoch": each.epoch,
+                    "step": each.step,
+                    "epoch": each.step,
                     "bytes": each.nbytes,
                     "before": each.before,
                     "files": [wrong._asdict() for wrong in each.wrong],
@@ -113,7 +113,7 @@ class CheckpointReport(NamedTuple):
     """Result of a checkpoint's folder."""
 
     path: Path
-    epoch: int
+    step: int
     world_size: int
     nbytes: int
     """Bytes that were compared."""
@@ -130,15 +130,15 @@ class CheckpointReport(NamedTuple):
         if len(self.wrong) > most:
             found.append(f"and {len(self.wrong) - most} more")
         state = f"damaged in {count_of(len(self.wrong), 'place')}" if self.wrong else "intact"
-        return [*found, f"{self.path}: step {self.epoch}, {format_size(self.nbytes)}: {state}"]
+        return [*found, f"{self.path}: step {self.step}, {format_size(self.nbytes)}: {state}"]
 
     def as_json(self) -> dict[str, Any]:
         """Returns the report as JSON, for `--json`."""
         return {
             "path": str(self.path),
             "whole": self.whole,
-            "step": self.epoch,
-            "epoch": self.epoch,
+            "step": self.step,
+            "epoch": self.step,
             "world_size": self.world_size,
             "bytes": self.nbytes,
             "files": [wrong._asdict() for wrong in self.wrong],
@@ -208,7 +208,7 @@ class CheckpointChecking:
                 compared(manifest.files[progress_file(rank)].nbytes)
             except (StoreError, IoError) as error:
                 wrong.append(Wrong(str(path), str(error)))
-        return CheckpointReport(path, manifest.epoch, manifest.world_size, nbytes, tuple(wrong))
+        return CheckpointReport(path, manifest.step, manifest.world_size, nbytes, tuple(wrong))
 
     def close(self) -> None:
         """Does nothing: no file is open between calls."""
@@ -245,8 +245,8 @@ class RunChecking:
         serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
         # A run without a complete commit on one rank has no step that could be resumed.
-        lost = any(rank.epoch is None for rank in ranks)
-        return Report(self._run, None if lost else ranks[0].epoch, tuple(ranks))
+        lost = any(rank.step is None for rank in ranks)
+        return Report(self._run, None if lost else ranks[0].step, tuple(ranks))
 
     def close(self) -> None:
         """Releases the locks; idempotent."""
@@ -272,7 +272,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
             folder=found.folder,
             rank=found.rank,
             serial=None,
-            epoch=None,
+            step=None,
             nbytes=0,
             wrong=found.wrong,
             damages=(),
@@ -311,7 +311,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         folder=found.folder,
         rank=found.rank,
         serial=record.serial,
-        epoch=record.epoch,
+        step=record.step,
         nbytes=_nbytes(commit) if compared else 0,
         wrong=tuple(wrong),
         damages=tuple(bad),
@@ -351,7 +351,7 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
         queue: Queue for the reads.
         progress: Called with the number of bytes after each comparison.
     """
-    commit_before = f"the commit before, step {commit.record.epoch},"
+    commit_before = f"the commit before, step {commit.record.step},"
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
     if commit.blob is None:
         return f"{commit_before} is not intact: its blob.{commit.record.blob} differs from the bytes written; {either}"

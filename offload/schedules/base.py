@@ -38,7 +38,7 @@ class Schedule(abc.ABC):
         self.optimizer, self._params = optimizer, params
         self.base_lrs: list[float] = []
         """Each group's own learning rate."""
-        self._note_rates()
+        self._record_rates()
         self.last_batch_iteration = last_batch_iteration
         self._begin()
         self.apply()
@@ -46,7 +46,7 @@ class Schedule(abc.ABC):
     @property
     def peaks(self) -> list[float]:
         """The highest rate of each group; empty if it is the groups' own."""
-        peaks = self._of_each(self.PEAK) if self.PEAK else self.base_lrs
+        peaks = self._per_group(self.PEAK) if self.PEAK else self.base_lrs
         return [] if peaks == self.base_lrs else peaks
 
     @property
@@ -87,14 +87,14 @@ class Schedule(abc.ABC):
             UsageError: if the params have no value for the group.
         """
         before = self.base_lrs
-        self._note_rates()
+        self._record_rates()
         try:
             self.optimizer.param_groups[-1]["lr"] = self.get_lr()[-1]
         except ConfigError as error:
             self.base_lrs = before
             raise UsageError(f"{type(self).__name__} has no learning rate for a new group: {error}") from error
 
-    def _note_rates(self) -> None:
+    def _record_rates(self) -> None:
         """Records the own learning rate of groups that are new."""
         groups = self.optimizer.param_groups
         for group in groups:
@@ -130,7 +130,7 @@ class Schedule(abc.ABC):
     def _lrs(self, steps: int) -> list[float]:
         """Returns the learning rates after `steps` steps."""
 
-    def _of_each(self, name: str) -> list[float]:
+    def _per_group(self, name: str) -> list[float]:
         """Returns the params' `name` for each group; "auto" is the group's own learning rate.
 
         Raises:
@@ -153,4 +153,4 @@ class Schedule(abc.ABC):
         """Raises `ConfigError` if a lower bound exceeds its upper bound in any group."""
         for low, high in self._params.ORDERED:
             more = " (the learning rate of its group)" if getattr(self._params, high) == "auto" else ""
-            check_order(low, self._of_each(low), high + more, self._of_each(high))
+            check_order(low, self._per_group(low), high + more, self._per_group(high))

@@ -109,13 +109,13 @@ class OneCycle(Schedule):
 
     def _lrs(self, steps: int) -> list[float]:
         height, decay = self._height(steps), 1 + self._params.decay_lr_rate * self._intervals(steps)
-        pairs = zip(self._of_each("cycle_min_lr"), self._of_each("cycle_max_lr"), strict=True)
+        pairs = zip(self._per_group("cycle_min_lr"), self._per_group("cycle_max_lr"), strict=True)
         return [(low + (high - low) * height) / decay for low, high in pairs]
 
     def _momenta(self, steps: int) -> list[float]:
         """Returns the momentum of each group after `steps` steps."""
         height, growth = self._height(steps), 1 + self._params.decay_mom_rate * self._intervals(steps)
-        pairs = zip(self._of_each("cycle_min_mom"), self._of_each("cycle_max_mom"), strict=True)
+        pairs = zip(self._per_group("cycle_min_mom"), self._per_group("cycle_max_mom"), strict=True)
         # The momentum is highest where the learning rate is lowest.
         momenta = [(high - (high - low) * height) * growth for low, high in pairs]
         if max(momenta) >= 1:
@@ -189,4 +189,6 @@ class LRRangeTest(Schedule):
         params = self._params
         size = params.lr_range_test_step_size
         intervals = steps // size if params.lr_range_test_staircase else steps / size
-        return [low * (1 + params.lr_range_test_step_rate * intervals) for low in self._of_each("lr_range_test_min_lr")]
+        return [
+            low * (1 + params.lr_range_test_step_rate * intervals) for low in self._per_group("lr_range_test_min_lr")
+        ]

@@ -38,7 +38,7 @@ def _length(params: WarmupParams | WarmupCosineParams) -> int:
     return max(2, params.warmup_num_steps)
 
 
-def _tell_of_no_end(params: WarmupDecayParams | WarmupCosineParams) -> None:
+def _warn_of_short_training(params: WarmupDecayParams | WarmupCosineParams) -> None:
     """Warns if training ends before the warm-up does."""
     if params.total_num_steps < params.warmup_num_steps:
         logger.warning(
@@ -91,11 +91,11 @@ class WarmupLR(Schedule):
         self._check_pairs()
 
     def _lrs(self, steps: int) -> list[float]:
-        share = self._share(steps)
-        pairs = zip(self._of_each("warmup_min_lr"), self._of_each("warmup_max_lr"), strict=True)
-        return [low + (high - low) * share for low, high in pairs]
+        fraction = self._fraction(steps)
+        pairs = zip(self._per_group("warmup_min_lr"), self._per_group("warmup_max_lr"), strict=True)
+        return [low + (high - low) * fraction for low, high in pairs]
 
-    def _share(self, steps: int) -> float:
+    def _fraction(self, steps: int) -> float:
         """Returns the position between the lowest and the highest rate after `steps` steps, from 0 to 1."""
         return _rise(steps, self._params) if steps <= _length(self._params) else 1.0
 
@@ -141,9 +141,9 @@ class WarmupDecayLR(WarmupLR):
 
     def _begin(self) -> None:
         self._check_pairs()
-        _tell_of_no_end(self._params)
+        _warn_of_short_training(self._params)
 
-    def _share(self, steps: int) -> float:
+    def _fraction(self, steps: int) -> float:
         length, total = _length(self._params), self._params.total_num_steps
         if steps <= length:
             return _rise(steps, self._params)
@@ -190,7 +190,7 @@ class WarmupCosineLR(Schedule):
         super().__init__(optimizer, schedule_params(WarmupCosineParams, given), last_batch_iteration)
 
     def _begin(self) -> None:
-        _tell_of_no_end(self._params)
+        _warn_of_short_training(self._params)
 
     def _lrs(self, steps: int) -> list[float]:
         ratio = self._ratio(steps)

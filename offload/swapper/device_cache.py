@@ -15,7 +15,7 @@ from offload.swapper.chunked_upload import stream
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
-from offload.swapper.policy import Block, Eviction, Floor, find_place
+from offload.swapper.policy import Block, Eviction, Floor, find_room
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitEntry, UnitTable
 from offload.timeline import Row
@@ -65,12 +65,12 @@ class Peers(Protocol):
             ahead: returns the unit that this rank could gather next, or -1.
         """
 
-    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Starts the gather of the other ranks' shards into `whole`, and returns the event after which it is complete.
 
         Args:
             whole: (nbytes,) uint8 on the device, the unit.
-            share: byte ranges of this rank's shard in `whole`.
+            shard_ranges: byte ranges of this rank's shard in `whole`.
             uploaded: event after which this rank's shard is in `whole`.
         """
 
@@ -100,18 +100,20 @@ class DeviceCache:
         """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
         for entry in table.entries:
             if entry.size.tier is Tier.DEVICE:
-                entry.tier_buffer = arena.take(entry.size.part_nbytes)
+                entry.tier_buffer = arena.take(entry.size.shard_nbytes)
                 assert entry.tier_buffer is not None, "the device arena was sized for every unit of the device tier"
                 if entry.size.stays:
-                    entry.slice = entry.tier_buffer
+                    entry.device_buffer = entry.tier_buffer
 
     # -- allocation and eviction --------------------------------------------------------------------
 
-    def room_on_device(self, entry: UnitEntry) -> DeviceBuffer:
+    def allocate_or_raise(self, entry: UnitEntry) -> DeviceBuffer:
         """Returns a device buffer for `entry`; raises `BudgetError` if the units in use leave no room."""
-        piece = self.take_slice(entry)
-        if piece is None:
-            held = [e.size.name or "the root" for e in self._table.entries if e.slice is not None and e is not entry]
+        device_buffer = self.allocate(entry)
+        if device_buffer is None:
+            held = [
+                e.size.name or "the root" for e in self._table.entries if e.device_buffer is not None and e is not entry
+            ]
             free = self._arena.nbytes - self._arena.used_bytes
             raise BudgetError(
                 f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
@@ -119,31 +121,31 @@ class DeviceCache:
                 f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
                 "regions"
             )
-        return piece
+        return device_buffer
 
-    def take_slice(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
+    def allocate(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
 
         Args:
             entry: the unit to be placed.
             beyond: only units whose next use is more than `beyond` uses away may be dropped; -1 for a use on demand.
         """
-        place = self.find_place(entry, beyond)
+        place = self.find_room(entry, beyond)
         if place is None:
             return None
         for unit in place.victims:
             self.drop(self._table.entries[unit])
         return self._arena.take_at(place.offset, entry.size.nbytes)
 
-    def find_place(self, entry: UnitEntry, beyond: int) -> Eviction | None:
-        """Returns the placement that `take_slice` would choose, without any change; see `policy.find_place`."""
+    def find_room(self, entry: UnitEntry, beyond: int) -> Eviction | None:
+        """Returns the placement that `allocate` would choose, without any change; see `policy.find_room`."""
         space = self._arena.space
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
-            self._floor = max(space.stretches(), key=lambda stretch: stretch[1] - stretch[0], default=(0, 0))
+            self._floor = max(space.stretches(), key=lambda segment: segment[1] - segment[0], default=(0, 0))
         largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
         floor = Floor(*self._floor, largest)
-        return find_place(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
+        return find_room(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
 
     def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
@@ -156,18 +158,22 @@ class DeviceCache:
             BudgetError: if the device has not `nbytes` free.
         """
         start, stop = self._arena.grow(nbytes)
-        pieces = []
+        device_buffers = []
         for each in kept:
             stop -= each
-            pieces.append(self._arena.take_at(stop, each))
+            device_buffers.append(self._arena.take_at(stop, each))
         # Units come and go in the longest region only, so the new region takes over if it is longer.
         if self._floor is not None and stop - start > self._floor[1] - self._floor[0]:
             self._floor = start, stop
-        return [self._arena.view(piece) for piece in pieces]
+        return [self._arena.view(device_buffer) for device_buffer in device_buffers]
 
     def _droppable(self) -> list[Block]:
         """Returns the blocks of all units that may be dropped."""
-        return [Block(e.index, e.slice.offset, e.slice.nbytes) for e in self._idle() if e.slice is not None]
+        return [
+            Block(e.index, e.device_buffer.offset, e.device_buffer.nbytes)
+            for e in self._idle()
+            if e.device_buffer is not None
+        ]
 
     def _idle(self) -> Iterator[UnitEntry]:
         """Yields the units that may be dropped."""
@@ -179,89 +185,93 @@ class DeviceCache:
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""
-        assert entry.slice is not None and not entry.pins
+        assert entry.device_buffer is not None and not entry.pins
         # The upload and the last compute may still be in flight: the next owner of the memory waits for both events.
-        self._arena.give(entry.slice, entry.uploaded, entry.read)
-        entry.slice = None
+        self._arena.give(entry.device_buffer, entry.uploaded, entry.read)
+        entry.device_buffer = None
         # A host buffer that is kept, or the permanent device buffer of the partition, holds the newest copy. WRITING
         # means that the write of that copy to the store is still in flight.
-        if entry.lease is None and entry.tier_buffer is None:
+        if entry.host_buffer is None and entry.tier_buffer is None:
             self._table.move(entry, Residency.DISK)
         else:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     # -- copies -------------------------------------------------------------------------------------
 
-    def upload(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
-        """Starts the copy of this rank's partition into `piece`, and the gather of the other ranks' partitions."""
+    def upload(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
+        """Starts the copy of this rank's partition into `device_buffer`, and the gather of the others."""
         self._table.move(entry, Residency.UPLOADING)
         try:
-            with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.part_nbytes):
+            with self._table.timeline.span(Row.UPLOADS, entry.size.title, entry.size.shard_nbytes):
                 # The copy blocks on a CPU, and on a GPU if the host memory is not pinned, so the lock is released.
                 # UPLOADING keeps other threads from this unit meanwhile.
-                self._table.changed.without_lock(lambda: self._copy_part(entry, piece))
-            self.gather(entry, piece, entry.copied)
+                self._table.changed.without_lock(lambda: self._copy_shard(entry, device_buffer))
+            self.gather(entry, device_buffer, entry.copied)
         except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
-        entry.slice = piece
+        entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)
 
-    def _copy_part(self, entry: UnitEntry, piece: DeviceBuffer) -> None:
-        """Starts the copies of this rank's shard into `piece`, and records the event of the last one. Needs no lock."""
-        whole, start = self._arena.view(piece), 0
-        part = self._part(entry)
-        for stretch in entry.size.share:
-            source = part[start : start + len(stretch)]
+    def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
+        """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
+        whole, start = self._arena.view(device_buffer), 0
+        shard = self._shard(entry)
+        for segment in entry.size.shard_ranges:
+            source = shard[start : start + len(segment)]
             # All copies run on the upload stream in order, so the event of the last one covers the others.
-            entry.copied = self._device.upload(whole[stretch.start : stretch.stop], source, piece.after)
-            start += len(stretch)
+            entry.copied = self._device.upload(whole[segment.start : segment.stop], source, device_buffer.after)
+            start += len(segment)
         entry.uploaded = entry.copied
 
-    def _part(self, entry: UnitEntry) -> torch.Tensor:
+    def _shard(self, entry: UnitEntry) -> torch.Tensor:
         """Returns the partition, (part_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
         if entry.tier_buffer is not None:
             return self._arena.view(entry.tier_buffer)
-        assert entry.lease is not None
-        return entry.lease.tensor(torch.uint8)
+        assert entry.host_buffer is not None
+        return entry.host_buffer.tensor(torch.uint8)
 
-    def gather(self, entry: UnitEntry, piece: DeviceBuffer, copied: Event) -> None:
+    def gather(self, entry: UnitEntry, device_buffer: DeviceBuffer, copied: Event) -> None:
         """Starts the gather of the other ranks' shards, ordered after `copied`, the copy of this rank's shard."""
         if self._peers is not None:
             # The lock is released: a gather may block until the other ranks join, and the update worker must not wait
             # for them.
-            peers, whole = self._peers, self._arena.view(piece)
-            entry.uploaded = self._table.changed.without_lock(lambda: peers.gather(whole, entry.size.share, copied))
+            peers, whole = self._peers, self._arena.view(device_buffer)
+            entry.uploaded = self._table.changed.without_lock(
+                lambda: peers.gather(whole, entry.size.shard_ranges, copied)
+            )
 
-    def stream(self, entry: UnitEntry, leases: Sequence[HostBuffer], read: Callable[[int, memoryview], Future]) -> None:
-        """Fills a device buffer from DISK in chunks, each through one of `leases`.
+    def stream(
+        self, entry: UnitEntry, host_buffers: Sequence[HostBuffer], read: Callable[[int, memoryview], Future]
+    ) -> None:
+        """Fills a device buffer from DISK in chunks, each through one of `host_buffers`.
 
         Args:
             entry: a unit that is too large for a host buffer.
-            leases: host buffers, released when the copies are done or if there is no room on the device.
+            host_buffers: host buffers, released when the copies are done or if there is no room on the device.
             read: starts to read the partition from a byte offset into a buffer.
 
         Raises:
             BudgetError: if the units in use leave no room on the device.
         """
         try:
-            piece = self.room_on_device(entry)
+            device_buffer = self.allocate_or_raise(entry)
         except BudgetError:
-            for each in leases:
+            for each in host_buffers:
                 each.release()
             raise
         self._table.move(entry, Residency.UPLOADING)
-        whole, share = self._arena.view(piece), entry.size.share
+        whole, shard_ranges = self._arena.view(device_buffer), entry.size.shard_ranges
         try:
-            with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in chunks", entry.size.part_nbytes):
+            with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in chunks", entry.size.shard_nbytes):
                 entry.uploaded = self._table.changed.without_lock(
-                    lambda: stream(read, leases, whole, share, self._device, piece.after)
+                    lambda: stream(read, host_buffers, whole, shard_ranges, self._device, device_buffer.after)
                 )
-            self.gather(entry, piece, entry.uploaded)
+            self.gather(entry, device_buffer, entry.uploaded)
         except BaseException as error:  # reads and copies in flight may still write to both, so neither is reused
             self._table.fail(error, entry)
             raise
-        for each in leases:
+        for each in host_buffers:
             each.release()
-        entry.slice = piece
+        entry.device_buffer = device_buffer
         self._table.move(entry, Residency.DEVICE)

@@ -37,26 +37,28 @@ class HostCache:
         """Number of threads that wait for a host buffer."""
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
-                entry.lease = host.homes.take(entry.size.part_nbytes)
-                assert entry.lease is not None, "the arena class of the host tier was sized for every unit in that tier"
+                entry.host_buffer = host.homes.take(entry.size.shard_nbytes)
+                assert entry.host_buffer is not None, (
+                    "the arena class of the host tier was sized for every unit in that tier"
+                )
 
     # -- allocation and eviction --------------------------------------------------------------------
 
-    def lease(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
+    def host_buffer(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
         Args:
             nbytes: bytes of the buffer.
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
         """
-        going = victims(self._host.weights.space, nbytes, self._takeable(), self._distance, beyond)
+        going = victims(self._host.weights.space, nbytes, self._evictable(), self._distance, beyond)
         if going is None:
             return None
         for unit in going:
-            self._take_lease(self._table.entries[unit])
+            self._evict(self._table.entries[unit])
         return self._host.weights.take(nbytes)
 
-    def wait_for_lease(self, entry: UnitEntry) -> None:
+    def wait_for_buffer(self, entry: UnitEntry) -> None:
         """Waits until a host buffer for `entry` may have become free or evictable. The caller tries again."""
         reading = [entry for entry in self._table.entries if entry.residency is Residency.READING]
         # Prefetches in flight occupy the memory. A buffer can be evicted once its read has been delivered, so this
@@ -81,32 +83,32 @@ class HostCache:
         # That thread has recorded its use already, so the access order reports the use after this one.
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
-    def _takeable(self) -> list[Block]:
+    def _evictable(self) -> list[Block]:
         """Returns the blocks of all host buffers that may be evicted."""
         return [
-            Block(e.index, e.lease.offset, e.lease.nbytes)
+            Block(e.index, e.host_buffer.offset, e.host_buffer.nbytes)
             for e in self._table.entries
-            if e.lease is not None and self._may_take_lease_of(e)
+            if e.host_buffer is not None and self._is_evictable(e)
         ]
 
-    def _may_take_lease_of(self, entry: UnitEntry) -> bool:
+    def _is_evictable(self, entry: UnitEntry) -> bool:
         """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
         return (
-            entry.lease is not None
+            entry.host_buffer is not None
             and entry.size.tier is Tier.DISK
             and entry.residency in (Residency.HOST, Residency.DEVICE)
             and not entry.unwritten
             and not entry.in_update
         )
 
-    def _take_lease(self, entry: UnitEntry) -> None:
+    def _evict(self, entry: UnitEntry) -> None:
         """Evicts the host buffer of `entry`, after the last copy out of it."""
-        assert entry.lease is not None
+        assert entry.host_buffer is not None
         # The buffer is reused at once, so the copy to the device must be over. The wait blocks only if the copy took
         # longer than all work since.
         entry.copied.wait()
-        entry.lease.release()
-        entry.lease = None
+        entry.host_buffer.release()
+        entry.host_buffer = None
         if entry.residency is Residency.HOST:
             self._table.move(entry, Residency.DISK)
 
@@ -115,17 +117,17 @@ class HostCache:
 
         The buffer must be neither in use nor unwritten.
         """
-        if entry.lease is not None and entry.size.tier is Tier.DISK:
-            self._take_lease(entry)
+        if entry.host_buffer is not None and entry.size.tier is Tier.DISK:
+            self._evict(entry)
 
     # -- reads --------------------------------------------------------------------------------------
 
-    def start_read(self, entry: UnitEntry, lease: HostBuffer, priority: Priority) -> None:
-        """Starts the read of the newest weights of `entry` into `lease`, which the transfer owns from now on."""
+    def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
+        """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
         assert self._store is not None
         slot = self._store.newest[entry.index]
-        future = self._store.read(entry.index, State.WEIGHT, slot, 0, lease.buffer, priority)
-        entry.transfer = Transfer(lease, future)
+        future = self._store.read(entry.index, State.WEIGHT, slot, 0, host_buffer.buffer, priority)
+        entry.transfer = Transfer(host_buffer, future)
         self._table.move(entry, Residency.READING)
 
     def finish_read(self, entry: UnitEntry) -> None:
@@ -146,7 +148,7 @@ class HostCache:
             raise failure
         # Another thread may have delivered this read, and even started the next one, while the lock was released.
         if entry.transfer is transfer:
-            entry.transfer, entry.lease = None, transfer.lease
+            entry.transfer, entry.host_buffer = None, transfer.host_buffer
             self._table.move(entry, Residency.HOST)
 
     def read_ahead(self, limits: Limits) -> None:
@@ -155,30 +157,30 @@ class HostCache:
 
         def wanting(unit: int) -> bool:
             entry = entries[unit]
-            on_disk = entry.residency is Residency.DISK and entry.lease is None
+            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
             return on_disk and not entry.updating and not self.streams(entry)
 
         def nbytes(unit: int) -> int:
-            return entries[unit].size.part_nbytes
+            return entries[unit].size.shard_nbytes
 
         while (unit := next_to_fetch(trace, nbytes, wanting, limits)) is not None:
-            lease = self.lease(nbytes(unit), trace.distance(unit))
-            if lease is None:
+            host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit))
+            if host_buffer is None:
                 return
-            self.start_read(entries[unit], lease, Priority.NORMAL)
+            self.start_read(entries[unit], host_buffer, Priority.NORMAL)
 
     # -- units too large for a host buffer ----------------------------------------------------------
 
     def streams(self, entry: UnitEntry) -> bool:
         """Returns True if two host buffers of this size do not fit, so that the unit is streamed in chunks."""
         size = entry.size
-        return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self._host.weights.space.nbytes
+        return size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > self._host.weights.space.nbytes
 
-    def lease_nbytes(self, entry: UnitEntry) -> int:
+    def buffer_nbytes(self, entry: UnitEntry) -> int:
         """Returns the bytes of a host buffer for this unit, or for a chunk of the unit if it is streamed."""
         if self.streams(entry):
             return self._host.weights.space.nbytes // 2 // PAGE * PAGE
-        return entry.size.part_nbytes
+        return entry.size.shard_nbytes
 
     def reader(self, entry: UnitEntry) -> Callable[[int, memoryview], Future]:
         """Returns a function that starts to read the newest partition from a byte offset into a buffer.
@@ -203,8 +205,8 @@ class HostCache:
             for entry in self._table.entries:
                 if entry.residency is Residency.READING:
                     self.finish_read(entry)
-                if self._may_take_lease_of(entry):
-                    self._take_lease(entry)
+                if self._is_evictable(entry):
+                    self._evict(entry)
             if self._host.weights.space.used_bytes:
                 self._table.wait("waits for a streamed unit")
         if not self._table.failure:
@@ -219,4 +221,4 @@ class HostCache:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
                 wait_for_all([transfer.future])
-                transfer.lease.release()
+                transfer.host_buffer.release()

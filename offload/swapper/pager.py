@@ -6,9 +6,9 @@
       │  ├──► WeightUpdates   the update worker's side
       └──┴──► UnitTable       the entries of all units, their access order, and the lock that all of these share
 
-Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `hold` and `serve_gather`.
-The update worker calls `weight_updates`. One lock guards everything (`lock`, of the monitor `changed`). No thread
-holds the lock while bytes move or a kernel runs, and every change of an entry wakes all waiters.
+Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `wait_upload` and
+`serve_gather`. The update worker calls `weight_updates`. One lock guards everything (`lock`, of the monitor `changed`).
+No thread holds the lock while bytes move or a kernel runs, and every change of an entry wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh
 weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
@@ -92,10 +92,10 @@ class Pager:
         self.host = host
         self.arena = arena
         self._entries = self.table.entries
-        self._leases = HostCache(self.table, host, store)
-        self._slices = DeviceCache(self.table, arena, device, peers)
-        self._prefetcher = Prefetcher(self.table, self._leases, self._slices, limits)
-        self.weight_updates = WeightUpdates(self.table, self._leases, self._slices, arena)
+        self._host_cache = HostCache(self.table, host, store)
+        self._device_cache = DeviceCache(self.table, arena, device, peers)
+        self._prefetcher = Prefetcher(self.table, self._host_cache, self._device_cache, limits)
+        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena)
         self._device = device
         self._limits = limits
         self._peers = peers
@@ -140,10 +140,10 @@ class Pager:
             except BaseException:  # also a Ctrl-C at a wait
                 entry.pins -= 1
                 raise
-            assert entry.slice is not None
-            view, uploaded = self.arena.view(entry.slice), entry.uploaded
+            assert entry.device_buffer is not None
+            view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded
         try:
-            self._device.hold(uploaded)
+            self._device.wait_event(uploaded)
         except BaseException:  # `uploaded` is the event of a gather to which another rank did not contribute
             self.release(unit)
             raise
@@ -156,21 +156,21 @@ class Pager:
             entry = self._entries[unit]
             assert entry.pins > 0, f"unit {entry.size.name} was released more often than acquired"
             # If several streams read the unit, this one follows the earlier reads, so that `read` covers them all.
-            self._device.hold(entry.read)
-            entry.read = self._device.computed()
+            self._device.wait_event(entry.read)
+            entry.read = self._device.record_event()
             entry.pins -= 1
             if not keeps(
                 self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
-            ) and self._slices.idle(entry):
-                self._slices.drop(entry)
+            ) and self._device_cache.idle(entry):
+                self._device_cache.drop(entry)
             self.notify()
 
     @uninterrupted
-    def hold(self, unit: int) -> None:
+    def wait_upload(self, unit: int) -> None:
         """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
         with self.lock:
             uploaded = self._entries[unit].uploaded
-        self._device.hold(uploaded)
+        self._device.wait_event(uploaded)
 
     @uninterrupted
     def serve_gather(self, unit: int) -> None:
@@ -179,10 +179,10 @@ class Pager:
             self._serve_gather(self._entries[unit])
 
     def _serve_gather(self, entry: UnitEntry) -> None:
-        if entry.slice is None or entry.updating:
+        if entry.device_buffer is None or entry.updating:
             self._fetch(entry)
         else:
-            self._slices.gather(entry, entry.slice, entry.copied)
+            self._device_cache.gather(entry, entry.device_buffer, entry.copied)
 
     def updates(self, unit: int) -> int:
         """Returns the number of updates of a unit; see `UnitEntry.updates`."""
@@ -204,29 +204,29 @@ class Pager:
             if entry.updating:
                 self.weight_updates.wait(entry)
             elif entry.residency is Residency.DISK:
-                if (lease := self._leases.lease(self._leases.lease_nbytes(entry))) is None:
-                    self._leases.wait_for_lease(entry)
+                if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
+                    self._host_cache.wait_for_buffer(entry)
                 elif self.streams(entry.index):
-                    self._stream(entry, lease)
+                    self._stream(entry, host_buffer)
                 else:
-                    self._leases.start_read(entry, lease, Priority.URGENT)
+                    self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING:
-                self._leases.finish_read(entry)
+                self._host_cache.finish_read(entry)
             elif entry.residency in (Residency.HOST, Residency.WRITING):
-                self._slices.upload(entry, self._slices.room_on_device(entry))
+                self._device_cache.upload(entry, self._device_cache.allocate_or_raise(entry))
             else:  # UPLOADING on another thread
                 self.table.wait(f"waits for upload of {entry.size.title}")
         self.check()
 
-    def _stream(self, entry: UnitEntry, lease: HostBuffer) -> None:
-        """Moves a unit from DISK to DEVICE in chunks, through `lease` and a second buffer if memory is free."""
-        second = self._leases.lease(lease.nbytes)
-        leases = [lease] if second is None else [lease, second]
-        self._slices.stream(entry, leases, self._leases.reader(entry))
+    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
+        """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
+        second = self._host_cache.host_buffer(host_buffer.nbytes)
+        host_buffers = [host_buffer] if second is None else [host_buffer, second]
+        self._device_cache.stream(entry, host_buffers, self._host_cache.reader(entry))
 
     def streams(self, unit: int) -> bool:
         """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
-        return self._leases.streams(self._entries[unit])
+        return self._host_cache.streams(self._entries[unit])
 
     def _fetch_with(self, peers: Peers, entry: UnitEntry, ahead: bool) -> None:
         """Fetches `entry` together with the other ranks; with `ahead` also the very next unit if all ranks have room.
@@ -280,7 +280,7 @@ class Pager:
             BudgetError: if the device has not as much free memory.
         """
         with self.lock:
-            return self._slices.grow(nbytes, kept)
+            return self._device_cache.grow(nbytes, kept)
 
     @uninterrupted
     def begin(self, kind: PassKind) -> None:
@@ -330,8 +330,8 @@ class Pager:
         with self.lock:
             for entry in self._entries:
                 if entry.residency is Residency.READING:  # a read ahead
-                    self._leases.finish_read(entry)
-                self._leases.forget(entry)
+                    self._host_cache.finish_read(entry)
+                self._host_cache.forget(entry)
 
     @uninterrupted
     def end_load(self) -> None:
@@ -380,12 +380,12 @@ class Pager:
             drop_spare: frees what else is in the memory of the cache: promoted states.
         """
         with self.lock:
-            self._leases.give_cache(drop_spare)
+            self._host_cache.give_cache(drop_spare)
 
     @uninterrupted
     def close(self) -> None:
         """Waits for reads in flight and frees all buffers. The update worker must have ended."""
         with self.lock:
-            self._leases.close()
+            self._host_cache.close()
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")
             self.notify()

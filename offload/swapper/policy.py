@@ -50,7 +50,7 @@ class Floor(NamedTuple):
 
 
 def victims(
-    space: Allocator, nbytes: int, takeable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
+    space: Allocator, nbytes: int, evictable: Sequence[Block], distance: Callable[[int], int], beyond: int = -1
 ) -> tuple[int, ...] | None:
     """Returns the units to evict so that `nbytes` fit in one contiguous block; None if no eviction suffices.
 
@@ -60,15 +60,15 @@ def victims(
     Args:
         space: the allocator of the memory.
         nbytes: bytes to be allocated.
-        takeable: blocks of the units that may be evicted.
+        evictable: blocks of the units that may be evicted.
         distance: returns the number of uses before the next use of a unit.
-        beyond: only units whose distance is larger may be evicted; -1 for all of `takeable`.
+        beyond: only units whose distance is larger may be evicted; -1 for all of `evictable`.
     """
     if space.could_take(nbytes, ()):
         return ()
-    distances = {block.unit: distance(block.unit) for block in takeable}
+    distances = {block.unit: distance(block.unit) for block in evictable}
     going: list[Block] = []
-    for block in sorted(takeable, key=lambda block: (-distances[block.unit], block.unit)):
+    for block in sorted(evictable, key=lambda block: (-distances[block.unit], block.unit)):
         if distances[block.unit] <= beyond:
             return None
         going.append(block)
@@ -85,8 +85,8 @@ def victims(
     return tuple(block.unit for block in going)
 
 
-def find_place(
-    space: Allocator, nbytes: int, takeable: Sequence[Block], trace: AccessOrder, floor: Floor, beyond: int = -1
+def find_room(
+    space: Allocator, nbytes: int, evictable: Sequence[Block], trace: AccessOrder, floor: Floor, beyond: int = -1
 ) -> Eviction | None:
     """Returns the best offset for `nbytes` and the units to evict for it; None if no offset is allowed.
 
@@ -104,20 +104,20 @@ def find_place(
     Args:
         space: the allocator of the device arena.
         nbytes: bytes of the unit.
-        takeable: blocks of the units that may be evicted.
+        evictable: blocks of the units that may be evicted.
         trace: the access order.
         floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     nbytes = align_up(max(nbytes, 1))
-    stretches = space.stretches(block[1:] for block in takeable)
+    stretches = space.stretches(block[1:] for block in evictable)
     lengths = sorted((stop - start for start, stop in stretches), reverse=True)
     found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
     for start, stop in stretches:
         if stop - start < nbytes:
             continue
         elsewhere = next((length for length in _without(lengths, stop - start)), 0)
-        inside = [block for block in takeable if start <= block.offset < stop]
+        inside = [block for block in evictable if start <= block.offset < stop]
         # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
         # the room.
         ends = {start, stop, *(b.offset for b in inside), *(b.offset + align_up(b.nbytes) for b in inside)}

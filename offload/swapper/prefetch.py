@@ -32,7 +32,7 @@ class Prefetcher:
             entry = self._entries[unit]
             buffer = None
             if self._is_in_host(entry):
-                buffer = self._device_cache.take_slice(entry, self._table.access_order.distance(unit))
+                buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
             if buffer is None:
                 return
             self._device_cache.upload(entry, buffer)
@@ -54,7 +54,7 @@ class Prefetcher:
         entry = self._entries[unit]
         if not self._is_in_host(entry):
             return -1
-        found = self._device_cache.find_place(entry, self._table.access_order.distance(unit))
+        found = self._device_cache.find_room(entry, self._table.access_order.distance(unit))
         return -1 if found is None else unit
 
     def _next_upload(self) -> int | None:

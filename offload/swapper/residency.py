@@ -15,7 +15,7 @@ The other states stay in their tier; an update streams them through tiles and wr
                 the gather of the other ranks' partitions. A unit that is too large for a host buffer is being
                 read and copied chunk by chunk.
     DEVICE      A device buffer holds the newest copy, or will once the event `uploaded` is done; the host buffer
-                is read until then. A host buffer may hold the copy as well (`lease is not None`): the write of an
+                is read until then. A host buffer may hold the copy as well (`host_buffer is not None`): the write of an
                 update may still be in flight (`unwritten`), or there was room to keep the buffer.
     FAILED      A read, write or kernel failed on this unit. Memory and store may disagree; nothing is
                 read from the unit again, and the store opens at its last committed step.

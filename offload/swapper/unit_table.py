@@ -139,7 +139,7 @@ class UnitSize(NamedTuple):
     nbytes: int
     """Bytes of all weights of the unit, as laid out on the device."""
     tier: Tier
-    share: tuple[range, ...]
+    shard_ranges: tuple[range, ...]
     """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
 
     @property
@@ -148,14 +148,14 @@ class UnitSize(NamedTuple):
         return self.name or "the root"
 
     @property
-    def part_nbytes(self) -> int:
+    def shard_nbytes(self) -> int:
         """Returns the bytes of this rank's WEIGHT partition."""
-        return sum(len(stretch) for stretch in self.share)
+        return sum(len(stretch) for stretch in self.shard_ranges)
 
     @property
     def stays(self) -> bool:
         """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
-        return self.tier is Tier.DEVICE and self.part_nbytes == self.nbytes
+        return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes
 
     @property
     def start(self) -> Residency:
@@ -168,7 +168,7 @@ class UnitSize(NamedTuple):
 class Transfer(NamedTuple):
     """A read in flight, with the host buffer that the read fills."""
 
-    lease: HostBuffer
+    host_buffer: HostBuffer
     future: Future
 
 
@@ -179,12 +179,12 @@ class UnitEntry:
     index: int
     size: UnitSize
     residency: Residency
-    lease: HostBuffer | None = None
-    slice: DeviceBuffer | None = None
+    host_buffer: HostBuffer | None = None
+    device_buffer: DeviceBuffer | None = None
     tier_buffer: DeviceBuffer | None = None
     """Buffer of the partition if its tier is DEVICE.
 
-    With several ranks, the gathered unit has another buffer, `slice`.
+    With several ranks, the gathered unit has another buffer, `device_buffer`.
     """
     transfer: Transfer | None = None
     copied: Event = DONE

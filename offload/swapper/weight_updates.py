@@ -68,11 +68,11 @@ class WeightUpdates:
             while entry.residency is Residency.READING:  # a prefetch from before step()
                 self._table.check()
                 self._host_cache.finish_read(entry)
-            if entry.lease is None and not self._host_cache.waiting_for_buffer:
+            if entry.host_buffer is None and not self._host_cache.waiting_for_buffer:
                 beyond = -1 if unit in self._awaited else self._table.access_order.distance(unit)
-                entry.lease = self._host_cache.lease(entry.size.part_nbytes, beyond)
-            entry.in_update = entry.lease is not None
-            return entry.lease
+                entry.host_buffer = self._host_cache.host_buffer(entry.size.shard_nbytes, beyond)
+            entry.in_update = entry.host_buffer is not None
+            return entry.host_buffer
 
     def delivers(self, unit: int) -> bool:
         """Returns whether the fresh weights of `unit` go into a host buffer.
@@ -120,9 +120,9 @@ class WeightUpdates:
 
     def tier_buffer(self, unit: int) -> HostBuffer:
         """Returns the host buffer of a unit of tier HOST."""
-        lease = self._entries[unit].lease
-        assert lease is not None and self._entries[unit].size.tier is Tier.HOST
-        return lease
+        host_buffer = self._entries[unit].host_buffer
+        assert host_buffer is not None and self._entries[unit].size.tier is Tier.HOST
+        return host_buffer
 
     def holds_weights(self, unit: int) -> bool:
         """Returns whether the host buffer of `unit` contains its weights as they are before the update."""

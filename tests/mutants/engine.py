@@ -87,7 +87,7 @@ MUTANTS = (
     Mutant(
         "lock a file that has lost its name",
         "offload.fileio.locked_dir",
-        "if not self._has_its_name():",
+        "if not self._is_linked():",
         "if False:",
         "tests/test_locked_dir.py",
     ),
@@ -269,8 +269,8 @@ MUTANTS = (
     Mutant(
         "leave the gradient of an aborted backward with its parameter",
         "offload.engine.params.module_hooks",
-        "        for place in self._trainable:\n            if place.parameter.grad is not None:",
-        "        for place in self._trainable:\n            if False:",
+        "        for handle in self._trainable:\n            if handle.parameter.grad is not None:",
+        "        for handle in self._trainable:\n            if False:",
         "tests/test_exception_recovery.py",
     ),
     Mutant(
@@ -304,7 +304,7 @@ MUTANTS = (
     Mutant(
         "a part is set without those of the other ranks",
         "offload.engine.param_access",
-        "            everyone.settle(mine)\n            self._complete(place, whole)\n        self.write(",
+        "            everyone.settle(mine)\n            self._complete(handle, whole)\n        self.write(",
         "            everyone.settle(mine)\n        self.write(",
         "tests/test_safe_get_set_ranks.py",
     ),
@@ -368,14 +368,14 @@ MUTANTS = (
         "let gathering decide what is reduced together",
         "offload.engine.distributed.agreement",
         "    if uses:\n",
-        "    if uses and not any(wish.kind is Kind.REDUCE for wish in wishes):\n",
+        "    if uses and not any(wish.kind is Collective.REDUCE for wish in wishes):\n",
         "tests/test_ranks.py",
     ),
     Mutant(
         "drop the decay",
         "offload.engine.optim.algorithms",
-        'weight_decay=float(group["weight_decay"]),\n        step=count,\n        grad_scale=grad_scale,\n        dec',
-        "weight_decay=0.0,\n        step=count,\n        grad_scale=grad_scale,\n        dec",
+        'AdamWStep(\n        **_floats(group, "lr", "eps", "weight_decay"),',
+        'AdamWStep(\n        weight_decay=0.0,\n        **_floats(group, "lr", "eps"),',
         "tests/test_pytorch_parity.py",
     ),
     Mutant(
@@ -402,8 +402,8 @@ MUTANTS = (
     Mutant(
         "give a window to another while it is written",
         "offload.engine.gradients.disk_spill",
-        "        lease, future = self._writing[key]\n        future.wait()\n        del",
-        "        lease, future = self._writing[key]\n        del",
+        "        host_buffer, future = self._writing[key]\n        future.wait()\n        del",
+        "        host_buffer, future = self._writing[key]\n        del",
         "tests/test_gradient_spill.py",
     ),
     Mutant(
@@ -451,8 +451,8 @@ MUTANTS = (
     Mutant(
         "commit a step whose updates have not begun",
         "offload.engine.optim.update_worker",
-        "if self._queue or self._commit_epoch is None",
-        "if self._commit_epoch is None",
+        "if self._queue or self._commit_step is None",
+        "if self._commit_step is None",
         "tests/test_commit_atomicity.py",
     ),
     Mutant(
@@ -479,7 +479,7 @@ MUTANTS = (
     Mutant(
         "keep the states of another engine's share",
         "offload.engine.optim.update_worker",
-        "                del self._held.residents[key]\n",
+        "                del self._shards.residents[key]\n",
         "",
         "tests/test_two_engines.py",
     ),

@@ -8,7 +8,7 @@ MUTANTS = (
     Mutant(
         "upload into memory that the arena got while compute still uses it",
         "offload.swapper.memory.device_arena",
-        "self._readers.append((start, start + nbytes, self._device.computed()))",
+        "self._readers.append((start, start + nbytes, self._device.record_event()))",
         "pass",
         "tests/test_device_memory.py",
     ),
@@ -43,7 +43,7 @@ MUTANTS = (
     Mutant(
         "compute before the upload is done",
         "offload.swapper.pager",
-        "        try:\n            self._device.hold(uploaded)",
+        "        try:\n            self._device.wait_event(uploaded)",
         "        try:\n            pass",
         "tests/test_device_stream_order.py",
     ),
@@ -58,13 +58,13 @@ MUTANTS = (
         "ask no rank any more once all had everything",
         "offload.swapper.pager",
         "                self._all_have_all = False\n",
-        "",
+        "                pass\n",
         "tests/test_ranks.py",
     ),
     Mutant(
-        "keep leases of weights through a load",
+        "keep host buffers of weights through a load",
         "offload.swapper.pager",
-        "                self._leases.forget(entry)",
+        "                self._host_cache.forget(entry)",
         "                pass",
         "tests/test_checkpoint.py",
     ),
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant(
         "hold a lock on a file that is gone",
         "offload.fileio.locked_dir",
-        "if not self._has_its_name():",
+        "if not self._is_linked():",
         "if False:",
         "tests/test_store_ownership.py",
     ),
@@ -149,7 +149,7 @@ MUTANTS = (
         "write the record before the blob",
         "offload.swapper.store.store",
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
-        "        early = Record(self.durable.serial + 1 if self.durable else 1, epoch, tuple(self.newest), which, "
+        "        early = Record(self.durable.serial + 1 if self.durable else 1, step, tuple(self.newest), which, "
         "len(data), crc32c(data))\n"
         "        write_in_place(self._commit_path, early.pack(), which * PAGE)\n"
         '        write_in_place(self.folders[0] / f"blob.{which}", data)\n',
@@ -205,9 +205,9 @@ MUTANTS = (
         "tests/test_store_read_checksums.py",
     ),
     Mutant(
-        "stream into a lease that is still copied",
+        "stream into a host buffer that is still copied",
         "offload.swapper.chunked_upload",
-        "copied[lease.offset].wait()",
+        "copied[host_buffer.offset].wait()",
         "pass",
         "tests/test_device_stream_order.py",
     ),

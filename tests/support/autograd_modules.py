@@ -18,7 +18,7 @@ from tests.support.module_kinds import WIDTH, Layers
 
 
 class Scaled(torch.autograd.Function):
-    """What it needs of the weight lies where `keep` says."""
+    """A function of the user that keeps what it needs of the weight where `keep` names."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, keep: str) -> torch.Tensor:
@@ -64,7 +64,7 @@ class KeepsViews(Customs):
 
 
 class Borrows(nn.Module):
-    """Its function reads the weight of a module that does not run."""
+    """A module whose function reads the weight of a module that does not run."""
 
     def __init__(self, lender: nn.Module, as_data: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class BorrowingData(Borrowing):
 
 
 class ReadsAddress(nn.Module):
-    """As a kernel that is given an address: what lies there when its own module has run beside."""
+    """A module that reads memory by address, as a kernel does, after its own module has run beside."""
 
     def __init__(self, lender: nn.Module) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Unwrap(torch.autograd.Function):
 
 
 class Wrapper(nn.Module):
-    """Between its modules, and out of one of them, goes a wrapped tensor."""
+    """A model that passes a wrapped tensor between its modules and out of one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Wrapping(Layers):
 
 
 class HooksInside(Layers):
-    """The user's saved-tensor hooks inside of the model, which keep whatever they are given."""
+    """A model that runs under saved-tensor hooks of the user, which keep everything that they receive."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
@@ -173,7 +173,7 @@ class SavedOnCpuInside(Layers):
 
 
 class PenaltyInside(Layers):
-    """A gradient is asked for inside of the forward."""
+    """A model that computes a gradient inside of its forward."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         inner = super().through(hidden, ids)
@@ -203,7 +203,7 @@ class Sparse(Layers):
 
 
 class Selective(Layers):
-    """Products are kept, the rest is recomputed; the user's dispatch mode must not see the engine's copies."""
+    """A model that keeps products and recomputes the rest; the user's mode must not see the engine's copies."""
 
     def layer(self, index: int) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 48), nn.GELU(), nn.Linear(48, WIDTH))

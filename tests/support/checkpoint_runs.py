@@ -19,7 +19,7 @@ DISK, CPU = ("nvme", "nvme"), ("cpu", "cpu")
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]:
-    """One that has made a step."""
+    """Yields an engine that has made a step."""
     engine = start(models.GPT2, CPU, tmp_path_factory.mktemp("run"))
     train_step(engine, models.GPT2, 0)
     yield engine
@@ -27,9 +27,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offload.Engine]
 
 
 @pytest.fixture(scope="module")
-def whole(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, to be copied."""
-    folder = tmp_path_factory.mktemp("whole")
+def saved_checkpoint(engine: offload.Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of a complete checkpoint, for tests to copy."""
+    folder = tmp_path_factory.mktemp("saved_checkpoint")
     engine.save_checkpoint(folder, tag="one")
     return folder / "one"
 

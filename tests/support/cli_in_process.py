@@ -18,8 +18,8 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder with a little text, a default model of 0.2M, and afterwards the library's log level as it was."""
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs each test in a folder with a short text and a default model of 0.2M; restores the library's log level."""
     monkeypatch.chdir(tmp_path)
     tiny = PRESETS["gpt2-tiny"]
     smaller = tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64})
@@ -30,15 +30,21 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logging.getLogger("offload").setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def isolated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives each test a cache without a probe."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 def call(*arguments: str, text: str = "text.py", **options: Any) -> Any:
-    """The result of `offload train` on a little text."""
+    """Returns the result of `offload train` on a short text."""
     result = CliRunner().invoke(app, ["train", "--text", text, *SMALL, *arguments], **options)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result
 
 
 def facts(result: Any) -> dict[str, Any]:
-    """The JSON object on the only line of stdout."""
+    """Returns the JSON object on the only line of stdout."""
     assert result.exit_code == 0, result.stderr
     (line,) = result.stdout.splitlines()
     content: dict[str, Any] = json.loads(line)
@@ -46,15 +52,15 @@ def facts(result: Any) -> dict[str, Any]:
 
 
 def all_lines(path: str = "log") -> list[dict[str, Any]]:
-    """The lines of a log, of steps and of evaluations."""
+    """Returns all lines of a log, those of steps and those of evaluations."""
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def log(path: str = "log") -> list[dict[str, Any]]:
-    """Those of steps."""
+    """Returns the lines of a log that describe steps."""
     return [line for line in all_lines(path) if "loss" in line]
 
 
 def swap_files() -> list[Path]:
-    """All files of runs."""
+    """Returns all files of runs."""
     return [path for path in Path("swap").rglob("*") if path.is_file()]

@@ -20,14 +20,14 @@ _TORCHRUN = ("-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalo
 
 
 def begin(folder: Path, *arguments: str) -> warm_process.Process:
-    """Start `offload` with these arguments in this folder; `finish` waits for it."""
+    """Starts `offload` with these arguments in this folder; `finish` waits for it."""
     return warm_process.begin(
         ["-m", "offload", *arguments], cwd=folder, env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
 def begin_torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start `offload` on two ranks by torchrun, as a user does."""
+    """Starts `offload` on two ranks by torchrun, as a user does."""
     return subprocess.Popen(
         [sys.executable, *_TORCHRUN, *arguments],
         cwd=folder,
@@ -39,7 +39,7 @@ def begin_torchrun(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def begin_ranks(folder: Path, *arguments: str) -> list[warm_process.Process]:
-    """Start `offload` on two ranks without a launcher, which takes three imports of torch less."""
+    """Starts `offload` on two ranks without a launcher, which takes three imports of torch less."""
     meeting = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [
         warm_process.begin(
@@ -54,23 +54,23 @@ def begin_ranks(folder: Path, *arguments: str) -> list[warm_process.Process]:
 
 
 def finish(*processes: subprocess.Popen[str] | warm_process.Process) -> str:
-    """Return what they said, one after the other; each must end well."""
-    said = ""
+    """Waits for the processes, each of which must succeed, and returns their outputs joined."""
+    output = ""
     for process in processes:
-        words, _ = process.communicate(timeout=240)
-        assert process.returncode == 0, words
-        said += words or ""
-    return said
+        text, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, text
+        output += text or ""
+    return output
 
 
 def losses(log: Path) -> list[float]:
-    """Of each step so far; a line that is being written does not count yet."""
+    """Returns the loss of each step so far; an unfinished last line does not count."""
     lines = log.read_text().splitlines(keepends=True) if log.exists() else []
-    told = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [each["loss"] for each in told if "loss" in each]
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each["loss"] for each in records if "loss" in each]
 
 
 def evaluated(log: Path) -> list[float]:
-    """The loss of each evaluation."""
-    told = [json.loads(line) for line in log.read_text().splitlines()]
-    return [each["eval_loss"] for each in told if "eval_loss" in each]
+    """Returns the loss of each evaluation."""
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    return [each["eval_loss"] for each in records if "eval_loss" in each]

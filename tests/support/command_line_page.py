@@ -14,8 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
 
 _HEAD = """# Command line
 
-The output of `--help` for each command. `python -m tests.support.command_line_page` writes this
-page, and a test compares the two.
+The output of `--help` for each command. `python -m tests.support.command_line_page` writes
+this page, and a test compares the two.
 
 Every command has `--json`: one object on stdout, all else on stderr. A command ends with 0 after success, with 1 after
 a failure, with 2 for wrong input, after a signal with 128 and its number.
@@ -23,14 +23,14 @@ a failure, with 2 for wrong input, after a signal with 128 and its number.
 
 
 def help_of(*command: str) -> str:
-    """In 80 columns."""
+    """Returns the help of a command in 80 columns."""
     result = CliRunner().invoke(app, [*command, "--help"], prog_name="offload", env={"COLUMNS": "100"})
     assert result.exit_code == 0, result.output
     return "\n".join(line.rstrip() for line in result.output.strip().splitlines())
 
 
 def commands(*group: str) -> Iterator[tuple[str, ...]]:
-    """Each command below a group, those of groups in it too."""
+    """Yields each command below a group, those of nested groups included."""
     _, _, listed = help_of(*group).partition("\nCommands:\n")
     for name in re.findall(r"^  (\w+)", listed, re.MULTILINE):
         yield (*group, name)

@@ -89,7 +89,7 @@ def use_queue(monkeypatch: pytest.MonkeyPatch, make: Callable[[], LateQueue]) ->
 
 
 def flip_bit(path: Path, offset: int, mask: int = 16) -> None:
-    """Change one bit of the byte at `offset` of a file."""
+    """Changes one bit of the byte at `offset` of a file."""
     with path.open("r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)
@@ -100,13 +100,13 @@ def flip_bit(path: Path, offset: int, mask: int = 16) -> None:
 
 
 def die(*_: Any, **__: Any) -> NoReturn:
-    """End this process as `kill -9` does."""
+    """Ends this process as `kill -9` does."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("dead processes do not go on")
 
 
 def die_after_writes(count: int) -> None:
-    """From now on: die when so many writes of a store have ended."""
+    """Makes this process die after `count` writes of a store have ended."""
     write = Store.write
 
     def write_and_die(store: Store, *arguments: Any) -> Any:

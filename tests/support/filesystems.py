@@ -17,7 +17,7 @@ EXT4 = ("mkfs.ext4", "-q", "-m", "0")
 
 @contextlib.contextmanager
 def mounted(folder: Path, *what: str) -> Iterator[Path]:
-    """What `mount` is told, in `folder`/mount."""
+    """Mounts on `folder`/mount with the arguments `what`, and yields the mount point."""
     place = folder / "mount"
     place.mkdir()
     if os.geteuid() != 0 or subprocess.run(["mount", *what, str(place)], capture_output=True, check=False).returncode:
@@ -30,7 +30,7 @@ def mounted(folder: Path, *what: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def disk(folder: Path, nbytes: int, make: Sequence[str] = EXT4) -> Iterator[Path]:
-    """A file system of so many bytes, in the file `folder`/image."""
+    """Yields a file system of `nbytes` bytes in the file `folder`/image."""
     if shutil.which(make[0]) is None:
         pytest.skip(f"there is no {make[0]}")
     image = folder / "image"
@@ -42,5 +42,5 @@ def disk(folder: Path, nbytes: int, make: Sequence[str] = EXT4) -> Iterator[Path
 
 
 def sync(place: Path) -> None:
-    """Write out what this file system has, not what all of the machine have."""
+    """Writes out the data of this file system alone."""
     subprocess.run(["sync", "--file-system", str(place)], check=True)

@@ -30,7 +30,7 @@ from offload.swapper.memory.device import Device, DeviceRoom, Event
 
 
 class _Mark:
-    """All compute up to a tick."""
+    """The end of all compute up to a tick."""
 
     def __init__(self, device: LateDevice, tick: int) -> None:
         self._device, self.tick = device, tick
@@ -46,7 +46,7 @@ class _Mark:
 
 
 class _Kernels:
-    """All kernels that were given to the update stream."""
+    """All kernels that were submitted to the update stream."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -59,7 +59,7 @@ class _Kernels:
 
 
 class _Copy:
-    """A copy that was given to a stream."""
+    """A copy that was submitted to a stream."""
 
     def __init__(
         self, device: LateDevice, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event]
@@ -81,7 +81,7 @@ class _Copy:
             self._device.run_until(self)
 
     def carry_out(self) -> None:
-        """Move the bytes. As far as the host can know that may happen at any time until `finish`."""
+        """Copies the bytes. As far as the host can know, that may happen at any time until `finish`."""
         if self.carried_out:
             return
         for event in self._after:
@@ -98,7 +98,7 @@ class _Copy:
         self.finished = True
 
     def _is_as_it_was(self) -> bool:
-        """Whether the source is as it was given."""
+        """Returns whether the source has not changed since the copy was submitted."""
         if self._storage.expired() or self._checksum() != self._sum:
             self._device.broken.append("changed early")
             return False
@@ -112,7 +112,7 @@ class _Copy:
 
 
 class LateDevice(Device):
-    """See the module. `lateness` is the chance that nothing is carried out when it could be; at 0 all is at once."""
+    """The device of the module's docstring. `lateness` is the chance that nothing runs when it could."""
 
     def __init__(self, seed: int, lateness: float) -> None:
         super().__init__(torch.device("cpu"))
@@ -149,11 +149,11 @@ class LateDevice(Device):
             self.drift()
             return copy
 
-    def computed(self) -> Event:
+    def record_event(self) -> Event:
         with self.lock:
             return _Mark(self, self._clock)
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         if isinstance(event, _Copy):
             with self.lock:
                 for stream in self._streams.values():
@@ -163,7 +163,7 @@ class LateDevice(Device):
             event.wait()
 
     def drift(self) -> None:
-        """Let some time pass on every stream."""
+        """Lets some time pass on every stream."""
         if self._lateness == 0:
             self.progress = self._clock
         while self._chance.random() >= self._lateness and self.progress < self._clock:
@@ -174,7 +174,7 @@ class LateDevice(Device):
                 stream.pop(0).finish()
 
     def run_until(self, copy: _Copy) -> None:
-        """Finish the copies of a stream up to `copy`."""
+        """Finishes the copies of a stream up to `copy`."""
         for stream in self._streams.values():
             while copy in stream:
                 stream.pop(0).finish()
@@ -183,67 +183,67 @@ class LateDevice(Device):
         return _Kernels(self)
 
     def start_kernel(self, kernel: Callable[[], None]) -> None:
-        """Carry it out when somebody waits for the update stream."""
+        """Records a kernel that runs when the host waits for the update stream."""
         self._kernels.append(kernel)
 
     def run_kernels(self) -> None:
         while self._kernels:
             self._kernels.pop(0)()
 
-    def tick(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """An operation of torch that reads, or writes, `stretches` of memory: (first address, last address)."""
+    def tick(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Records an operation of torch that reads, or writes, `ranges` of memory: (first address, last address)."""
         with self.lock:
             self._clock += 1
             pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
-            for first, last in stretches:
+            for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
                 self._reads.append((self._clock, first, last))
             self.drift()
             self._reads = [read for read in self._reads if read[0] > self.progress]
 
-    def made(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """What the operation of the last tick has written."""
+    def made(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Records the ranges that the operation of the last tick has written."""
         with self.lock:
-            self._writes += [(self._clock, first, last) for first, last in stretches]
+            self._writes += [(self._clock, first, last) for first, last in ranges]
             self._writes = [write for write in self._writes if write[0] > self.progress]
 
-    def check_kernel(self, stretches: Sequence[tuple[int, int]]) -> None:
-        """A kernel that waits for nothing reads and writes these: note what is still under way there."""
+    def check_kernel(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Notes what is still under way in the ranges that a kernel reads and writes without waiting."""
         with self.lock:
             pending = [copy for stream in self._streams.values() for copy in stream if not copy.carried_out]
-            for first, last in stretches:
+            for first, last in ranges:
                 if any(copy.start < last and first < copy.start + copy.nbytes for copy in pending):
                     self.broken.append("read early")
                 self.check_written(first, last - first)
 
     def check_made(self, start: int, nbytes: int) -> None:
-        """Note where compute that may still be under way writes what a copy reads."""
+        """Notes where compute that may still be under way writes what a copy reads."""
         if any(tick > self.progress and first < start + nbytes and start < last for tick, first, last in self._writes):
             self.broken.append("copied early")
 
     def check_written(self, start: int, nbytes: int) -> None:
-        """Note where compute that may still be under way reads what a copy writes."""
+        """Notes where compute that may still be under way reads what a copy writes."""
         if any(tick > self.progress and first < start + nbytes and start < last for tick, first, last in self._reads):
             self.broken.append("written early")
 
 
 class Ticks(TorchDispatchMode):
-    """Tells a `LateDevice` of every operation of torch on this thread."""
+    """A dispatch mode that reports every operation of torch on this thread to a `LateDevice`."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._device.tick([] if func.is_view else stretches((args, kwargs)))
+        self._device.tick([] if func.is_view else ranges((args, kwargs)))
         result = func(*args, **(kwargs or {}))
-        self._device.made([] if func.is_view else stretches(result))
+        self._device.made([] if func.is_view else ranges(result))
         return result
 
 
-def stretches(tree: Any) -> list[tuple[int, int]]:
-    """Where the tensors in it lie: (first address, last address) of each."""
+def ranges(tree: Any) -> list[tuple[int, int]]:
+    """Returns the memory of the tensors in a tree: (first address, last address) of each."""
     tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]
 

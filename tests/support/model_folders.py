@@ -22,7 +22,7 @@ MARKING_TEMPLATE = (
 
 
 def tokenizer(template: str | None = None) -> Any:
-    """A token for each byte, and the special ones before; 0 begins a text, 1 ends it."""
+    """Returns a tokenizer with a token for each byte after the special ones; 0 begins a text, 1 ends it."""
     vocabulary = {token: at for at, token in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
     inner = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -46,7 +46,7 @@ def llama_config(**more: Any) -> Any:
 
 
 def make_folder(folder: Path, template: str | None = None, weights: bool = True, seed: int = 0, **more: Any) -> Path:
-    """A folder with a tokenizer and a config, and with weights."""
+    """Makes a folder with a tokenizer, a config and, if `weights`, weights."""
     tokenizer(template).save_pretrained(folder)
     config = llama_config(**more)
     if weights:
@@ -58,5 +58,5 @@ def make_folder(folder: Path, template: str | None = None, weights: bool = True,
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> None:
-    """A file of documents: a line of JSON for each."""
+    """Writes a file of documents: one line of JSON for each."""
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

@@ -16,7 +16,7 @@ IMAGES = {"image_size": 16, "patch_size": 8}
 
 
 def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
-    """Three blocks, tied embedding, dropout off."""
+    """Returns a GPT-2 of three blocks, with a tied embedding and without dropout."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_layer=layers,
@@ -33,14 +33,14 @@ def gpt2(layers: int = 3, width: int = 64, heads: int = 4) -> nn.Module:
 
 
 def gpt2_dropout() -> nn.Module:
-    """The same with dropout, so that the random generators matter."""
+    """Returns a GPT-2 with dropout, for which the random generators matter."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=3, n_embd=64, n_head=4, vocab_size=128, n_positions=64, use_cache=False)
     )
 
 
 def gpt2_tiny() -> nn.Module:
-    """The preset of the command line, without dropout."""
+    """Returns the preset of the command line, without dropout."""
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             n_layer=4,
@@ -106,7 +106,7 @@ def mixtral() -> nn.Module:
 
 
 def llava() -> nn.Module:
-    """A vision-language model: a CLIP tower, a projector and a Llama."""
+    """Returns a vision-language model: a CLIP tower, a projector and a Llama."""
     vision, text = transformers.CLIPVisionConfig(**WIDTHS, **IMAGES), transformers.LlamaConfig(**DECODER)
     return transformers.LlavaForConditionalGeneration(
         transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=127)
@@ -122,7 +122,7 @@ def resnet() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """A Llama by `peft`: all is frozen but adapters of two projections in each block, which are not zero."""
+    """Returns a Llama of `peft`: all is frozen except nonzero adapters of two projections in each block."""
     import peft
 
     adapters = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -130,7 +130,7 @@ def lora() -> nn.Module:
 
 
 class Mixture(nn.Module):
-    """What users bring: a tied head, a frozen layer, a layer that no loss reaches, a scalar, an odd size."""
+    """A model with a tied head, a frozen layer, a layer that no loss reaches, a scalar and an odd size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Mixture(nn.Module):
 
 
 def tokens(step: int, micro: int, size: tuple[int, ...] = (2, 32), vocabulary: int = 128) -> torch.Tensor:
-    """A batch of ids that depends on nothing but its arguments."""
+    """Returns a batch of ids that depends on the arguments alone."""
     generator = torch.Generator().manual_seed(1_000 * step + micro)
     return torch.randint(vocabulary, size, generator=generator)
 
@@ -162,6 +162,11 @@ def tokens(step: int, micro: int, size: tuple[int, ...] = (2, 32), vocabulary: i
 def language_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = tokens(step, micro)
     return model(input_ids=ids, labels=ids).loss
+
+
+def translation_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    ids = tokens(step, micro)
+    return model(input_ids=ids, labels=ids.flip(1)).loss
 
 
 def byte_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -175,7 +180,7 @@ def mixture_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 
 
 def without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of a GPT-2, less what rounding decides.
+    """Returns a tensor of a GPT-2 without the key biases, whose gradients are roundings of zero.
 
     Attention is invariant to the bias of its keys, so its true gradient is zero and what is computed is noise, which
     Adam scales up to the learning rate. A last-bit difference anywhere gives it other values, in PyTorch against itself

@@ -44,7 +44,7 @@ class Twice(Layers):
 
 
 class Branches(Layers):
-    """Other layers in every step, so that the recorded order is always wrong."""
+    """A model with other layers in every step, so that the recorded order is always wrong."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
@@ -54,7 +54,7 @@ class Branches(Layers):
 
 
 class Skipped(Layers):
-    """One layer has no gradient in most steps: no decay, no step, as in torch."""
+    """A model in which one layer has no gradient in most steps: no decay, no step, as in torch."""
 
     def through(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         for index, layer in enumerate(self.layers):
@@ -72,7 +72,7 @@ class Shared(Layers):
 
 
 class Recursive(Layers):
-    """Its forward calls itself."""
+    """A model whose forward calls itself."""
 
     depth = 0
 
@@ -99,7 +99,7 @@ class Record:
 
 
 class Odd(nn.Module):
-    """Keyword inputs; outputs that are nested, with what is no tensor."""
+    """A model with keyword inputs and nested outputs that contain other things than tensors."""
 
     def __init__(self, kind: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ class Nested(Layers):
 
 
 class Transposed(nn.Module):
-    """Its output is a view of its weight."""
+    """A module whose output is a view of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Views(Layers):
 
 
 class Curious(nn.Module):
-    """Looks at its weights' dtype, device and shape before it computes with them."""
+    """A model that reads its weights' dtype, device and shape before it computes with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Asking(Layers):
 
 
 class Elsewhere(Layers):
-    """Weights are used by modules that do not own them, while their owner does not run; one through `.data`."""
+    """A model whose modules use weights of a module that does not run, one of them through `.data`."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = functional.embedding(ids, self.embedding.weight)
@@ -245,7 +245,7 @@ class Uneven(Layers):
 
 
 class Partly(Layers):
-    """Frozen and trainable in one module, a layer that is wholly frozen."""
+    """A model with frozen and trainable parameters in one module, and a layer that is completely frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Adapted(nn.Module):
 
 
 class Adapters(Layers):
-    """All is frozen but the adapters; with `recompute`, each layer is recomputed in backward."""
+    """A model in which all is frozen except the adapters; with `recompute`, each layer is recomputed in backward."""
 
     recompute: bool | None = None
 
@@ -327,14 +327,14 @@ class Recurrent(Layers):
 
 
 class Normed(Layers):
-    """`weight_norm` computes the weight from two parameters in each forward."""
+    """A model whose `weight_norm` computes the weight from two parameters in each forward."""
 
     def layer(self, index: int) -> nn.Module:
         return nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
 
 
 class Convolutions(nn.Module):
-    """No list at all; BatchNorm's buffers change in each forward."""
+    """A model without a list; the buffers of BatchNorm change in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def convolution_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 
 
 class Region(Layers):
-    """Regions of `size` layers are recomputed in backward, with dropout inside."""
+    """A model that recomputes regions of `size` layers in backward, with dropout inside."""
 
     size, reentrant = 1, False
 
@@ -401,7 +401,7 @@ class ReentrantRegionOfAll(RegionOfAll):
 
 
 class FrozenRegion(RegionOfTwo):
-    """A frozen norm saves its weight itself, not a view of it; a block uses a frozen weight of its own."""
+    """A region whose frozen norm saves its weight itself, not a view; a block uses a frozen weight of its own."""
 
     def layer(self, index: int) -> nn.Module:
         return Gated() if index % 2 else nn.LayerNorm(WIDTH).requires_grad_(False)

@@ -58,7 +58,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Group:
-    """A piece that holds others, and what it does with them."""
+    """A piece that contains others, and how it calls them."""
 
     kind: str
     children: tuple[Piece | Group, ...]
@@ -66,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tree:
-    """A model, and how it is trained."""
+    """A model, and the settings of its training."""
 
     children: tuple[Piece | Group, ...]
     width: int = 8
@@ -120,7 +120,7 @@ class Model(nn.Module):
 
 
 class _Builder:
-    """Makes pieces in their order, and knows those that are made."""
+    """A builder that makes pieces in their order and remembers those that are made."""
 
     def __init__(self, width: int, signal: Signal) -> None:
         self.width, self.signal = width, signal
@@ -168,14 +168,14 @@ def _has_regions(module: nn.Module) -> bool:
 
 
 def build(tree: Tree) -> nn.Module:
-    """The model of `tree`, by its seed."""
+    """Returns the model of `tree`, made with its seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(tree.seed)
         return Model(tree)
 
 
 def kinds(tree: Tree | Group) -> Iterator[str]:
-    """The kinds of all pieces, outer ones first."""
+    """Yields the kinds of all pieces, outer ones first."""
     for child in tree.children:
         yield child.kind
         if isinstance(child, Group):
@@ -222,7 +222,7 @@ def room(tree: Tree) -> int:
 
 
 def _at_once(model: nn.Module, units: Units) -> int:
-    """The most units that one moment needs: of modules inside of each other, or a region and the unit before it."""
+    """Returns the most units that are needed at one moment: nested modules, or a region and the unit before it."""
     needs = {id(model.get_submodule(name)): set(indices) for name, indices in units.sites.items()}
     unit_of = {
         id(model.get_parameter(name)): index for index, unit in enumerate(units.units) for name in unit.parameters
@@ -272,7 +272,7 @@ _PIECES = st.recursive(
 
 
 def _can_work(tree: Tree) -> bool:
-    """Whether the constants above allow `tree`."""
+    """Returns whether the constants above allow `tree`."""
     if not OUTSIDE and tree.container != "list" and "attention" in kinds(tree):
         return False
     regions = [module for module in build(tree).modules() if isinstance(module, Checkpointed) and not module.reentrant]
@@ -294,5 +294,5 @@ TREES: st.SearchStrategy[Tree] = st.builds(
 
 
 def unclipped(clip: float) -> float:
-    """What `torch.nn.utils.clip_grad_norm_` takes for no clip at all."""
+    """Returns the value by which `torch.nn.utils.clip_grad_norm_` does not clip."""
     return clip or math.inf

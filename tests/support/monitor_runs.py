@@ -36,7 +36,7 @@ CSV = {"enabled": True, "job_name": "job"}
 def start(
     folder: Path, job: Job = JOB, placement: tuple[str, str] = DISK, keys: Mapping[str, Any] | None = None, **more: Any
 ) -> offload.Engine:
-    """An engine that writes CSV files to `folder`/job; `keys` are of the top level, `more` of the block "offload"."""
+    """Starts an engine that writes CSV files to `folder`/job; `keys` are top-level keys, `more` those of "offload"."""
     torch.manual_seed(job.seed)
     content = config(job, placement, folder / "swap", **more)
     content |= {"csv_monitor": {**CSV, "output_path": str(folder)}, **(keys or {})}
@@ -44,7 +44,7 @@ def start(
 
 
 def rows(folder: Path, event: str) -> list[tuple[int, float]]:
-    """What the file of an event holds, once it is sure that it has the form of DeepSpeed's."""
+    """Returns the rows of an event's file after a check that the file has DeepSpeed's form."""
     with (folder / "job" / f"{event.replace('/', '_')}.csv").open(newline="") as file:
         header, *lines = csv.reader(file)
     assert header == ["step", event.rpartition("/")[2]]

@@ -30,7 +30,7 @@ def handle() -> Iterator[aio_handle]:
 
 
 def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """(nbytes,) uint8"""
+    """Returns `nbytes` reproducible random bytes as a uint8 tensor."""
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 

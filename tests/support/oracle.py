@@ -38,7 +38,7 @@ PLACEMENTS = tuple(itertools.product(TIERS, TIERS))
 
 
 class Job(NamedTuple):
-    """A training run: what to train, on what, for how long, and the numbers of AdamW."""
+    """A training run: the model, its data, its length, and the numbers of AdamW."""
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], torch.Tensor]
@@ -74,7 +74,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlainOptimizer(torch.optim.Optimizer):
-    """An optimizer that looks at one parameter after the other: those with a gradient."""
+    """An optimizer that updates one parameter after the other, those with a gradient alone."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -88,7 +88,7 @@ class PlainOptimizer(torch.optim.Optimizer):
 
 
 class PlainLion(PlainOptimizer):
-    """Chen et al. 2023, algorithm 2."""
+    """Lion: Chen et al. 2023, algorithm 2."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -102,7 +102,7 @@ class PlainLion(PlainOptimizer):
 
 
 class PlainLamb(PlainOptimizer):
-    """You et al. 2020, algorithm 2, with bias correction and a bounded ratio."""
+    """LAMB: You et al. 2020, algorithm 2, with bias correction and a bounded ratio."""
 
     def __init__(self, params: Any, lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
@@ -124,14 +124,14 @@ PLAIN: dict[str, Any] = {"Lion": PlainLion, "Lamb": PlainLamb}
 
 
 def rounded(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weights of an fp32 master; in bf16 ties go away from zero, as a master in two halves has them."""
+    """Returns the weights of an fp32 master; in bf16 ties round away from zero, as a split master rounds them."""
     if dtype is not torch.bfloat16:
         return master.to(dtype)
     return ((master.detach().view(torch.int32).to(torch.int64) + 0x8000) >> 16).to(torch.int16).view(dtype)
 
 
 class PlainEngine:
-    """The engine's calls in ordinary PyTorch: the optimizer of torch, on fp32 masters where the model has 16 bits."""
+    """The engine's calls in ordinary PyTorch: torch's optimizer, on fp32 masters where the model has 16 bits."""
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.seed)
@@ -193,7 +193,7 @@ class PlainEngine:
 
 
 def plain_loop(job: Job) -> Result:
-    """Train `job` in ordinary PyTorch."""
+    """Trains `job` in ordinary PyTorch."""
     return trained(PlainEngine(job), job)
 
 
@@ -201,7 +201,7 @@ def plain_loop(job: Job) -> Result:
 
 
 def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> dict[str, Any]:
-    """The DeepSpeed-style config of `job`; `options` go to the "offload" block. Poison is always on."""
+    """Returns the DeepSpeed-style config of `job`; `options` go to the "offload" block. Poison is always on."""
     weights, states = placement
     return {
         "train_micro_batch_size_per_gpu": 1,
@@ -230,7 +230,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
 
 
 def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """An engine over the job's model, its generators seeded as the plain loop's."""
+    """Starts an engine over the job's model, with its generators seeded as the plain loop's."""
     torch.manual_seed(job.seed)
     model = job.model()
     return offload.initialize(model=model, config=config(job, placement, folder, **options))[0]
@@ -248,7 +248,7 @@ def room_for(job: Job, units: int) -> int:
 
 
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tiny models: tiny pieces of a gradient, of a unit that streams, and of an update."""
+    """Makes chunks of gradients, of streamed units and of updates tiny, for tiny models."""
     from offload.engine.gradients import accumulator as gradients
     from offload.engine.gradients import reduce_scatter as reduction
     from offload.engine.gradients import values as gradient_values
@@ -267,7 +267,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvme", "nvme"), **options: Any) -> int:
-    """The smallest budget that works, as the error says it."""
+    """Returns the smallest host budget that works, as the error names it."""
     try:
         start(job, placement, folder, host_memory=1, **options)
     except offload.errors.BudgetError as error:
@@ -278,7 +278,7 @@ def least_host_memory(job: Job, folder: Path, placement: tuple[str, str] = ("nvm
 
 
 def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> float:
-    """One step of `job`; the mean loss over its micro-batches."""
+    """Trains one step of `job` and returns the mean loss over its micro-batches."""
     loss = torch.zeros(())
     for micro in range(job.accumulation):
         part = job.loss(engine, step, micro)
@@ -289,7 +289,7 @@ def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> flo
 
 
 def trained(engine: offload.Engine | PlainEngine, job: Job) -> Result:
-    """Train `job` from its first step to its last."""
+    """Trains `job` from its first step to its last."""
     losses, norms = [], []
     for step in range(job.steps):
         losses.append(train_step(engine, job, step))
@@ -298,7 +298,7 @@ def trained(engine: offload.Engine | PlainEngine, job: Job) -> Result:
 
 
 def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
-    """Train `job` by the engine from its first step to its last, and remove its store."""
+    """Trains `job` by the engine from its first step to its last, and remove its store."""
     engine = start(job, placement, folder, **options)
     try:
         return trained(engine, job)
@@ -312,21 +312,21 @@ def weights_of(engine: offload.Engine | PlainEngine) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any], what: str = "") -> None:
-    """Two dicts of tensors are equal, bit for bit."""
+    """Asserts that two dicts of tensors are equal, bit for bit."""
     assert left.keys() == right.keys(), f"{what}: only one has {sorted(left.keys() ^ right.keys())}"
     for name, value in left.items():
         assert torch.equal(value, right[name]), f"{what}: {name} differs"
 
 
 def assert_same(left: Result, right: Result, what: str = "") -> None:
-    """Two results are equal, bit for bit."""
+    """Asserts that two results are equal, bit for bit."""
     assert left.losses == right.losses, f"{what}: losses differ"
     assert left.norms == right.norms, f"{what}: norms differ"
     assert_same_tensors(left.weights, right.weights, what)
 
 
 def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PLACEMENTS, **options: Any) -> Result:
-    """Train `job` in every placement; all must be equal. Returns the result."""
+    """Trains `job` in every placement, asserts that all are equal, and returns the result."""
     first: Result | None = None
     for placement in placements:
         result = run(job, placement, folder / "-".join(placement), **options)
@@ -340,7 +340,7 @@ def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PL
 
 
 def processes() -> Any:
-    """Where processes come from: one that has imported what they need, which takes longer than most, and no more."""
+    """Returns a context whose processes start from a server that has imported what tests need, and no more."""
     context = multiprocessing.get_context("forkserver")
     modules = [
         "pytest",
@@ -353,7 +353,7 @@ def processes() -> Any:
 
 
 def dies(function: Callable[..., Any], *arguments: Any) -> None:
-    """Call `function` in a process that SIGKILL must end."""
+    """Calls `function` in a process that SIGKILL must end."""
     process = processes().Process(target=function, args=arguments)
     process.start()
     process.join()
@@ -363,7 +363,7 @@ def dies(function: Callable[..., Any], *arguments: Any) -> None:
 def _until_killed(
     job: Job, placement: tuple[str, str], folder: Path, log: Path, late: float, options: dict[str, Any]
 ) -> None:
-    """The body of a process that may be killed: a line of JSON for each step that `step()` has ended."""
+    """Trains in a process that may be killed, and writes a line of JSON for each step that `step()` has ended."""
     logging.disable(logging.CRITICAL)
     if late:
         use_queue(pytest.MonkeyPatch(), lambda: LateQueue(os.getpid(), late))
@@ -380,7 +380,7 @@ def _until_killed(
 def kill_and_resume(
     job: Job, placement: tuple[str, str], folder: Path, kills: int, seed: int = 0, late: float = 0.0, **options: Any
 ) -> Result:
-    """Run `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
+    """Runs `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
 
     `late` makes each request up to so many seconds late, so that most moments lie between the first write of an update
     and its commit.
@@ -415,5 +415,5 @@ def kill_and_resume(
 
 
 def batches(steps: int, accumulation: int) -> Iterator[tuple[int, int]]:
-    """(step, micro-batch) in order."""
+    """Yields (step, micro-batch) in order."""
     yield from itertools.product(range(steps), range(accumulation))

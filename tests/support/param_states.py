@@ -29,12 +29,12 @@ Found = dict[str, torch.Tensor | None]
 
 
 def gpt2() -> nn.Module:
-    """Two narrow blocks: more would say the same of each parameter, and each is read many times here."""
+    """Returns a GPT-2 of two narrow blocks, since each parameter is read many times here."""
     return models.gpt2(layers=2, width=32, heads=2)
 
 
 class Mixture(models.Mixture):
-    """Three blocks of the four: the frozen one, the one with a frozen weight, and one that is trained."""
+    """A model of three blocks: a frozen one, one with a frozen weight, and one that trains."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ JOBS = {"GPT2": GPT2, "MIXTURE": MIXTURE}
 
 
 def everything(module: nn.Module) -> Found:
-    """All that can be read of each parameter, by its name and what it is."""
+    """Returns all that can be read of each parameter, by its name and the state's."""
     found: Found = {}
     for name, parameter in module.named_parameters():
         found[f"{name} master"] = offload.safe_get_full_fp32_param(parameter)
@@ -73,7 +73,7 @@ LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 
 def everything_local(module: nn.Module) -> Found:
-    """What `everything` reads, of this rank's part."""
+    """Returns what `everything` reads, of this rank's shard."""
     return {
         f"{name} {what}": get(parameter)
         for name, parameter in module.named_parameters()
@@ -105,7 +105,7 @@ def differences(one: Found, other: Found, same: Callable[..., bool] = torch.equa
 
 
 def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: bool = False) -> None:
-    """Assert that masters agree within `rounding_bounds`, gradients and moments as sums and squares of sums do."""
+    """Asserts that masters agree within `rounding_bounds`, gradients and moments as sums and squares of sums do."""
     assert found.keys() == expected.keys()
     share = rounding_bounds.norm_error(job) + 2 * rounding_bounds.step_error(job)
     built = job.model()
@@ -126,12 +126,12 @@ def same_but_for_roundings(found: Found, expected: Found, job: Job, reordered: b
 
 
 def little_room(job: Job, placement: tuple[str, str]) -> dict[str, Any]:
-    """Two units at a time on the device, where that is not their home."""
+    """Returns options that leave room for two units on the device, unless the device is their tier."""
     return {} if "none" in placement else {"device_memory": room_for(job, 2)}
 
 
 def backward(engine: Any, job: Job, step: int) -> None:
-    """All backwards of a step but not its end."""
+    """Runs all backwards of a step, but not its end."""
     for micro in range(job.accumulation):
         engine.backward(job.loss(engine, step, micro))
         if micro < job.accumulation - 1:
@@ -139,7 +139,7 @@ def backward(engine: Any, job: Job, step: int) -> None:
 
 
 def a_round(engine: Any, job: Job, look: Callable[[], Found]) -> list[Found]:
-    """What is found before any step, between backward and step of the second, and after it."""
+    """Yields what `look` finds before any step, between backward and step of the second, and after the second."""
     found = [look()]
     train_step(engine, job, 0)
     backward(engine, job, 1)

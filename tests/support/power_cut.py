@@ -28,7 +28,7 @@ Cut = Callable[[Sequence[int]], "int | None"]
 
 
 class Event(NamedTuple):
-    """Something that was done: a method of `Disk` and what it is given; a `note` changes nothing."""
+    """An event: a method of `Disk` and its arguments; a `note` changes nothing."""
 
     what: str
     arguments: tuple[Any, ...]
@@ -40,7 +40,7 @@ class Event(NamedTuple):
 
 
 class _File:
-    """Bytes, and the versions of each sector and of the length since the last sync, each with its event."""
+    """The bytes of a file, and the versions of each sector and of its length since the last sync, by event."""
 
     def __init__(self) -> None:
         self.live = bytearray()
@@ -78,7 +78,7 @@ class _File:
 
 
 class _Folder:
-    """Names, and what became of them since the last sync: (event, new name or None, number, name that is gone)."""
+    """The names in a folder, and their changes since the last sync: (event, new name or None, number, old name)."""
 
     def __init__(self) -> None:
         self.live: dict[str, int] = {}
@@ -139,13 +139,13 @@ class Disk:
         self.nodes[number].sync()
 
     def image(self, cut: Cut) -> dict[str, bytes | None]:
-        """What may be there if the power went now."""
+        """Returns one image that a power cut at this moment may leave."""
         found: dict[str, bytes | None] = {}
         self._collect("", self._folder(0), cut, found)
         return found
 
     def live(self) -> dict[str, bytes | None]:
-        """What is there while the power is on."""
+        """Returns the image while the power is on."""
         return self.image(everything)
 
     def _collect(self, path: str, folder: _Folder, cut: Cut, found: dict[str, bytes | None]) -> None:
@@ -172,17 +172,17 @@ class Disk:
 
 
 def everything(events: Sequence[int]) -> int | None:
-    """All that was done reached the drive."""
+    """Keeps every event: all of them reached the drive."""
     return len(events) - 1 if events else None
 
 
 def nothing(events: Sequence[int]) -> int | None:
-    """Only what was synced."""
+    """Keeps what was synced, and nothing else."""
     return None
 
 
 def only(last: int) -> Cut:
-    """The newest thing that was done, and of the rest what was synced: the drive did the last first."""
+    """Keeps the newest event and, of the rest, what was synced: the drive did the last first."""
 
     def cut(events: Sequence[int]) -> int | None:
         return len(events) - 1 if events and events[-1] == last else None
@@ -191,7 +191,7 @@ def only(last: int) -> Cut:
 
 
 def all_but(last: int) -> Cut:
-    """All but the newest thing that was done."""
+    """Keeps all but the newest event."""
 
     def cut(events: Sequence[int]) -> int | None:
         before = [index for index, event in enumerate(events) if event != last]
@@ -201,7 +201,7 @@ def all_but(last: int) -> Cut:
 
 
 def some(chance: random.Random, share: float) -> Cut:
-    """Each sector, length and change of a name by itself."""
+    """Keeps each sector, length and change of a name by chance, independently."""
 
     def cut(events: Sequence[int]) -> int | None:
         if not events or chance.random() > share:
@@ -212,7 +212,7 @@ def some(chance: random.Random, share: float) -> Cut:
 
 
 def some_events(chance: random.Random, share: float) -> Cut:
-    """Each thing that was done, as a whole: it reached the drive or did not."""
+    """Keeps each event completely or not at all, by chance."""
     reached: dict[int, bool] = {}
 
     def cut(events: Sequence[int]) -> int | None:
@@ -226,7 +226,7 @@ def some_events(chance: random.Random, share: float) -> Cut:
 
 
 def put(image: Image, root: Path) -> None:
-    """Make a folder of an image."""
+    """Makes a folder of an image."""
     root.mkdir(parents=True, exist_ok=True)
     for path, data in image.items():
         if data is None:
@@ -236,7 +236,7 @@ def put(image: Image, root: Path) -> None:
 
 
 def take(root: Path) -> dict[str, bytes | None]:
-    """The image of a folder."""
+    """Returns the image of a folder."""
     return {
         str(path.relative_to(root)): path.read_bytes() if path.is_file() else None
         for path in sorted(root.rglob("*"))

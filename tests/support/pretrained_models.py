@@ -32,7 +32,7 @@ def pixels(ids: torch.Tensor) -> Inputs:
 
 
 class Family:
-    """A family of models: one that is built of random numbers, the class that loads it, what it is given."""
+    """A family of models: one that is built of random numbers, the class that loads it, and its inputs."""
 
     def __init__(self, model: Callable[[], Any], auto: Any, inputs: Callable[[torch.Tensor], Inputs] = words) -> None:
         self.model, self.auto, self.inputs = model, auto, inputs
@@ -72,7 +72,7 @@ FAMILIES = {
 
 
 def written(folder: Path, model: nn.Module | None = None, seed: int = 1, **options: Any) -> dict[str, torch.Tensor]:
-    """Save a model by transformers; its weights."""
+    """Saves a model by transformers, and returns its weights."""
     torch.manual_seed(seed)
     model = models.llama() if model is None else model
     if hasattr(model, "save_pretrained"):
@@ -87,7 +87,7 @@ _engines: list[offload.Engine] = []
 
 
 def end_engines() -> None:
-    """Destroy what `engine_of` has made: the fixture `engines_end` does it after a test."""
+    """Destroys the engines that `engine_of` has made: the fixture `engines_end` calls it after a test."""
     while _engines:
         _engines.pop().destroy(remove=True)
 
@@ -99,13 +99,13 @@ def engine_of(model: Any, folder: Path, job: Job, placement: tuple[str, str] = D
 
 
 def loaded(source: Path, folder: Path, dtype: str = "fp32", **options: Any) -> offload.Engine:
-    """An engine over the Llama that lies in `source`."""
+    """Returns an engine over the Llama that is stored in `source`."""
     job = FAMILIES["llama"].job(dtype)
     return engine_of(offload.load_pretrained(CAUSAL, source, **options), folder, job)
 
 
 class Plain(nn.Module):
-    """Not of transformers."""
+    """A module that is none of transformers."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ class DiskBytes:
 
 
 def peak_rss() -> int:
-    """The most bytes of RAM that this process has had. (`ru_maxrss` begins with what the one that started it had.)"""
+    """Returns the peak RAM of this process in bytes. (`ru_maxrss` begins with that of the process that started it.)"""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
@@ -46,12 +46,12 @@ def _measured(function: Callable[..., Any], arguments: tuple[Any, ...], pipe: An
 
 
 def peak_memory(function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Call `function` in a fresh process: its result and that process's peak RSS in bytes."""
+    """Calls `function` in a fresh process, and returns its result and that process's peak RSS in bytes."""
     return peak_in(multiprocessing.get_context("spawn"), function, *arguments)
 
 
 def peak_in(context: Any, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """The same in a process of `context`: of `processes()` it begins with what it has at its start, and at once."""
+    """Calls `function` in a process of `context`; one of `processes()` starts with its server's memory."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_measured, args=(function, arguments, sender))
     process.start()

@@ -21,7 +21,7 @@ def my_rows(batch: torch.Tensor) -> torch.Tensor:
 
 
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
-    """The loss of this rank's rows; the mean over the ranks is that of all rows."""
+    """Returns the loss of this rank's rows; the mean over the ranks is that of all rows."""
     ids = my_rows(models.tokens(step, micro, (4, 16), 61))
     return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
 

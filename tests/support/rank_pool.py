@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def meet(rank: int, size: int, port: int) -> None:
-    """What torchrun does for a process: the environment by which ranks find each other."""
+    """Sets the environment by which ranks find each other, as torchrun does."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -98,7 +98,7 @@ class RankPool:
         return [answer for _, answer in answers]
 
     def alive(self) -> bool:
-        """Tell whether every rank runs, as far as its process is concerned."""
+        """Tells whether every rank runs, as far as its process is concerned."""
         return all(process.is_alive() for process in self.processes)
 
     def _start_anew(self) -> None:
@@ -108,7 +108,7 @@ class RankPool:
         self._start()
 
     def close(self) -> None:
-        """End the processes, also such as wait for each other for ever."""
+        """Ends the processes, also such as wait for each other for ever."""
         for pipe, process in zip(self.pipes, self.processes, strict=True):
             if process.is_alive():
                 pipe.send(None)
@@ -132,7 +132,7 @@ _shared: dict[int, RankPool] = {}
 
 @contextmanager
 def shared_pool(size: int) -> Iterator[RankPool]:
-    """Lend the ranks that all tests of this process share; others are started where those no longer work together."""
+    """Lends the ranks that all tests of this process share; others are started where those no longer work together."""
     ranks = _shared.get(size) or _shared.setdefault(size, RankPool(size))
     try:
         assert ranks.run(_count_ranks) == [size] * size
@@ -142,7 +142,7 @@ def shared_pool(size: int) -> Iterator[RankPool]:
 
 
 def _count_ranks() -> int:
-    """Add up one of each rank: what shows that they reach each other."""
+    """Sums one over all ranks, which shows that they reach each other."""
     count = torch.ones(())
     work = dist.all_reduce(count, async_op=True)
     assert work is not None
@@ -151,18 +151,18 @@ def _count_ranks() -> int:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Of this process."""
+    """Returns the rank of this process and the number of ranks."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def start(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> offload.Engine:
-    """An engine on this rank, for a job whose loss takes this rank's rows of every batch."""
+    """Starts an engine on this rank, for a job whose loss takes this rank's rows of every batch."""
     torch.manual_seed(job.seed)
     return offload.initialize(model=job.model(), config=config(job, placement, folder, **options))[0]
 
 
 def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
-    """Train `job` to its end, remove the store; losses are the mean of all ranks'."""
+    """Trains `job` to its end and removes the store; losses are the mean over all ranks."""
     engine = start(job, placement, folder, **options)
     try:
         losses, norms = [], []

@@ -35,12 +35,12 @@ POSITIONS = 512
 
 
 def unit(dtype: str = "fp32") -> float:
-    """The largest relative error of one rounding to the nearest: half the spacing of numbers at one."""
+    """Returns the largest relative error of one rounding to nearest: half the spacing of numbers at one."""
     return float(torch.finfo({**DTYPES, "fp64": torch.float64}[dtype]).eps) / 2
 
 
 def sum_error(terms: float, dtype: str = "fp32") -> float:
-    """What two sums of `terms` numbers in other orders differ by, relative to the sum of their sizes.
+    """Returns how far two sums of `terms` numbers in other orders differ, relative to the sum of their sizes.
 
     `5 sqrt(terms)` units, see above. For few terms that is more than each of both sums can be off, `terms` units.
     """
@@ -48,7 +48,7 @@ def sum_error(terms: float, dtype: str = "fp32") -> float:
 
 
 def roundings(model: nn.Module, dtype: str = "fp32") -> int:
-    """How many roundings lie one behind another in a number of a step.
+    """Returns how many roundings follow one another in a number of a step.
 
     In fp32 each number that is added is one. A matrix adds over its columns on the way forward and over its rows on the
     way back, and a gradient adds over the positions. In 16 bits products are added in fp32 and rounded when they leave
@@ -62,19 +62,19 @@ def roundings(model: nn.Module, dtype: str = "fp32") -> int:
 
 
 def step_error(job: Job) -> float:
-    """What the numbers of a step of `job` differ by, relative to the sizes of what is added."""
+    """Returns how far numbers of a step of `job` differ, relative to the sizes of what is added."""
     return sum_error(_roundings_of(job.model, job.dtype), job.dtype)
 
 
 @functools.lru_cache(maxsize=64)
 def _roundings_of(make: Callable[[], nn.Module], dtype: str) -> int:
-    """Those of the model that `make` makes: a comparison asks once for each of its tensors."""
+    """Returns the roundings of the model that `make` makes: a comparison asks once for each of its tensors."""
     with torch.device("meta"):
         return roundings(make(), dtype)
 
 
 def loss_error(job: Job) -> float:
-    """What a cross-entropy differs by, relative to itself.
+    """Returns how far a cross-entropy differs, relative to itself.
 
     The logits, as large as `job.logits`, are each off by their share of that, and the derivative of a loss by all of
     them together is 2 (1 - p), which is at most 2 (-log p): two losses. In 16 bits each position has logits of its
@@ -85,12 +85,12 @@ def loss_error(job: Job) -> float:
 
 
 def norm_error(job: Job) -> float:
-    """What the norm of all gradients differs by, relative to itself: by the logits, and by the way back."""
+    """Returns how far the norm of all gradients differs, relative to itself: by the logits, and by the way back."""
     return 2 * loss_error(job)
 
 
 def path(job: Job, weight: torch.Tensor, norms: Sequence[float] = ()) -> float:
-    """How far `job` can have moved `weight`, at most: a 2-norm.
+    """Returns how far `job` can have moved `weight` at most: a 2-norm.
 
     An element goes about lr in a step by a rule that divides a gradient by its size or takes its sign. Lamb takes lr
     of the tensor's own norm, but from zero, in the first step, lr of each element. SGD takes lr of the clipped
@@ -105,7 +105,7 @@ def path(job: Job, weight: torch.Tensor, norms: Sequence[float] = ()) -> float:
 
 
 def sign_error(job: Job, numel: int, reordered: bool) -> float:
-    """What the signs of directions come to.
+    """Returns the error that differing signs of directions cause.
 
     A direction within its error of zero may have either sign, and goes lr to one side or to the other. Directions
     are spread about zero, so it is a share of them that is no larger than the error; or one of them. Lion takes signs
@@ -124,7 +124,7 @@ def weight_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), re
 
 
 def likely_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), reordered: bool = False) -> float:
-    """The share of one tensor in what all weights of a model differ by.
+    """Returns one tensor's share of the difference of all weights of a model.
 
     Over so many numbers the root of the mean square is their deviation, of which two are allowed, not six. A 16-bit
     weight rounds to the neighbour, 2 units away, where its master is within its error of the edge: a share of
@@ -137,34 +137,34 @@ def likely_error(job: Job, weight: torch.Tensor, norms: Sequence[float] = (), re
 
 
 def norm(tensor: torch.Tensor) -> float:
-    """The 2-norm, in fp64."""
+    """Returns the 2-norm, in fp64."""
     return float(tensor.detach().double().norm())
 
 
 def near(mine: float, theirs: float, error: float) -> bool:
-    """Whether two losses or norms differ by a relative `error` and the roundings of log(1 + tiny) in each."""
+    """Returns whether two losses or norms differ by a relative `error` and the roundings of log(1 + tiny) at most."""
     return abs(mine - theirs) <= error * abs(theirs) + 4 * unit()
 
 
 def same_numbers(mine: Sequence[float], theirs: Sequence[float], error: float) -> None:
-    """Assert that losses, or norms, of two runs are the same but for a relative `error`."""
+    """Asserts that losses, or norms, of two runs are the same but for a relative `error`."""
     assert len(mine) == len(theirs)
     for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
         assert near(one, other, error), f"step {step}: {one} and {other}, {abs(one - other):.1e} apart, not {error:.1e}"
 
 
 def same_losses(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None:
-    """Assert that the losses of two runs of `job` are the same but for roundings."""
+    """Asserts that the losses of two runs of `job` are the same but for roundings."""
     same_numbers(mine, theirs, loss_error(job))
 
 
 def same_norms(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None:
-    """Assert that the norms of the gradients of two runs of `job` are the same but for roundings."""
+    """Asserts that the norms of the gradients of two runs of `job` are the same but for roundings."""
     same_numbers(mine, theirs, norm_error(job))
 
 
 def same_tensor(mine: torch.Tensor, theirs: torch.Tensor, error: float, scale: torch.Tensor | None = None) -> None:
-    """Assert that two tensors differ by `error` times the norm of `scale`, or else of `theirs`."""
+    """Asserts that two tensors differ by `error` times the norm of `scale`, or else of `theirs`."""
     apart, allowed = norm(mine.double() - theirs.double()), error * norm(theirs if scale is None else scale)
     assert apart <= allowed, f"{apart:.2e} apart, roundings come to {allowed:.2e}"
 
@@ -176,7 +176,7 @@ def same_weights(
     norms: Sequence[float] = (),
     reordered: bool = False,
 ) -> None:
-    """Assert that the weights after two runs of `job` are the same but for roundings, tensor by tensor.
+    """Asserts that the weights after two runs of `job` are the same but for roundings, tensor by tensor.
 
     `reordered`: the runs add in other orders from the first step on. `norms` of the gradients are for SGD.
     """
@@ -192,7 +192,7 @@ def same_weights(
 
 
 def same_training(mine: Result, plain: Result, job: Job, reordered: bool = False) -> None:
-    """Assert that two runs of `job` have the same losses, norms and weights but for roundings."""
+    """Asserts that two runs of `job` have the same losses, norms and weights but for roundings."""
     same_losses(mine.losses, plain.losses, job)
     same_norms(mine.norms, plain.norms, job)
     same_weights(mine.weights, plain.weights, job, plain.norms, reordered)

@@ -18,33 +18,33 @@ SHARE = 5
 """One of so many examples of hypothesis is tried without `--whole`."""
 _LEAST_EXAMPLES = 10
 
-_whole = False
+_complete = False
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Add `--whole` and `--sample-seed` to pytest."""
+    """Adds `--whole` and `--sample-seed` to pytest."""
     parser.addoption("--whole", action="store_true", help="run every case of the large grids, not a sample of them")
     parser.addoption("--sample-seed", type=int, default=0, metavar="N", help="draw other samples of the large grids")
 
 
 def configure(config: pytest.Config) -> None:
-    """Take the options, before any test module is imported."""
-    global _whole
-    _whole = config.getoption("whole")
+    """Takes the options, before any test module is imported."""
+    global _complete
+    _complete = config.getoption("whole")
     # A machine may be busy, so no example has a deadline. The sample is the same each time, the whole is not.
     settings.register_profile("sample", deadline=None, derandomize=True, max_examples=examples(100))
     settings.register_profile("whole", deadline=None)
-    settings.load_profile("whole" if _whole else "sample")
+    settings.load_profile("whole" if _complete else "sample")
 
 
-def examples(whole: int) -> int:
-    """Return how many examples of hypothesis to try where `whole` are tried with `--whole`."""
-    return whole if _whole else max(whole // SHARE, min(whole, _LEAST_EXAMPLES))
+def examples(all_examples: int) -> int:
+    """Returns how many examples of hypothesis to try where `whole` are tried with `--whole`."""
+    return all_examples if _complete else max(all_examples // SHARE, min(all_examples, _LEAST_EXAMPLES))
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of tests marked `sample` that are not in their sample."""
-    if _whole or _are_named(config):
+    """Deselects the cases of tests marked `sample` that are not in their sample."""
+    if _complete or _are_named(config):
         return
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -63,7 +63,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def sample(cases: Sequence[Mapping[str, Hashable]], count: int, seed: str) -> list[int]:
-    """Draw `count` cases of a grid such that as many values as possible of each parameter occur.
+    """Draws `count` cases of a grid such that as many values as possible of each parameter occur.
 
     Args:
         cases: The value (or the index of the value) of each parameter, case by case.
@@ -86,12 +86,12 @@ def sample(cases: Sequence[Mapping[str, Hashable]], count: int, seed: str) -> li
 
 
 def _case(item: pytest.Item) -> Mapping[str, Hashable]:
-    """Return the value of each parameter, an object by its identity; a test without parameters has none."""
+    """Returns the value of each parameter, an object by its identity; a test without parameters has none."""
     callspec = getattr(item, "callspec", None)
     values = {} if callspec is None else callspec.params
     return {name: value if isinstance(value, str | int | float) else id(value) for name, value in values.items()}
 
 
 def _are_named(config: pytest.Config) -> bool:
-    """Tell whether the command line names a single test, which is then run as it is."""
+    """Tells whether the command line names a single test, which is then run as it is."""
     return any("::" in argument for argument in config.args)

@@ -39,7 +39,7 @@ FILTER_ALL = FILTER.replace("def refuse(", "def refuse_all(").replace(
 
 
 def run_python(code: str, tmp_path: Path) -> str:
-    """What `code` prints in a process of its own, in `tmp_path`."""
+    """Returns what `code` prints in a process of its own, in `tmp_path`."""
     done = warm_process.python(code, cwd=tmp_path)
     if done.stderr.strip() == "no seccomp":
         pytest.skip("no seccomp filters here")
@@ -48,7 +48,7 @@ def run_python(code: str, tmp_path: Path) -> str:
 
 
 def refusing(tmp_path: Path, refused: dict[str, int], code: str) -> list[str]:
-    """The lines that `code` prints where each system call of `refused` gives that errno."""
+    """Returns the lines that `code` prints where each system call of `refused` fails with that errno."""
     machine = platform.machine()
     if machine not in CALLS["io_setup"]:
         pytest.skip(f"the numbers of the system calls of {machine} are not known here")

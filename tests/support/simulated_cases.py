@@ -13,13 +13,13 @@ from offload.swapper.unit_table import UnitSize
 PAGE = 4096
 
 
-def unit(pages: int, home: Tier = Tier.DISK) -> UnitSize:
-    return UnitSize(f"{pages} pages", pages * PAGE, home, (range(pages * PAGE),))
+def unit(pages: int, tier: Tier = Tier.DISK) -> UnitSize:
+    return UnitSize(f"{pages} pages", pages * PAGE, tier, (range(pages * PAGE),))
 
 
-def cost(pages: int, home: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
-    """Of a bf16 unit all of whose states have one home."""
-    numel, on_disk = pages * PAGE // 2, home is Tier.DISK
+def cost(pages: int, tier: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
+    """Returns the cost of updating a bf16 unit all of whose states are in one tier."""
+    numel, on_disk = pages * PAGE // 2, tier is Tier.DISK
     return UpdateCost(numel, *((2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)), 2 * numel * spills)
 
 

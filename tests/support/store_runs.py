@@ -39,7 +39,7 @@ def label_of(contents: dict[str, torch.Tensor]) -> str:
 
 
 class Run:
-    """A run under `root`, and what each of its commits holds; `note` is told which commits may be found from now on."""
+    """A run under `root`, and the contents of its commits; `note` receives those that may be found from now on."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Run:
         self.before, self.last = self.last, label
 
     def update(self, unit: int) -> None:
-        """Read the newest copy, write the new one, tile by tile, as the update worker does."""
+        """Reads the newest copy, write the new one, tile by tile, as the update worker does."""
         slot, tile = self.store.target(unit), self.chance.choice([1024, 2048, 4096])
         written: dict[State, list[Any]] = {}
         for state, nbytes in TRAINABLE[unit].items():
@@ -106,17 +106,17 @@ class Run:
         self.now[unit, state] = old[:start] + data + old[start + len(data) :]
 
     def restart(self) -> None:
-        """End the process and begin another."""
+        """Ends the process and begin another."""
         self.store.close()
         self.store = self._store()
 
     def resume(self) -> None:
-        """End the process and go on from what is there."""
+        """Ends the process and go on from what is there."""
         self.restart()
         self.open()
 
     def open(self) -> None:
-        """Open what is there, as the engine does."""
+        """Opens what is there, as the engine does."""
         serial = self.store.newest_serial()
         assert serial is not None
         label = label_of(self.store.open(serial))
@@ -124,14 +124,14 @@ class Run:
         self._note(label)
 
     def compare(self) -> None:
-        """All that is there is what it should be."""
+        """Asserts that all contents are those of the commit."""
         for (unit, state), expected in self.now.items():
             found = _memory(bytes(len(expected)))
             self.store.read(unit, state, self.store.newest[unit], 0, found).wait()
             assert found == expected, f"{state.value} of unit {unit} is not what {self.last} holds"
 
     def take_back(self) -> None:
-        """Another rank has not made the last commit."""
+        """Takes the last commit back, as after a rank that has not made it."""
         assert self.before is not None and self.store.durable is not None
         serial = self.store.durable.serial - 1
         self.restart()
@@ -141,7 +141,7 @@ class Run:
         self.last, self.now, self.before = self.before, dict(self.commits[self.before]), None
 
     def start_over(self) -> None:
-        """Another rank was killed before its first commit, so this one's is given up."""
+        """Gives up the first commit, as after a rank that was killed before its own."""
         self.restart()
         self.create(over=True)
 

@@ -22,7 +22,7 @@ DISK = ("nvme", "nvme")
 
 
 class Net(nn.Module):
-    """Blocks, a bias of the root's own, and a block whose forward is run again in the backward."""
+    """A model of blocks, a bias of the root's own, and a block whose forward is recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Slice(NamedTuple):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The file, once it is sure that it is of the trace event format and that rows are ones that can be drawn."""
+    """Returns the file after a check that it has the trace event format and rows that can be drawn."""
     data = path.read_bytes()
     content: dict[str, Any] = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     assert content["displayTimeUnit"] in ("ms", "ns")
@@ -72,7 +72,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check_nested(spans: list[Slice]) -> None:
-    """Any two spans of a thread are disjoint, or one lies within the other."""
+    """Asserts that any two spans of a thread are disjoint or nested."""
     open_until: list[int] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         while open_until and open_until[-1] <= span.start:
@@ -82,7 +82,7 @@ def _check_nested(spans: list[Slice]) -> None:
 
 
 def threads(content: dict[str, Any]) -> dict[str, list[Slice]]:
-    """The spans of each thread of the file, by its name."""
+    """Returns the spans of each thread of the file, by its name."""
     events = content["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert len(set(names.values())) == len(names)
@@ -95,7 +95,7 @@ def threads(content: dict[str, Any]) -> dict[str, list[Slice]]:
 
 
 def row(content: dict[str, Any], row: Row) -> list[Slice]:
-    """The spans of a row, wherever they lie below each other."""
+    """Returns the spans of a row, on all of its lanes."""
     every = threads(content).items()
     return [span for name, spans in every if name.rstrip(" 0123456789") == row.value for span in spans]
 

@@ -28,7 +28,7 @@ MANY, FEW = 22, 10
 
 
 class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """`count` rows of 12 ids, of which a row is always the same."""
+    """A data set of `count` rows of 12 ids; a row is always the same."""
 
     def __init__(self, count: int = MANY) -> None:
         self._count = count
@@ -42,7 +42,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **changed: Any) -> Any:
-    """Two epochs of `MANY` or `FEW` rows; clip, warm-up and decay act."""
+    """Returns the arguments of two epochs of `MANY` or `FEW` rows; clip, warm-up and decay act."""
     usual: dict[str, Any] = {
         "output_dir": str(folder / "out"),
         "use_cpu": True,
@@ -62,13 +62,13 @@ def arguments(folder: Path, kind: Any = transformers.TrainingArguments, **change
     return kind(**usual | changed)
 
 
-def config(folder: Path, home: str = DISK, **blocks: Any) -> dict[str, Any]:
-    """A config of which the arguments say all else. Poison is always on."""
+def config(folder: Path, tier: str = DISK, **blocks: Any) -> dict[str, Any]:
+    """Returns a config that leaves the rest to the arguments. Poison is always on."""
     return {
         "zero_optimization": {
             "stage": 3,
-            "offload_param": {"device": home},
-            "offload_optimizer": {"device": home},
+            "offload_param": {"device": tier},
+            "offload_optimizer": {"device": tier},
         },
         "offload": {"nvme_path": str(folder / "swap"), "debug": {"poison": True}},
         **blocks,
@@ -76,14 +76,14 @@ def config(folder: Path, home: str = DISK, **blocks: Any) -> dict[str, Any]:
 
 
 def seeded(model: Any = models.gpt2) -> Any:
-    """A model that is the same each time."""
+    """Returns a model that is the same each time."""
     torch.manual_seed(0)
     return model()
 
 
 @contextlib.contextmanager
 def ended(trainer: Any) -> Iterator[Any]:
-    """The trainer, whose engine ends with the block."""
+    """Yields the trainer, whose engine ends with the block."""
     try:
         yield trainer
     finally:
@@ -98,37 +98,37 @@ class Run(NamedTuple):
 
 
 def result(trainer: Any) -> Run:
-    """What a training was."""
+    """Returns the losses, norms, rates and weights of a training."""
     logs = [{key: log[key] for key in LOGGED if key in log} for log in trainer.state.log_history if "loss" in log]
     return Run(logs, {name: value.clone() for name, value in trainer.model.state_dict().items()})
 
 
 def stock(folder: Path, model: Any = models.gpt2, rows: int = FEW, **changed: Any) -> Run:
-    """Train by transformers alone."""
+    """Trains by transformers alone."""
     trainer = transformers.Trainer(model=seeded(model), args=arguments(folder, **changed), train_dataset=Texts(rows))
     trainer.train()
     return result(trainer)
 
 
 def offloaded(
-    folder: Path, home: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
+    folder: Path, tier: str = DISK, model: Any = models.gpt2, blocks: Any = None, rows: int = FEW, **changed: Any
 ) -> Run:
-    """Train by `OffloadTrainer`."""
-    with ended(trainer(folder, home, model, blocks, rows, **changed)) as mine:
+    """Trains by `OffloadTrainer`."""
+    with ended(trainer(folder, tier, model, blocks, rows, **changed)) as mine:
         mine.train()
         return result(mine)
 
 
 @functools.cache
 def unbroken(model: Any = models.gpt2) -> Run:
-    """What `offloaded` gives of a model and nothing else: trained once, for all tests that compare with it."""
+    """Returns the result of `offloaded` with a model alone: trained once, for all tests that compare with it."""
     with tempfile.TemporaryDirectory() as folder:
         return offloaded(Path(folder), model=model)
 
 
 def trainer(
     folder: Path,
-    home: str = DISK,
+    tier: str = DISK,
     model: Any = models.gpt2,
     blocks: Any = None,
     rows: int = MANY,
@@ -139,23 +139,23 @@ def trainer(
         args=arguments(folder, **changed),
         train_dataset=Texts(rows),
         eval_dataset=Texts(5),
-        offload_config=config(folder, home, **blocks or {}),
+        offload_config=config(folder, tier, **blocks or {}),
     )
 
 
 def assert_same(left: Run, right: Run) -> None:
-    """Bit for bit."""
+    """Asserts that two runs are equal, bit for bit."""
     assert left.logs == right.logs
     assert_same_tensors(left.weights, right.weights)
 
 
 def as_job(logs: Sequence[dict[str, float]], model: Any, dtype: str = "fp32") -> Job:
-    """What was trained, for the bounds of it: the largest rate in each step."""
+    """Returns the job of a training, for its bounds: the largest rate in each step."""
     return Job(model, lambda *_: torch.zeros(()), len(logs), lr=max(log["learning_rate"] for log in logs), dtype=dtype)
 
 
 def assert_close(mine: Run, theirs: Run, model: Any = models.gpt2, reordered: bool = False) -> None:
-    """The same but for roundings, as `tests.support.rounding_bounds` has them for fp32."""
+    """Asserts that two runs are equal within `tests.support.rounding_bounds` for fp32."""
     job = as_job(theirs.logs, model)
     assert len(mine.logs) == len(theirs.logs)
     for one, other in zip(mine.logs, theirs.logs, strict=True):

@@ -20,7 +20,7 @@ ONLY_EMPTY = True
 
 
 class Residual(nn.Module):
-    """The hidden states and what its module makes of them."""
+    """A module that adds the output of its inner module to the hidden states."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Residual(nn.Module):
 
 
 class ManyParameters(nn.Module):
-    """A ParameterList and a ParameterDict."""
+    """A module with a ParameterList and a ParameterDict."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Empty(OnlyEmpty):
 
 
 class Transposed(nn.Module):
-    """Its output is a view of its weight."""
+    """A module whose output is a view of its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class ManyOutputs(nn.Linear):
 
 
 class Outputs(nn.Module):
-    """What comes out of its layer is nested, has other things than tensors in it, and the weight itself."""
+    """A module whose layer returns nested outputs that contain other things than tensors, and the weight itself."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Outputs(nn.Module):
 
 
 class AsksFirst(nn.Module):
-    """It asks for dtypes, devices and shapes before any module that owns the parameters runs."""
+    """A module that reads dtypes, devices and shapes before any module that owns the parameters runs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class OwnFunction(nn.Module):
 
 
 class Borrows(nn.Module):
-    """It computes with the weight of another module, which does not run."""
+    """A module that computes with the weight of another module, which does not run."""
 
     def __init__(self, width: int, other: nn.Linear) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ REFERRING = ("again", "tied", *(("borrows",) if OUTSIDE else ()))
 
 
 class Steps(nn.Module):
-    """Its children, one after the other, from a list in a list."""
+    """A module that calls its children in order, from a list in a list."""
 
     def __init__(self, children: list[nn.Module]) -> None:
         super().__init__()
@@ -254,13 +254,13 @@ class Twice(nn.Module):
 
 
 class Signal:
-    """What the batch says to the branches."""
+    """The number by which a batch selects branches."""
 
     value = 0
 
 
 class Branch(nn.Module):
-    """Runs or not, as the batch says; each child has its own say."""
+    """A module that calls the children that the batch selects."""
 
     def __init__(self, children: list[nn.Module], signal: Signal) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class Branch(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Recomputes its children in backward, one by one or all in one region."""
+    """A module that recomputes its children in backward, one by one or all in one region."""
 
     def __init__(self, children: list[nn.Module], reentrant: bool, each: bool) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ SAMPLES, MICRO, ACCUMULATION, STEPS = 20, 2, 2, 13
 
 
 class Net(nn.Module):
-    """Dropout draws from torch's generator; BatchNorm keeps its means in buffers."""
+    """A model whose dropout draws from torch's generator and whose BatchNorm keeps its means in buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def step_schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 
 class Setup(NamedTuple):
-    """What a script is made of."""
+    """The parts of a script that a test chooses."""
 
     source: str = "ours"
     """"ours", or "plain" with so many workers, such as "plain 2"."""
@@ -73,7 +73,7 @@ class Setup(NamedTuple):
     samples: int = SAMPLES
 
     def title(self) -> str:
-        """The name of a test: the same in every process."""
+        """Returns the name of a test, the same in every process."""
         names = (made.__name__ if made else "no" for made in (self.schedule, self.registered))
         return f"{self.source}, {', '.join(names)}, {'draws' if self.draws else 'draws nothing'}"
 
@@ -82,7 +82,7 @@ PLAIN = Setup()
 
 
 class Script:
-    """A training script: it is started, makes steps, and ends."""
+    """A training script, which starts, makes steps, and ends."""
 
     def __init__(self, folder: Path, setup: Setup = PLAIN, resume: str = "auto") -> None:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -122,7 +122,7 @@ class Script:
         return itertools.islice(passes, self.engine.micro_steps, None)
 
     def step(self) -> tuple[float, float]:
-        """The sum of the losses, and the norm."""
+        """Returns the sum of the losses, and the norm."""
         total = 0.0
         for _ in range(ACCUMULATION):
             loss = self.engine(next(self.batches)).square().mean()
@@ -142,7 +142,7 @@ class Script:
 
 
 def train(folder: Path, setup: Setup, breaks: tuple[int, ...] = (), steps: int = STEPS) -> tuple[Any, ...]:
-    """All losses and norms, the learning rates, the weights; the script is ended and started at each of `breaks`."""
+    """Returns losses and norms, learning rates and weights; the script ends and starts at each of `breaks`."""
     seen = []
     script = Script(folder, setup)
     for step in range(steps):
@@ -162,7 +162,7 @@ def assert_equal(left: tuple[Any, ...], right: tuple[Any, ...]) -> None:
 
 
 def multi_step(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """Its milestones are kept by number."""
+    """Returns a schedule that keeps its milestones by number."""
     return lr_scheduler.MultiStepLR(optimizer, [2, 6, 9], gamma=0.5)
 
 
@@ -180,7 +180,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 
 class Counter:
-    """Of the user."""
+    """An object of the user with a state."""
 
     def __init__(self, count: Any = 0) -> None:
         self.count = count

@@ -74,7 +74,7 @@ class Process:
         self.pid = int(_receive(self._connection)[0]["pid"])
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end of the process; returns minus the number of the signal that ended it, as Popen does."""
+        """Waits for the end of the process; returns minus the number of the signal that ended it, as Popen does."""
         if self.returncode is None:
             self._connection.settimeout(timeout)
             try:
@@ -86,14 +86,14 @@ class Process:
         return self.returncode
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs."""
+        """Returns the exit status, or None while the process runs."""
         try:
             return self.wait(1e-6)
         except subprocess.TimeoutExpired:
             return None
 
     def communicate(self, timeout: float | None = None) -> tuple[str | None, str | None]:
-        """Read both outputs to their ends, and wait."""
+        """Reads both outputs to their ends, and wait."""
         readers = [
             threading.Thread(target=self._read, args=(index, stream))
             for index, stream in enumerate((self.stdout, self.stderr))
@@ -163,7 +163,7 @@ class _Streams:
 
 
 def begin(arguments: Sequence[str | os.PathLike[str]], **options: Any) -> Process:
-    """Start Python with these arguments: "-c CODE", "-m MODULE ..." or "SCRIPT ..."."""
+    """Starts Python with these arguments: "-c CODE", "-m MODULE ..." or "SCRIPT ..."."""
     return Process(arguments, **options)
 
 
@@ -173,7 +173,7 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 240,
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments to its end, its output captured; it is killed after `timeout` seconds."""
+    """Runs Python with these arguments to its end, its output captured; it is killed after `timeout` seconds."""
     process = Process(
         arguments, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -187,12 +187,12 @@ def run(
 
 
 def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program, its output captured."""
+    """Runs a program, its output captured."""
     return run(["-c", code], **options)
 
 
 def commands(folder: Path) -> Path:
-    """Make `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
+    """Makes `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
 
     A signal to them is not one to what they run: who kills a command in a script needs the real one.
     """
@@ -205,7 +205,7 @@ def commands(folder: Path) -> Path:
 
 
 def _run_at(server: str, arguments: Sequence[str]) -> int:
-    """Run Python with these arguments, forked from a server of another process; returns what a shell would say."""
+    """Runs Python with these arguments, forked from a server of another process; returns what a shell would say."""
     global _started
     _started = server, None
     status = begin(arguments).wait()
@@ -217,7 +217,7 @@ _started: tuple[str, subprocess.Popen[bytes] | None] | None = None
 
 
 def _server() -> str:
-    """Return the socket of the server, which starts with the first use and ends with this process."""
+    """Returns the socket of the server, which starts with the first use and ends with this process."""
     global _started
     if _started is None:
         path = os.path.join(tempfile.mkdtemp(prefix="offload-warm-"), "socket")
@@ -267,7 +267,7 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 
 
 def _serve(path: str, ready: int, parent: int) -> dict[str, Any]:
-    """Fork a child for each request, for ever; returns in the child, with what it shall run."""
+    """Forks a child for each request, for ever; returns in the child, with what it shall run."""
     for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
         __import__(name)
     listener = socket.socket(socket.AF_UNIX)
@@ -300,7 +300,7 @@ def _serve(path: str, ready: int, parent: int) -> dict[str, Any]:
 
 
 def _reap(child: int, connection: socket.socket) -> None:
-    """Wait for a child and tell its status."""
+    """Waits for a child and tell its status."""
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         _send(connection, {"returncode": status})
@@ -310,7 +310,7 @@ def _reap(child: int, connection: socket.socket) -> None:
 
 
 def _end_with(parent: int, path: str) -> None:
-    """End the server once the process that started it is gone, which may have been killed."""
+    """Ends the server once the process that started it is gone, which may have been killed."""
     select.select([os.pidfd_open(parent)], [], [])
     _end(path)
 
@@ -321,7 +321,7 @@ def _end(path: str) -> None:
 
 
 def _become(request: Mapping[str, Any]) -> None:
-    """Run what was asked for as `__main__`."""
+    """Runs what was asked for as `__main__`."""
     # The server's own know whether *its* descriptors could seek.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]

@@ -52,7 +52,7 @@ TAIL = """
 
 
 class _Marks:
-    """Collects (area, what, outcome, test), in the order of the tests."""
+    """A pytest plugin that collects (area, what, outcome, test), in the order of the tests."""
 
     def __init__(self) -> None:
         self.rows: dict[tuple[str, str], tuple[str, str]] = {}
@@ -66,7 +66,7 @@ class _Marks:
 
 
 def page() -> str:
-    """The page as the tests have it."""
+    """Returns the page that the tests describe."""
     marks = _Marks()
     files = [
         str(path) for path in sorted(Path(__file__).parents[1].glob("test_*.py")) if "mark.works(" in path.read_text()

@@ -17,7 +17,7 @@ from tests.support.power_cut import IGNORED, Disk, Event, take
 
 
 class Recorder:
-    """Writes down what happens under `root`; what is there at first is durable.
+    """A recorder of what happens under `root`; the contents at its start are durable.
 
     Hooks are in the functions by which Python reaches files, not in the code that is tested. `check` compares what was
     written down with what is there, so nothing can be done that is not seen. Requests in flight go through `queue`.
@@ -44,11 +44,11 @@ class Recorder:
         self.log.append(Event(what, arguments, self._paths.get(number, "")))
 
     def note(self, *what: Any) -> None:
-        """Something that is told to who reads the log."""
+        """Records a note for the reader of the log."""
         self.log.append(Event("note", what, ""))
 
     def check(self) -> None:
-        """Raise where something was done under `root` that was not seen."""
+        """Raises where something was done under `root` that was not seen."""
         disk = Disk()
         for event in self.log:
             disk.carry_out(event)
@@ -57,7 +57,7 @@ class Recorder:
     # -- names --
 
     def _path(self, path: Any) -> str | None:
-        """The path below the root; None where it is elsewhere, or means nothing."""
+        """Returns the path below the root; None where it is elsewhere, or no path."""
         text = os.path.abspath(os.fspath(path))
         if os.path.basename(text) == IGNORED or not text.startswith(f"{self._root}/"):
             return "" if text == str(self._root) else None
@@ -72,7 +72,7 @@ class Recorder:
         return number
 
     def _made_folders(self, path: str) -> None:
-        """`path` and what is above it may be new."""
+        """Records `path` and the folders above it that may be new."""
         parts = path.split("/")
         for count in range(1, len(parts) + 1):
             each = "/".join(parts[:count])
@@ -88,7 +88,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside, all that this process does under the root is seen."""
+        """Records all that this process does under the root, inside of the block."""
         wraps = [(os, name, getattr(self, f"_wrap_{name}")) for name in ("open", "pwrite", "replace")]
         wraps += [(os, name, self._wrap_length) for name in ("posix_fallocate", "ftruncate")]
         wraps += [(os, name, self._wrap_sync) for name in ("fsync", "fdatasync")]
@@ -175,7 +175,7 @@ class Recorder:
 
 
 def _remove_tree(path: Path, ignore_errors: bool = False) -> None:
-    """`shutil.rmtree` by functions that are recorded."""
+    """Removes a folder as `shutil.rmtree` does, by functions that are recorded."""
     if not path.is_dir():
         assert ignore_errors
         return
@@ -207,7 +207,7 @@ class _Ending:
 
 
 class RecordingQueue:
-    """Writes down what is written when it is asked for: from then on any of it may reach the drive."""
+    """A queue that records a write at its submission: from then on any of it may reach the drive."""
 
     def __init__(self, inner: IoQueue, recorder: Recorder) -> None:
         self._inner, self._recorder = inner, recorder
@@ -228,7 +228,7 @@ class RecordingQueue:
 
 
 class _Done:
-    """A request that has ended before anybody asks."""
+    """A request that has ended at its submission."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

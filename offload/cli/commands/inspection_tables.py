@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
         share = "" if rated is None else f", {nbytes / rated:.2%} of the {format_decimal(rated)} that it is rated for"
         rows.append(("written", f"{format_decimal(nbytes)} to {drive['path']} in the life of the run{share}"))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in rank["damaged"]]
+    return _filled(table, rows)
+
+
+def _filled(table: Table, rows: Iterable[tuple[str, str]]) -> Table:
+    """Returns `table` with a row for each name and value, which are no markup."""
     for name, value in rows:
         table.add_row(name, escape(value))
     return table
@@ -169,9 +174,7 @@ def _checkpoint_table(found: Mapping[str, Any]) -> Table:
         ]
     rows.append(("size", format_size(found["bytes"])))
     rows += [("damaged", f"{wrong['path']}: {wrong['reason']}") for wrong in found["damaged"]]
-    for name, value in rows:
-        table.add_row(name, escape(value))
-    return table
+    return _filled(table, rows)
 
 
 def _model(model: Mapping[str, Any]) -> str:

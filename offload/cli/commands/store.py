@@ -109,10 +109,10 @@ def export(
     for notice in done.notices:
         console.print(notice, markup=False)
     if json_output:
-        print(json.dumps({**done._asdict(), "step": done.epoch, "path": str(done.path)}))
+        print(json.dumps({**done._asdict(), "epoch": done.step, "path": str(done.path)}))
     else:
         console.print(
-            f"step {done.epoch}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
+            f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
             f"{done.dtype}, in {done.path}",
             markup=False,
         )

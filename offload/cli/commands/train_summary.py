@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from offload.report.drive_wear import foresee, warning
+from offload.report.drive_wear import forecast, warning
 from offload.report.phases import ADVICE, Bound, bound
 from offload.report.prediction import compare, words
 from offload.sizes import format_decimal
@@ -35,7 +35,7 @@ def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
             last.step - first.step
         )  # a mean, since writes may end in a later step
         words = warning(
-            foresee(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
+            forecast(path, ranks * so_far, ranks * a_step, left, block["drive_tbw"]),
             block["drive_share"],
             left * last.seconds,
         )

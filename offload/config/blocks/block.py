@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 
-def words_of(words: str) -> tuple[str, ...]:
+def split_names(words: str) -> tuple[str, ...]:
     """Returns the words of a string, one key name each."""
     return tuple(words.split())
 
@@ -16,9 +16,9 @@ def words_of(words: str) -> tuple[str, ...]:
 CHANGES_TRAINING = "changes the training and is not supported; remove it, or switch it off"
 
 
-def missing(what: str, instead: str = "remove it, or switch it off") -> str:
+def missing(request: str, instead: str = "remove it, or switch it off") -> str:
     """Returns the reason for refusing a key: what the key asks for, and what to do instead."""
-    return f"{what}, which is not supported; {instead}"
+    return f"{request}, which is not supported; {instead}"
 
 
 class Block(BaseModel):
@@ -34,7 +34,7 @@ class Block(BaseModel):
     """Keys refused unless switched off, with the rest of the message."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
     """Older names of keys, with the names of the fields."""
-    INSTEAD: ClassVar[Mapping[str, Any]] = {}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {}
     """Content to suggest if a plain value was given in place of the block; the value belongs to the first key."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
     """Fields that accept "auto" as a value; in all others "auto" means the default."""

@@ -14,7 +14,7 @@ from offload.config.blocks.values import expanded
 class _Folder(Block):
     """A monitor that writes into a folder."""
 
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether these files are written")
     output_path: Annotated[str, BeforeValidator(expanded)] = Field("runs", description="folder of all jobs")
@@ -32,7 +32,7 @@ class CsvMonitor(_Folder):
 class Wandb(Block):
     """Numbers of each step for Weights & Biases; see guides/monitor-a-run.md. Needs `pip install wandb`."""
 
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the numbers are sent")
     project: str = Field("offload", description="project")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.blocks.block import Block
-from offload.config.blocks.values import Count, Memory, Name, Names, Number, Paths, Ratio, Whole, expanded
+from offload.config.blocks.values import Count, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
 
 
 class Debug(Block):
@@ -53,7 +53,7 @@ class OffloadBlock(Block):
         "restart: replace it by a new run; never: the same, but an error if the earlier run was killed and not closed "
         "by `destroy()`",
     )
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = Field(
+    seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(

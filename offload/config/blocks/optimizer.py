@@ -39,7 +39,7 @@ class OptimizerParams(Block):
         "amsgrad": CHANGES_TRAINING,
         "maximize": CHANGES_TRAINING,
     }
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"lr": 3e-4}
 
     lr: Number | None = Field(None, description="learning rate; required unless optimizer= is passed")
     betas: tuple[Beta, Beta] | None = Field(
@@ -75,7 +75,7 @@ class OptimizerBlock(Block):
     """The optimizer: Adam, AdamW, Lamb, Adagrad, Lion or SGD."""
 
     TUNING = ("legacy_fusion",)
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field("AdamW", description="Adam, AdamW, Lamb, Adagrad, Lion or SGD, in any case of letters")
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
@@ -94,10 +94,10 @@ class OptimizerBlock(Block):
     @pydantic.model_validator(mode="after")
     def _fits(self) -> OptimizerBlock:
         """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
-        known = OPTIMIZER_DEFAULTS[self.type]
+        defaults = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
-            if name != "lr" and name not in known and getattr(self.params, name) is not None:
-                raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *known))}")
+            if name != "lr" and name not in defaults and getattr(self.params, name) is not None:
+                raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *defaults))}")
         settings = self.settings
         if settings.get("nesterov") and (not settings["momentum"] or settings["dampening"]):
             raise ValueError("contains params.nesterov, which needs a momentum above 0 and a dampening of 0")

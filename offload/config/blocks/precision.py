@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from offload.config.blocks.block import Block, missing, words_of
+from offload.config.blocks.block import Block, missing, split_names
 from offload.config.blocks.values import DTYPE_NAMES, Count, Elements, Number, SumDtype, spelling
 
 _AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' dtype; default: yes, with a log line"
@@ -16,12 +16,12 @@ _AUTO_CAST = "whether `engine(...)` casts floating-point inputs to the weights' 
 class Bf16(Block):
     """bf16 weights with split fp32 masters."""
 
-    TUNING = words_of("immediate_grad_update check_grad_overflow")
+    TUNING = split_names("immediate_grad_update check_grad_overflow")
     REFUSED: ClassVar[dict[str, str]] = {
         "bf16_master_weights_and_grads": missing("has no fp32 masters"),
         "bf16_optimizer_states": missing("keeps the moments in bf16"),
     }
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(
         False, description='whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`'
@@ -34,7 +34,7 @@ class Fp16(Block):
 
     TUNING = ("fused_mode",)
     REFUSED: ClassVar[dict[str, str]] = {"fp16_master_weights_and_grads": missing("has no fp32 masters")}
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether the mode is on")
     auto_cast: bool | None = Field(None, description=_AUTO_CAST)
@@ -54,7 +54,7 @@ class TorchAutocast(Block):
     """fp32 weights, and torch's autocast round each forward of the engine."""
 
     TUNING = ("lower_precision_safe_modules",)
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"enabled": True}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
     enabled: bool = Field(False, description="whether `engine(...)` runs the model under torch.autocast")
     dtype: Annotated[Literal["bf16", "fp16"], spelling(DTYPE_NAMES)] = Field(
@@ -65,7 +65,7 @@ class TorchAutocast(Block):
 class DataTypes(Block):
     """Dtypes beside that of the mode."""
 
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"grad_accum_dtype": "fp32"}
 
     param_dtype: SumDtype | None = Field(
         None, description="dtype of the weights; an error if it is not that of the blocks bf16 and fp16"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from offload.config.blocks.block import Block, words_of
+from offload.config.blocks.block import Block, split_names
 from offload.config.blocks.values import Count, Elements, Momentum, Number, Rates, RatesOrAuto, Ratio, WarmupType
 
 
@@ -94,7 +94,7 @@ SCHEDULES: dict[str, type[ScheduleParams]] = {
     "LRRangeTest": RangeTestParams,
 }
 # Other schedules of torch need functions or schedulers as arguments, which a file cannot contain.
-TORCH_SCHEDULES = words_of(
+TORCH_SCHEDULES = split_names(
     """StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CosineAnnealingWarmRestarts
     CyclicLR OneCycleLR"""
 )
@@ -117,7 +117,7 @@ def _schedule(name: str) -> str:
 class SchedulerBlock(Block):
     """The schedule of learning rates, which `engine.step()` advances; without this block they stay as they are."""
 
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "WarmupLR", "params": {"warmup_num_steps": 100}}
 
     type: Annotated[str, AfterValidator(_schedule)] = Field(
         description="`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`, or of "

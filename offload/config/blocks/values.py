@@ -87,9 +87,9 @@ def spelling(names: Mapping[str, str]) -> BeforeValidator:
 
 
 # Types of fields. A validator in front converts the spellings of files before pydantic checks the type.
-Whole = Annotated[int, BeforeValidator(_number)]
-Count = Annotated[Whole, Field(gt=0)]
-Elements = Annotated[Whole, Field(ge=0)]
+Integer = Annotated[int, BeforeValidator(_number)]
+Count = Annotated[Integer, Field(gt=0)]
+Elements = Annotated[Integer, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)]
 Ratio = Annotated[Number, Field(le=1)]
 Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]

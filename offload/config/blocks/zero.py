@@ -7,15 +7,15 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, words_of
-from offload.config.blocks.values import Count, Elements, Names, Number, Paths, Size, Tier, Whole
+from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, split_names
+from offload.config.blocks.values import Count, Elements, Integer, Names, Number, Paths, Size, Tier
 
 
 class OffloadParam(Block):
     """Tier of the weights."""
 
     TUNING = ("pin_memory",)
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of the weights: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
@@ -30,11 +30,11 @@ class OffloadParam(Block):
 class OffloadOptimizer(Block):
     """Tier of the optimizer states."""
 
-    TUNING = words_of(
+    TUNING = split_names(
         """pin_memory buffer_count buffer_size fast_init pipeline pipeline_read pipeline_write super_offload
         cpuadam_cores_perc"""
     )
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"device": "cpu"}
 
     device: Tier = Field("none", description="tier of master weights and moments: none (compute device), cpu, nvme")
     nvme_path: Paths = Field((), description="folder or list of folders for swap files; one per drive")
@@ -55,7 +55,7 @@ class LeafModule(Block):
 class ZeroOptimization(Block):
     """ZeRO: partitioning and tiers."""
 
-    TUNING = words_of(
+    TUNING = split_names(
         """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
         reduce_bucket_size overlap_comm reduce_scatter allgather_partitions allgather_bucket_size
         use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
@@ -67,7 +67,7 @@ class ZeroOptimization(Block):
     )
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
-            words_of(
+            split_names(
                 """zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
                 zeropp_loco_param zenflow"""
             ),
@@ -81,15 +81,15 @@ class ZeroOptimization(Block):
 
     OLD_NAMES: ClassVar[dict[str, str]] = {
         name.removeprefix("stage3_"): name
-        for name in words_of(
+        for name in split_names(
             """stage3_prefetch_bucket_size stage3_param_persistence_threshold stage3_max_live_parameters
             stage3_max_reuse_distance stage3_gather_16bit_weights_on_model_save"""
         )
     } | {"stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save"}
 
-    INSTEAD: ClassVar[Mapping[str, Any]] = {"stage": 3}
+    SUGGESTION: ClassVar[Mapping[str, Any]] = {"stage": 3}
 
-    stage: Annotated[Whole, Field(ge=0, le=3)] = Field(
+    stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
         0, description="0 to 3; on one process all stages train the same way"
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")

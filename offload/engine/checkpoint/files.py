@@ -48,10 +48,14 @@ class Saved(NamedTuple):
     sums: Mapping[str, int]
 
 
+_KEYS = {"step": "epoch"}
+"""Keys in the file of fields that have another name there."""
+
+
 class Manifest(NamedTuple):
     """Content of `manifest.json`."""
 
-    epoch: int
+    step: int
     """Step after which the checkpoint was saved."""
     created: str
     frozen: bool
@@ -69,8 +73,9 @@ class Manifest(NamedTuple):
     def pack(self) -> bytes:
         """Returns the content of the file."""
         files = {name: {"nbytes": each.nbytes, "crc32c": dict(each.sums)} for name, each in self.files.items()}
+        written = {_KEYS.get(name, name): value for name, value in self._asdict().items()}
         # The kind comes first in the file: `_KIND_IN` still finds it if the end of the file is lost.
-        content = {"kind": _KIND, "format": FORMAT, **self._asdict(), "files": files}
+        content = {"kind": _KIND, "format": FORMAT, **written, "files": files}
         return json.dumps({**content, "crc32c": _sum_of(content)}, indent=1).encode()
 
     @classmethod
@@ -94,7 +99,7 @@ class Manifest(NamedTuple):
             if content.pop("crc32c") != _sum_of(content):
                 raise ValueError("the file does not match its checksum, so it is damaged")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
-            return cls(**{key: content[key] for key in cls._fields if key != "files"}, files=files)
+            return cls(**{name: content[_KEYS.get(name, name)] for name in cls._fields if name != "files"}, files=files)
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise StoreError(f"cannot read {where}: {error}") from error
 
@@ -241,7 +246,7 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
         if not each.name.startswith("."):
             with contextlib.suppress(StoreError):
                 found[each.name] = read_manifest(each)
-    return dict(sorted(found.items(), key=lambda item: (item[1].created, item[1].epoch)))
+    return dict(sorted(found.items(), key=lambda item: (item[1].created, item[1].step)))
 
 
 def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:

@@ -105,7 +105,7 @@ def _count(keep_last: Any) -> int:
 class Moment(NamedTuple):
     """State of a rank at the time of the save, beside its partitions."""
 
-    epoch: int
+    step: int
     contents: Mapping[str, torch.Tensor]
     """This rank's progress and client state."""
     layout: Mapping[str, Any]
@@ -217,7 +217,7 @@ def _end(
     """
     files = {name: Saved(*each) for row in rows for name, each in row.items()}
     now = datetime.now(timezone.utc).isoformat()
-    manifest = Manifest(moment.epoch, now, order.frozen, moment.layout, moment.about, files)
+    manifest = Manifest(moment.step, now, order.frozen, moment.layout, moment.about, files)
     write_new(partial / MANIFEST, manifest.pack())
     end_folder(order.checkpoint, order.latest)
     if order.keep_last is not None:

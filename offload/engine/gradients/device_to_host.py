@@ -109,7 +109,7 @@ class DeviceToHost:
             receive: called for each chunk on arrival, or None.
         """
         # The event is recorded on the caller's compute stream, before the receiving thread can start the copy.
-        sent = _Sent(title, source, self.device.computed(), target, receive)
+        sent = _Sent(title, source, self.device.record_event(), target, receive)
         with self._changed.lock:
             while self._sent and not self._ended and self._nbytes + source.nbytes > self._most:
                 self._changed.wait()  # costs no speed: the device is busy with the bytes in flight
@@ -186,10 +186,10 @@ class DeviceToHost:
             self._start(sent, len(sent.source), sent.target, None)
         elif self._free:
             # Removed from the list only once the copy has begun, so that an error does not lose the buffer.
-            lease = self._free[-1]
-            room = lease.tensor(torch.uint8)
+            host_buffer = self._free[-1]
+            room = host_buffer.tensor(torch.uint8)
             numel = min(len(sent.source) - self._position, len(room) // sent.source.itemsize)
-            self._start(sent, numel, room[: numel * sent.source.itemsize].view(sent.source.dtype), lease)
+            self._start(sent, numel, room[: numel * sent.source.itemsize].view(sent.source.dtype), host_buffer)
             self._free.pop()
         else:
             return False

@@ -47,23 +47,23 @@ class DiskSpill:
         self,
         windows: Mapping[int, Sequence[range]],
         dtype: torch.dtype,
-        leases: Sequence[HostBuffer],
+        host_buffers: Sequence[HostBuffer],
         scratch: SpillFile,
         fail: Callable[[BaseException], None],
     ) -> None:
-        """Takes the memory of `leases`, and owns `scratch` from now on.
+        """Takes the memory of `host_buffers`, and owns `scratch` from now on.
 
         Args:
             windows: the windows of each unit, in order.
             dtype: dtype of the stored gradients.
-            leases: host buffers, each as large as the largest window.
+            host_buffers: host buffers, each as large as the largest window.
             scratch: the file of all units.
             fail: receives an error that loses a gradient.
         """
         self._windows = windows
         self._dtype, self.scratch, self._fail = dtype, scratch, fail
         self._lock = threading.Lock()
-        self._free = list(leases)
+        self._free = list(host_buffers)
         self._here: dict[tuple[int, int], HostBuffer] = {}
         """Windows whose newest bytes are in a host buffer only, by unit and number; oldest first."""
         self._writing: dict[tuple[int, int], tuple[HostBuffer, Future]] = {}
@@ -80,8 +80,8 @@ class DiskSpill:
         window = self._windows[unit][number]
         assert window.start <= start and stop <= window.stop
         with self._locked():
-            lease = self._fetch((unit, number))
-        return lease.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
+            host_buffer = self._fetch((unit, number))
+        return host_buffer.tensor(torch.uint8)[: len(window) * self._dtype.itemsize].view(self._dtype)[
             start - window.start : stop - window.start
         ]
 
@@ -131,19 +131,19 @@ class DiskSpill:
         if key in self._here:
             return self._here[key]
         if key in self._writing:
-            lease, future = self._writing[key]
+            host_buffer, future = self._writing[key]
             future.wait()  # a write's buffer may not change before its end
             del self._writing[key]
         else:
-            lease = self._take()
+            host_buffer = self._take()
             # A window that was never written needs no read: its first gradients are stored, not added.
             if key in self._written:
-                self.scratch.read(key[0], self._offset(key), lease.buffer[: self._nbytes(key)]).wait()
+                self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
         # Start to write every other window now: the backward does not return to it, so the write overlaps the compute.
         for other in list(self._here):
             self._write(other)
-        self._here[key] = lease
-        return lease
+        self._here[key] = host_buffer
+        return host_buffer
 
     def _take(self) -> HostBuffer:
         """Returns a free host buffer, after the oldest write if necessary."""
@@ -156,17 +156,17 @@ class DiskSpill:
 
     def _write(self, key: tuple[int, int]) -> None:
         """Starts to write a window."""
-        lease = self._here.pop(key)
-        future = self.scratch.write(key[0], self._offset(key), lease.buffer[: self._nbytes(key)])
-        self._writing[key] = (lease, future)
+        host_buffer = self._here.pop(key)
+        future = self.scratch.write(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)])
+        self._writing[key] = (host_buffer, future)
         self._written.add(key)
 
     def _end_write(self, key: tuple[int, int]) -> None:
         """Waits for a write and frees its buffer."""
-        lease, future = self._writing[key]
+        host_buffer, future = self._writing[key]
         future.wait()
         del self._writing[key]
-        self._free.append(lease)
+        self._free.append(host_buffer)
 
     def _offset(self, key: tuple[int, int]) -> int:
         return self._windows[key[0]][key[1]].start * self._dtype.itemsize

@@ -35,7 +35,7 @@ class CheckpointSource:
         self._queue = queue
         self._sums: dict[tuple[int, str], int] = {}
         self._files = open_states(self._found)
-        self.description, self.about, self.epoch = manifest.layout, manifest.about, manifest.epoch
+        self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
         self.frozen = manifest.frozen
         self.buffers = self._found.progress.buffers
 

@@ -23,9 +23,9 @@ from torch import nn
 from offload.config import load_config
 from offload.engine.keywords import refuse
 from offload.engine.model_io.from_pretrained import streaming
-from offload.engine.model_io.name_mapping import Named, Source, name_tensors
+from offload.engine.model_io.name_mapping import Named, Source, name_tensors, same_values
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, stored_tensors
-from offload.engine.params.deferred_parameter import Origin, make_deferred
+from offload.engine.params.deferred_parameter import make_deferred
 from offload.engine.params.meta_init import deferring_weights
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.engine.training.snapshot import persistent_buffers
@@ -311,25 +311,11 @@ def _check_dtype(name: str, tensor: torch.Tensor, source: Source) -> None:
 
 def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
     """Raises `ConfigError` if the folder contains different values for two names of one parameter."""
-    if not _same_values(one[1].origin, other[1].origin):
+    if not same_values(one[1].origin, other[1].origin):
         raise ConfigError(
             f"{one[0]} and {other[0]} are one parameter of the model, but the folder contains different values "
             "for them; build the model untied: tie_word_embeddings=False"
         )
-
-
-def _same_values(one: Origin, other: Origin) -> bool:
-    """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
-    # Chunk by chunk, so that two large tensors are never both in memory. Chunks of two dtypes differ in length.
-    sides = [(values for _, values in origin.pieces() if len(values)) for origin in (one, other)]
-    mine, theirs = (next(side, None) for side in sides)
-    while mine is not None and theirs is not None:
-        numel, dtype = min(len(mine), len(theirs)), torch.promote_types(mine.dtype, theirs.dtype)
-        if not torch.equal(mine[:numel].to(dtype), theirs[:numel].to(dtype)):
-            return False
-        mine = mine[numel:] if numel < len(mine) else next(sides[0], None)
-        theirs = theirs[numel:] if numel < len(theirs) else next(sides[1], None)
-    return mine is theirs
 
 
 def _ignored(model: nn.Module) -> set[str]:

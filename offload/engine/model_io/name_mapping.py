@@ -190,3 +190,17 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
             "offload.load_pretrained reads from transformers how weights are named and converted, and the installed "
             f"version differs from 5.23 ({error}); install a supported version: pip install 'transformers>=5.23,<6'"
         ) from error
+
+
+def same_values(one: Origin, other: Origin) -> bool:
+    """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
+    # Chunk by chunk, so that two large tensors are never both in memory. Chunks of two dtypes differ in length.
+    sides = [(values for _, values in origin.pieces() if len(values)) for origin in (one, other)]
+    mine, theirs = (next(side, None) for side in sides)
+    while mine is not None and theirs is not None:
+        numel, dtype = min(len(mine), len(theirs)), torch.promote_types(mine.dtype, theirs.dtype)
+        if not torch.equal(mine[:numel].to(dtype), theirs[:numel].to(dtype)):
+            return False
+        mine = mine[numel:] if numel < len(mine) else next(sides[0], None)
+        theirs = theirs[numel:] if numel < len(theirs) else next(sides[1], None)
+    return mine is theirs

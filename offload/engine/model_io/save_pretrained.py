@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.aio.protocols import Future
+from offload.aio.protocols import Future, wait_for_all
 from offload.engine.checkpoint.directory import told
 from offload.engine.checkpoint.files import check_folder
 from offload.engine.distributed.agreement import Collective
@@ -75,7 +75,7 @@ class EngineSource:
         self,
         module: nn.Module,
         components: EngineComponents,
-        epoch: int,
+        step: int,
         ranks: AllOrNothing,
         check: Callable[[], None] = lambda: None,
     ) -> None:
@@ -84,14 +84,14 @@ class EngineSource:
         Args:
             module: The model.
             components: The components of its engine.
-            epoch: Number of the step.
+            step: Number of the step.
             ranks: The ranks that read together.
             check: Raises if this rank has failed since the last read. Called when all ranks can learn of the failure.
         """
         self._components, self._ranks, self._check = components, ranks, check
         self.description: Mapping[str, Any] = describe(components.layouts, components.shards.mode, ranks.size)
         self.about: Mapping[str, Any] = about(module)
-        self.epoch, self.frozen = epoch, True
+        self.step, self.frozen = step, True
         self.buffers: Mapping[str, torch.Tensor] = {
             name: value.detach().to("cpu") for name, value in persistent_buffers(module).items()
         }
@@ -122,8 +122,7 @@ class EngineSource:
         # After a failure the reads in flight are still waited for, because their buffers are about to be freed. The
         # other ranks are not contacted again.
         if self._over:
-            for future in futures:
-                future.wait()
+            wait_for_all(futures)
             return
         try:
             self._ranks.settle(mine)
@@ -198,12 +197,12 @@ class PretrainedWriter:
     def __init__(self, module: nn.Module, components: EngineComponents) -> None:
         self._module, self._components = module, components
 
-    def save(self, wanted: SaveOptions, epoch: int) -> None:
+    def save(self, wanted: SaveOptions, step: int) -> None:
         """Writes the whole model, or the adapter of a peft model if no file is named. Collective.
 
         Args:
             wanted: Arguments of the user.
-            epoch: Number of the step.
+            step: Number of the step.
         """
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         # Gather before the meeting below: other ranks can serve a gather only until they are in the meeting themselves.
@@ -216,20 +215,20 @@ class PretrainedWriter:
             if adapter:
                 ranks.by_first(lambda: self._write_adapter(wanted, out, gathered))
             else:
-                self._write(wanted, out, epoch, ranks)
+                self._write(wanted, out, step, ranks)
 
-    def _write(self, wanted: SaveOptions, out: Path, epoch: int, ranks: AllOrNothing) -> None:
+    def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing) -> None:
         """Writes the model; rank 0 holds the files. Collective.
 
         Args:
             wanted: Arguments of the user.
             out: The output folder.
-            epoch: Number of the step.
+            step: Number of the step.
             ranks: All ranks.
         """
         failure = _FirstFailure()
         # A failed write on rank 0 reaches the others through `check` at the next read.
-        source = EngineSource(self._module, self._components, epoch, ranks, failure.check)
+        source = EngineSource(self._module, self._components, step, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         # Two stacks, because the files must be durable and closed before the folder is renamed.
@@ -299,7 +298,7 @@ def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.
 
 def _gather(value: torch.Tensor, components: EngineComponents) -> torch.Tensor:
     """Returns a CPU copy of a parameter or buffer."""
-    place = components.weights.place(value)
+    place = components.weights.handle(value)
     return (
         value.detach().to("cpu", copy=True) if place is None else components.weights.weight(place.unit, place.position)
     )

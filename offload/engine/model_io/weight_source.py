@@ -39,7 +39,7 @@ class Source(Protocol):
     description: Mapping[str, Any]
     """Made by `offload.layout.fingerprint.describe`."""
     about: Mapping[str, Any]
-    epoch: int
+    step: int
     frozen: bool
     """True if frozen weights are included."""
     buffers: Mapping[str, torch.Tensor]
@@ -94,7 +94,7 @@ class StoreSource:
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
-            self.epoch, self.frozen = self._commits[0].record.epoch, True
+            self.step, self.frozen = self._commits[0].record.step, True
             self.buffers = Snapshot.unpack(self._commits[0].contents).buffers
         except BaseException:
             self._open.close()

@@ -59,15 +59,21 @@ class Rule(NamedTuple):
         return (*self.scheduled, *self.fixed)
 
 
+def _floats(group: Mapping[str, Any], *names: str) -> dict[str, float]:
+    """Returns numbers of a group, which may be tensors there, as floats."""
+    return {name: float(group[name]) for name in names}
+
+
+def _betas(group: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the two betas of a group as the kernels name them."""
+    return {name: float(beta) for name, beta in zip(("beta1", "beta2"), group["betas"], strict=True)}
+
+
 def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
     """Returns the arguments of the Adam and AdamW kernel."""
-    beta1, beta2 = group["betas"]
     return kernels.AdamWStep(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
+        **_floats(group, "lr", "eps", "weight_decay"),
+        **_betas(group),
         step=count,
         grad_scale=grad_scale,
         decoupled=bool(group["decoupled"]),
@@ -76,13 +82,9 @@ def _adam(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.St
 
 def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.LambStep:
     """Returns the arguments of the LAMB kernels."""
-    beta1, beta2 = group["betas"]
     return kernels.LambStep(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
+        **_floats(group, "lr", "eps", "weight_decay"),
+        **_betas(group),
         step=count,
         grad_scale=grad_scale,
         min_ratio=float(group["min_coeff"]),
@@ -92,35 +94,19 @@ def _lamb(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.La
 
 def _adagrad(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
     """Returns the arguments of the Adagrad kernel."""
-    return kernels.AdagradStep(
-        lr=float(group["lr"]),
-        lr_decay=float(group["lr_decay"]),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        step=count,
-        grad_scale=grad_scale,
-    )
+    numbers = _floats(group, "lr", "lr_decay", "eps", "weight_decay")
+    return kernels.AdagradStep(**numbers, step=count, grad_scale=grad_scale)
 
 
 def _lion(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
     """Returns the arguments of the Lion kernel."""
-    beta1, beta2 = group["betas"]
-    return kernels.LionStep(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        weight_decay=float(group["weight_decay"]),
-        grad_scale=grad_scale,
-    )
+    return kernels.LionStep(**_floats(group, "lr", "weight_decay"), **_betas(group), grad_scale=grad_scale)
 
 
 def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
     """Returns the arguments of the kernel of SGD with momentum."""
     return kernels.SGDStep(
-        lr=float(group["lr"]),
-        momentum=float(group["momentum"]),
-        dampening=float(group["dampening"]),
-        weight_decay=float(group["weight_decay"]),
+        **_floats(group, "lr", "momentum", "dampening", "weight_decay"),
         nesterov=bool(group["nesterov"]),
         # torch starts the buffer with the first gradient undamped, so the kernel must know the first step.
         first=count == 1,
@@ -130,7 +116,7 @@ def _momentum(group: Mapping[str, Any], count: int, grad_scale: float) -> kernel
 
 def _sgd(group: Mapping[str, Any], count: int, grad_scale: float) -> kernels.Step:
     """Returns the arguments of the kernel of SGD without momentum."""
-    return kernels.PlainSGDStep(float(group["lr"]), float(group["weight_decay"]), grad_scale)
+    return kernels.PlainSGDStep(**_floats(group, "lr", "weight_decay"), grad_scale=grad_scale)
 
 
 RULES = {

@@ -42,7 +42,7 @@ class _Stretch:
 
 def with_ratios(
     updates: Sequence[UnitUpdate],
-    held: LocalShards,
+    shards: LocalShards,
     gradients: GradientAccumulator,
     updater: UpdateWorker,
     rounds: Agreement,
@@ -53,14 +53,14 @@ def with_ratios(
 
     Args:
         updates: updates of this rank, which may lack segments that are on other ranks.
-        held: this rank's partitions, which are only read.
+        shards: this rank's partitions, which are only read.
         gradients: the gradients of the step.
         updater: the update worker, which lends its tiles.
         rounds: adds numbers over all ranks.
     """
     # Two sums for each parameter of each unit, weight and direction, at the same index on every rank, so that a rank
     # without a shard of a parameter adds zeros.
-    counts = [len(layout.segments) for layout in held.layouts]
+    counts = [len(layout.segments) for layout in shards.layouts]
     before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
     sums = [0.0] * (2 * sum(counts))
     buffers = [lease.buffer for lease in updater.idle_tiles()]
@@ -68,19 +68,19 @@ def with_ratios(
     def begin(stretch: _Stretch, buffer: memoryview) -> list[Future]:
         return [
             future
-            for state, memory in _cut(held, stretch, buffer).items()
-            for future in _read(held, stretch, state, memory)
+            for state, memory in _cut(shards, stretch, buffer).items()
+            for future in _read(shards, stretch, state, memory)
         ]
 
     def end(stretch: _Stretch, buffer: memoryview) -> tuple[Future, ...]:
         row = before[stretch.unit] + 2 * stretch.parameter
-        for weight, direction in _sums(held, gradients, stretch, _cut(held, stretch, buffer)):
+        for weight, direction in _sums(shards, gradients, stretch, _cut(shards, stretch, buffer)):
             sums[row] += weight  # block after block: no bit depends on how a parameter is cut
             sums[row + 1] += direction
         return ()
 
     # A generator: the chunks of a large model are many.
-    stretches = (each for update in updates for each in _stretches(held, update, updater.tile_numel))
+    stretches = (each for update in updates for each in _stretches(shards, update, updater.tile_numel))
     flow(buffers, stretches, begin, end, lambda *_: None)
     # float64, as the kernel's own sums are.
     total = torch.tensor(rounds.add_up(sums), dtype=torch.float64, device="cpu").view(-1, 1, 2)
@@ -96,7 +96,7 @@ def with_ratios(
     ]
 
 
-def _stretches(held: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
+def _stretches(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Stretch]:
     """Yields the chunks of an update: at most `numel` elements, within one `CHUNK` of a parameter.
 
     Windows of a gradient on disk may begin at any `CHUNK` border of a parameter, so no chunk crosses one.
@@ -114,46 +114,46 @@ def _stretches(held: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_S
                 )
 
 
-def _cut(held: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
+def _cut(shards: LocalShards, stretch: _Stretch, buffer: memoryview) -> dict[State, memoryview]:
     """Returns the memory of each state in a buffer, laid out as in a tile."""
     found, offset = {}, 0
-    for state, dtype in held.mode.states.items():
+    for state, dtype in shards.mode.states.items():
         end = offset + (stretch.stop - stretch.start) * dtype.itemsize
         found[state] = buffer[offset:end]
         offset = align_up(end)
     return found
 
 
-def _read(held: LocalShards, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
+def _read(shards: LocalShards, stretch: _Stretch, state: State, memory: memoryview) -> list[Future]:
     """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
-    first = stretch.start * held.mode.states[state].itemsize
-    home = held.resident_of(stretch.unit, state)
+    first = stretch.start * shards.mode.states[state].itemsize
+    home = shards.resident_of(stretch.unit, state)
     if home is None:
         # Checksums are compared only if a partition is read from end to end, in order.
-        return held.read(stretch.unit, state, first, memory, compare=False)
+        return shards.read(stretch.unit, state, first, memory, compare=False)
     part = home.tensor.view(torch.uint8)[first : first + len(memory)]
-    held.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
+    shards.device.copy(torch.frombuffer(memory, dtype=torch.uint8), part)
     return []
 
 
 def _sums(
-    held: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
+    shards: LocalShards, gradients: GradientAccumulator, stretch: _Stretch, found: dict[State, memoryview]
 ) -> list[tuple[float, float]]:
     """Returns the sums of squares of weight and direction, one pair for each block of the chunk.
 
     Args:
-        held: this rank's partitions.
+        shards: this rank's partitions.
         gradients: the gradients of the step.
         stretch: the chunk.
         found: memory of each state, filled by `_read`; its moments are overwritten.
     """
     unit, parameter, start, stop = stretch.unit, stretch.parameter, stretch.start, stretch.stop
-    states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in held.mode.states.items()}
+    states = {state: torch.frombuffer(found[state], dtype=dtype) for state, dtype in shards.mode.states.items()}
     gradient = torch.empty(stop - start, dtype=torch.float32, device="cpu")
-    in_parameter = held.shares[unit][0].start + start - held.layouts[unit].segments[parameter].start
+    in_parameter = shards.shares[unit][0].start + start - shards.layouts[unit].segments[parameter].start
     gradients.look(unit, parameter, in_parameter, gradient)
     # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
-    partition = partition_of(held.mode, states, gradient)
+    partition = partition_of(shards.mode, states, gradient)
     (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, stretch.step)])
     return [(weight, direction) for weight, direction in sums.tolist()]
 

@@ -217,8 +217,8 @@ class Optimizer(torch.optim.Optimizer):
         if any(trained) and not all(trained):
             without = count_of(trained.count(False), "parameter")
             tell(
-                f"load_state_dict: the given dict lacks the state of {without} of {len(trained)} trained parameters; "
-                "their moments begin at zero"
+                f"load_state_dict: the given dict lacks the state of {without}, of {len(trained)} that train; their "
+                "moments begin at zero"
             )
 
     def _numbered(self) -> list[nn.Parameter]:

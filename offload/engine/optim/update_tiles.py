@@ -53,25 +53,25 @@ class Job:
     """The update of one unit in flight."""
 
     def __init__(
-        self, *, update: UnitUpdate, steps: UnitSteps, lease: HostBuffer | None, delivered: bool, tile_numel: int
+        self, *, update: UnitUpdate, steps: UnitSteps, host_buffer: HostBuffer | None, delivered: bool, tile_numel: int
     ) -> None:
         """Starts at the first tile of the first pass.
 
         Args:
             update: segments or edits of the unit.
             steps: the arithmetic.
-            lease: host buffer of the unit's weights, or None.
+            host_buffer: host buffer of the unit's weights, or None.
             delivered: True if the weights may be used once computed, before they are written.
             tile_numel: largest number of elements of a tile.
         """
-        self.update, self.steps, self.lease = update, steps, lease
+        self.update, self.steps, self.host_buffer = update, steps, host_buffer
         self.delivered = delivered
         """True if the weights may be used once computed, before they are written."""
         self.writes: dict[State, list[tuple[int, Future]]] = {}
         """Start and future of each write that has ended, tile after tile."""
         self._tile_numel = tile_numel
         self._next = self._passed = self._unwritten = 0
-        self._computed = False
+        self._finish_kernels = False
 
     @property
     def unit(self) -> int:
@@ -101,7 +101,7 @@ class Job:
 
     def mark_computed(self) -> None:
         """Records that the last tile of the last pass is computed."""
-        self._computed = True
+        self._finish_kernels = True
 
     def end_writes(self, writes: dict[State, tuple[int, Future]]) -> bool:
         """Takes over the writes of a tile, which have ended; returns True if they were the last of the unit."""
@@ -109,7 +109,7 @@ class Job:
             self.writes.setdefault(state, []).append(write)
         self._unwritten -= 1
         # Writes of all begun tiles may end before the last tile begins, so the count alone does not suffice.
-        return self._computed and self._unwritten == 0
+        return self._finish_kernels and self._unwritten == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,15 +137,15 @@ class Tile:
 class TileReader:
     """Factory of tiles: finds the memory of each state, and starts the reads of states on disk."""
 
-    def __init__(self, *, held: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
+    def __init__(self, *, shards: LocalShards, gradients: GradientAccumulator, strategy: UpdateStrategy) -> None:
         """Stores the owners of states and gradients.
 
         Args:
-            held: this rank's partitions.
+            shards: this rank's partitions.
             gradients: the gradients of the units.
             strategy: decides which elements of a state a tile contains.
         """
-        self._held, self._gradients, self._strategy = held, gradients, strategy
+        self._shards, self._gradients, self._strategy = shards, gradients, strategy
 
     def begin(self, job: Job, cut: Cut, buffer: HostBuffer) -> Tile:
         """Starts the reads of a tile, into `buffer` and the host buffer of the unit's weights.
@@ -166,7 +166,7 @@ class TileReader:
         """Starts the reads of a tile. `reads` receives each as it starts; for the others see `begin`."""
         pieces: dict[State, Piece] = {}
         offset, last = 0, job.is_last(cut)
-        for state, dtype in self._held.mode.states.items():
+        for state, dtype in self._shards.mode.states.items():
             part = self._strategy.part(job.unit, state, cut.start, cut.stop)
             end = offset + len(part) * dtype.itemsize
             if part:
@@ -201,15 +201,15 @@ class TileReader:
             room: bytes of the tile's buffer for a copy.
             resident: memory of the partition.
         """
-        dtype = self._held.mode.states[state]
+        dtype = self._shards.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
-        home, slots = resident.tensor[part.start : part.stop], self._held.stored(job.unit, state)
+        home, slots = resident.tensor[part.start : part.stop], self._shards.stored(job.unit, state)
         away: torch.Tensor | None
         # In HOST the kernel works on the state itself, and writes start from there.
         if resident.buffer is not None:
             work, away, buffer = home, None, resident.buffer[first:last] if slots else None
         # On a device that the kernel can address, and without a slot: nothing is copied.
-        elif not slots and (self._held.device.host_addressable or job.steps.in_place):
+        elif not slots and (self._shards.device.host_addressable or job.steps.in_place):
             work, away, buffer = home, None, None
         else:
             # The tile takes a copy in host memory: as input of the host's kernel, or as source of the write to the
@@ -232,59 +232,59 @@ class TileReader:
             room: bytes of the tile's buffer for the state.
             reads: receives the future of the read.
         """
-        held, unit, dtype = self._held, job.unit, self._held.mode.states[state]
+        shards, unit, dtype = self._shards, job.unit, self._shards.mode.states[state]
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
-        if state is State.WEIGHT and job.lease is not None:
-            work, memory = job.lease.tensor(dtype)[part.start : part.stop], job.lease.buffer[first:last]
+        if state is State.WEIGHT and job.host_buffer is not None:
+            work, memory = job.host_buffer.tensor(dtype)[part.start : part.stop], job.host_buffer.buffer[first:last]
             # The buffer may still contain the weights from before the step: then the read is saved.
-            there = cut.passed > 0 or held.pager.weight_updates.holds_weights(unit)
+            there = cut.passed > 0 or shards.pager.weight_updates.holds_weights(unit)
         else:
             work, memory, there = room.tensor(dtype), room.memory, False
         if not there:
-            assert held.store is not None
-            reads.append(held.store.read(unit, state, held.store.newest[unit], first, memory))
+            assert shards.store is not None
+            reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory))
         return Piece(state=state, first=first, work=work, away=None, buffer=memory)
 
     def _resident(self, job: Job, state: State) -> ResidentShard | None:
         """Returns the memory of a partition whose tier is above DISK, or None."""
-        held, unit = self._held, job.unit
+        shards, unit = self._shards, job.unit
         if state is not State.WEIGHT:
-            return held.residents.get((unit, state))
-        if held.sizes[unit].tier is Tier.DEVICE:
-            return ResidentShard(held.pager.weight_updates.device_tier(unit).view(held.mode.weight_dtype), None)
-        if held.sizes[unit].tier is Tier.HOST:
-            assert job.lease is not None
-            return ResidentShard(job.lease.tensor(held.mode.weight_dtype), job.lease.buffer)
+            return shards.residents.get((unit, state))
+        if shards.sizes[unit].tier is Tier.DEVICE:
+            return ResidentShard(shards.pager.weight_updates.device_tier(unit).view(shards.mode.weight_dtype), None)
+        if shards.sizes[unit].tier is Tier.HOST:
+            assert job.host_buffer is not None
+            return ResidentShard(job.host_buffer.tensor(shards.mode.weight_dtype), job.host_buffer.buffer)
         return None
 
     def _read_frozen(self, job: Job, reads: list[Future]) -> None:
         """Reads the frozen elements behind the trainable ones into the unit's host buffer: no tile contains them."""
-        held, unit = self._held, job.unit
-        first = job.update.numel * held.mode.weight_dtype.itemsize
+        shards, unit = self._shards, job.unit
+        first = job.update.numel * shards.mode.weight_dtype.itemsize
         if (
-            job.lease is not None
-            and first < job.lease.nbytes
-            and held.sizes[unit].tier is Tier.DISK
-            and not held.pager.weight_updates.holds_weights(unit)
+            job.host_buffer is not None
+            and first < job.host_buffer.nbytes
+            and shards.sizes[unit].tier is Tier.DISK
+            and not shards.pager.weight_updates.holds_weights(unit)
         ):
-            assert held.store is not None
-            memory = job.lease.buffer[first:]
-            reads.append(held.store.read(unit, State.WEIGHT, held.store.newest[unit], first, memory))
+            assert shards.store is not None
+            memory = job.host_buffer.buffer[first:]
+            reads.append(shards.store.read(unit, State.WEIGHT, shards.store.newest[unit], first, memory))
 
 
 @dataclass(frozen=True, slots=True)
 class _Room:
     """Bytes [start, stop) of a tile's buffer, reserved for one state."""
 
-    lease: HostBuffer
+    host_buffer: HostBuffer
     start: int
     stop: int
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes as elements of `dtype`."""
-        return self.lease.tensor(torch.uint8)[self.start : self.stop].view(dtype)
+        return self.host_buffer.tensor(torch.uint8)[self.start : self.stop].view(dtype)
 
     @property
     def memory(self) -> memoryview:
         """The bytes in the form of the I/O queue."""
-        return self.lease.buffer[self.start : self.stop]
+        return self.host_buffer.buffer[self.start : self.stop]

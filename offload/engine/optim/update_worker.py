@@ -43,7 +43,7 @@ class UpdateWorker:
     def __init__(
         self,
         *,
-        held: LocalShards,
+        shards: LocalShards,
         arena: HostArena,
         gradients: GradientAccumulator,
         strategy: UpdateStrategy,
@@ -55,7 +55,7 @@ class UpdateWorker:
         """Takes the memory of the tiles and starts the thread.
 
         Args:
-            held: this rank's partitions, which the worker alone changes while an update is in flight.
+            shards: this rank's partitions, which the worker alone changes while an update is in flight.
             arena: host arena, whose class of tiles has room for all tiles beside the strategy's scratch memory.
             gradients: the gradients of the units.
             strategy: the arithmetic of an update.
@@ -64,23 +64,23 @@ class UpdateWorker:
             commit_every: steps between two commits; 0 for no commits.
             timeline: records waits, kernels and updates.
         """
-        self._held, self._pager, self._store = held, held.pager, held.store
+        self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
-        self._tiles = TileReader(held=held, gradients=gradients, strategy=strategy)
+        self._tiles = TileReader(shards=shards, gradients=gradients, strategy=strategy)
         self._timeline = timeline
         self._queue: deque[UnitUpdate] = deque()
         self._job: Job | None = None
         self._reading: deque[Tile] = deque()
         self._writing: deque[Tile] = deque()
-        self._commit_epoch: int | None = None
+        self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy = False
         self._flushing = 0
         self._closing = False
         buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
-        leases = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
-        self._free: list[HostBuffer] = [lease for lease in leases if lease is not None]
+        host_buffers = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
+        self._free: list[HostBuffer] = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
         assert len(self._free) == tile_buffers > 0 and tile_numel > 0
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         # Started last: the thread uses every attribute above.
@@ -88,12 +88,12 @@ class UpdateWorker:
 
     # -- the caller's thread ------------------------------------------------------------------------
 
-    def schedule(self, updates: Sequence[UnitUpdate], epoch: int | None) -> None:
+    def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
         """Enqueues the updates of an optimizer step. The step before must be finished.
 
         Args:
             updates: one for each unit, in the order of their next use.
-            epoch: number of the step, which is committed if it is a multiple of `commit_every`; None for edits, which
+            step: number of the step, which is committed if it is a multiple of `commit_every`; None for edits, which
                 the next commit contains.
         """
         # Uses of the units are forbidden before the worker can see any of the updates.
@@ -104,10 +104,10 @@ class UpdateWorker:
             if not update.segments and not update.edits:  # all changes of the unit are on other ranks
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
         with self._pager.lock:
-            assert not self._queue and self._commit_epoch is None, "one step in flight at most"
+            assert not self._queue and self._commit_step is None, "one step in flight at most"
             self._queue.extend(mine)
-            due = epoch is not None and self._commit_every and epoch % self._commit_every == 0
-            self._commit_epoch = epoch if due else None
+            due = step is not None and self._commit_every and step % self._commit_every == 0
+            self._commit_step = step if due else None
             self._blob = None
             self._busy = True
             self._pager.notify()
@@ -121,7 +121,7 @@ class UpdateWorker:
     @property
     def wants_blob(self) -> bool:
         """True if the scheduled step will be committed and lacks its blob."""
-        return self._commit_epoch is not None and self._blob is None
+        return self._commit_step is not None and self._blob is None
 
     def finish(self, commit: bool = True) -> None:
         """Waits until every scheduled update is written and, with `commit`, the step is durable.
@@ -134,7 +134,7 @@ class UpdateWorker:
             self._flushing += 1
             self._pager.notify()
             try:
-                while self._busy or (commit and self._commit_epoch is not None):
+                while self._busy or (commit and self._commit_step is not None):
                     self._pager.check()
                     with self._timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
                         self._pager.changed.wait()
@@ -158,9 +158,9 @@ class UpdateWorker:
 
         The caller holds the pager's lock, and no update is in flight.
         """
-        for key, resident in list(self._held.residents.items()):
+        for key, resident in list(self._shards.residents.items()):
             if resident.spare is not None:
-                del self._held.residents[key]
+                del self._shards.residents[key]
                 resident.spare.release()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class UpdateWorker:
 
     def _run(self) -> None:
         """Runs the worker until `close`. An error fails the pager, so that every waiting thread raises."""
-        self._held.device.enter_thread()
+        self._shards.device.enter_thread()
         try:
             while self._work():
                 pass
@@ -235,41 +235,41 @@ class UpdateWorker:
                 return None
             wanted = self._pager.weight_updates.awaited_unit()
             update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
-        lease = None
+        host_buffer = None
         if self._pager.weight_updates.delivers(update.unit):
-            lease = self._pager.weight_updates.buffer_for(update.unit)
-            if lease is None and (self._reading or self._writing or not self._goes_on_without()):
+            host_buffer = self._pager.weight_updates.buffer_for(update.unit)
+            if host_buffer is None and (self._reading or self._writing or not self._must_not_wait()):
                 return None  # tiles in flight end by themselves, and may free a buffer
         self._queue.remove(update)
-        self._timeline.begin(Row.UPDATES, self._held.sizes[update.unit].title)
-        return self._start(update, lease)
+        self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
+        return self._job_of(update, host_buffer)
 
-    def _start(self, update: UnitUpdate, lease: HostBuffer | None) -> Job:
+    def _job_of(self, update: UnitUpdate, host_buffer: HostBuffer | None) -> Job:
         """Returns the job of an update that begins.
 
         Args:
             update: segments or edits of the unit.
-            lease: host buffer for the fresh weights; None if the unit has none.
+            host_buffer: host buffer for the fresh weights; None if the unit has none.
         """
         steps: UnitSteps
         if update.edits:
-            steps = EditSteps(update.edits, self._held.mode)
+            steps = EditSteps(update.edits, self._shards.mode)
         else:
             steps = self._strategy.begin(update, self._tile_numel)
         return Job(
             update=update,
             steps=steps,
-            lease=lease,
-            delivered=lease is not None or self._held.sizes[update.unit].tier is Tier.DEVICE,
+            host_buffer=host_buffer,
+            delivered=host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE,
             # An update without copies and writes needs no buffer, so the unit is one tile.
             tile_numel=update.numel if steps.in_place and not self._writes(update.unit) else self._tile_numel,
         )
 
     def _writes(self, unit: int) -> bool:
         """Returns True if updates of a unit are written to the store, through tiles."""
-        return any(self._held.stored(unit, state) for state in self._held.mode.states)
+        return any(self._shards.stored(unit, state) for state in self._shards.mode.states)
 
-    def _goes_on_without(self) -> bool:
+    def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
         with self._pager.lock:
             # Otherwise both would wait: the thread for the update, and the worker for a buffer that the thread has in
@@ -301,14 +301,14 @@ class UpdateWorker:
             if piece.away is not None:
                 self._copy(piece.away, piece.work)
             if piece.buffer is not None:
-                tile.writes[piece.state] = piece.first, self._write(job.unit, piece, piece.buffer)
+                tile.writes[piece.state] = piece.first, self._start_write(job.unit, piece, piece.buffer)
         # In one of the two queues at any time, so that `_drain` finds the requests of a tile that fails in between.
         self._writing.append(tile)
         self._reading.popleft()
         if tile.cut.stop == job.update.numel:
-            self._computed(tile)
+            self._finish_kernels(tile)
 
-    def _computed(self, tile: Tile) -> None:
+    def _finish_kernels(self, tile: Tile) -> None:
         """Frees the gradient of a unit whose last tile is computed, and publishes weights that are being written."""
         job = tile.job
         # The next backward may now write the gradient: the kernel has read all of it.
@@ -320,19 +320,19 @@ class UpdateWorker:
                 job.unit, True, any(t.job is job and t.writes for t in self._writing)
             )
 
-    def _write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
+    def _start_write(self, unit: int, piece: Piece, buffer: memoryview) -> Future:
         """Starts the write of a state of a tile to the slot that updates may overwrite."""
         assert self._store is not None
         return self._store.write(unit, piece.state, self._store.target(unit), piece.first, buffer)
 
     def _title(self, job: Job) -> str:
         """Returns the unit's name for the time line."""
-        return self._held.sizes[job.unit].title
+        return self._shards.sizes[job.unit].title
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copies between device and host, and waits for the copy."""
         with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
-            self._held.device.copy(destination, source)
+            self._shards.device.copy(destination, source)
 
     def _retire(self, wait: bool) -> None:
         """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one."""
@@ -347,9 +347,9 @@ class UpdateWorker:
             self._writing.popleft()
             self._free.append(tile.buffer)
             if tile.job.end_writes(tile.writes):
-                self._written(tile.job)
+                self._finish_writes(tile.job)
 
-    def _written(self, job: Job) -> None:
+    def _finish_writes(self, job: Job) -> None:
         """Makes the slot of a completely written update the newest one."""
         if self._store is not None and self._writes(job.unit):
             self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
@@ -363,14 +363,14 @@ class UpdateWorker:
         with self._pager.lock:
             # All three under one lock: a queue that was empty before may have been filled since, and the blob may
             # belong to the step that has not begun.
-            if self._queue or self._commit_epoch is None or self._blob is None:
+            if self._queue or self._commit_step is None or self._blob is None:
                 return False
-            epoch, blob = self._commit_epoch, self._blob
+            step, blob = self._commit_step, self._blob
         assert self._store is not None
         # Outside the lock: a commit waits for the drives, and threads that only read weights must not wait with it.
-        self._store.commit(epoch, blob)
+        self._store.commit(step, blob)
         with self._pager.lock:
-            self._commit_epoch = self._blob = None
+            self._commit_step = self._blob = None
             self._pager.notify()
         return True
 

@@ -44,10 +44,10 @@ def gathered(
         yield
         return
     modify = modify or modifier_rank is not None
-    places = _places_of(params)
+    handles = _handles_of(params)
     # An owner that can fetch now runs a forward or a backward.
-    for place in places:
-        if place.engine.fetch(place.unit):
+    for handle in handles:
+        if handle.engine.fetch(handle.unit):
             raise UsageError(
                 "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
             )
@@ -55,23 +55,23 @@ def gathered(
     misfits: list[UsageError] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
-        for place in places:
-            place.gather(place.read())
-            taken.append(place)
+        for handle in handles:
+            handle.gather(handle.read())
+            taken.append(handle)
         yield
     finally:
-        given = [(place, place.let_go()) for place in taken]
-        before = [(place, values, place.read()) for place, values in given]
+        given = [(handle, handle.let_go()) for handle in taken]
+        before = [(handle, values, handle.read()) for handle, values in given]
         # Raised after this block, which must not replace an exception of the user. Then no change is kept, but on
         # several ranks this one still takes part below.
         misfits = [_misfit(values, old) for _, values, old in before if not _same_kind(values, old)]
-        changed = [(place, values) for place, values, old in before if not misfits and not _same_bits(values, old)]
+        changed = [(handle, values) for handle, values, old in before if not misfits and not _same_bits(values, old)]
         if modify:
             # Also for units without a change: every rank must come to the same `end_edits`, in the same order.
-            for unit in dict.fromkeys((place.engine, place.unit) for place in taken):
-                for place, values in changed:
-                    if (place.engine, place.unit) == unit:
-                        place.edit(values)
+            for unit in dict.fromkeys((handle.engine, handle.unit) for handle in taken):
+                for handle, values in changed:
+                    if (handle.engine, handle.unit) == unit:
+                        handle.edit(values)
                 unit[0].end_edits(unit[1])
     if misfits:
         raise misfits[0]
@@ -82,7 +82,7 @@ def gathered(
         )
 
 
-def _places_of(params: Any) -> list[ParamHandle]:
+def _handles_of(params: Any) -> list[ParamHandle]:
     """Returns the handles of all placeholders among `params`, without duplicates."""
     if isinstance(params, nn.Module):
         params = params.parameters()
@@ -91,7 +91,7 @@ def _places_of(params: Any) -> list[ParamHandle]:
     elif not isinstance(params, Iterable):
         raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
     found = (handle_of(parameter) for parameter in params)
-    return list(dict.fromkeys(place for place in found if place is not None))
+    return list(dict.fromkeys(handle for handle in found if handle is not None))
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

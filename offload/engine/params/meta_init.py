@@ -57,7 +57,7 @@ def deferring_weights() -> Iterator[None]:
         if "meta" not in str(error).lower():
             raise
         raise ConfigError(
-            f"{_place_of(error)} computes with values of parameters, but offload.init fills parameters later "
+            f"{_handle_of(error)} computes with values of parameters, but offload.init fills parameters later "
             f"({error}); build this model outside of offload.init, or load it with its own from_pretrained, and pass "
             "it to offload.initialize"
         ) from error
@@ -92,7 +92,7 @@ def _same_memory(value: Any, parameter: nn.Parameter) -> bool:
     return value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
 
 
-def _place_of(error: BaseException) -> str:
+def _handle_of(error: BaseException) -> str:
     """Returns the model class and the line that an error comes from: the innermost module frame outside of torch."""
     found = "the model"
     for frame, line in traceback.walk_tb(error.__traceback__):

@@ -74,8 +74,8 @@ class ModuleHooks:
         self,
         model: nn.Module,
         sites: dict[str, tuple[int, ...]],
-        places: Sequence[Sequence[ParamHandle]],
-        bindings: UnitViews,
+        handles: Sequence[Sequence[ParamHandle]],
+        unit_views: UnitViews,
         saved: SavedTensors,
         gradients: GradientAccumulator,
         pager: Pager,
@@ -89,8 +89,8 @@ class ModuleHooks:
         Args:
             model: the model.
             sites: the units of each hooked module, by the module's name in the model.
-            places: the parameters of each unit.
-            bindings: materializes units.
+            handles: the parameters of each unit.
+            unit_views: materializes units.
             saved: the hooks for tensors that autograd saves.
             gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
@@ -98,7 +98,7 @@ class ModuleHooks:
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
-        self._bindings, self._saved, self._gradients, self._pager = bindings, saved, gradients, pager
+        self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute = timeline, compute
         self._callbacks = callbacks
         self._root = model
@@ -114,14 +114,14 @@ class ModuleHooks:
         # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
         for name, units in ({"": ()} | sites).items():
             self._hook_module(modules[name], units)
-        unit_of = {id(place.parameter): place.unit for unit in places for place in unit}
+        unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
         for module in modules.values():
             for parameter in external_parameters(module):
                 if id(parameter) in unit_of:
                     self.use_in(module, unit_of[id(parameter)])
-        self._trainable = [place for unit in places for place in unit if place.trainable]
-        for place in self._trainable:
-            self._removers.append(place.hook_gradient(self._gradient_hook(place)).remove)
+        self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
+        for handle in self._trainable:
+            self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
         compute.install(modules, {"": ()} | sites)
 
     def remove(self) -> None:
@@ -151,7 +151,7 @@ class ModuleHooks:
         if self._in_backward:  # the callback at its end never ran
             self._in_backward = self._gradient_seen = False
             self.forget_gradients()
-        self._bindings.reset()
+        self._unit_views.reset()
 
     @uninterrupted
     def leave_all(self) -> None:
@@ -166,9 +166,9 @@ class ModuleHooks:
 
     def forget_gradients(self) -> None:
         """Drops gradients that an aborted backward left in `.grad` before the engine took them."""
-        for place in self._trainable:
-            if place.parameter.grad is not None:
-                place.parameter.grad = None
+        for handle in self._trainable:
+            if handle.parameter.grad is not None:
+                handle.parameter.grad = None
 
     @uninterrupted
     def fetch(self, unit: int, stays: bool = False) -> bool:
@@ -187,10 +187,10 @@ class ModuleHooks:
         if inside_backward():
             self._begin_backward()
         if stays and self._local.frames:
-            self._bindings.use(unit)
+            self._unit_views.use(unit)
             self._local.frames[-1].units.append(unit)
         else:
-            self._bindings.keep(unit)
+            self._unit_views.keep(unit)
         return True
 
     def use_in(self, module: nn.Module, unit: int) -> None:
@@ -256,7 +256,7 @@ class ModuleHooks:
         torch.set_autocast_cache_enabled(False)
         try:
             for unit in units:
-                self._bindings.use(unit)
+                self._unit_views.use(unit)
                 frame.units.append(unit)
         except BaseException:
             self._let_go(local.frames.pop())
@@ -282,11 +282,11 @@ class ModuleHooks:
         if frame.pushed:
             self._saved.pop()
         for unit in reversed(frame.units):
-            self._bindings.release_unit(unit)
+            self._unit_views.release_unit(unit)
         if not self._local.frames:
             self._thread = None
             if not inside_backward():
-                self._bindings.end_kept()
+                self._unit_views.end_kept()
                 self._pager.end_forward()
                 self._timeline.end_phase(Phase.FORWARD)
                 self._timeline.end_phase(Phase.EVALUATION)
@@ -301,7 +301,7 @@ class ModuleHooks:
         """Returns True for a placeholder and for a view of a materialized unit."""
         if not isinstance(value, torch.Tensor):
             return False
-        return handle_of(value) is not None or self._bindings.binding_at(storage_address(value)) is not None
+        return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -324,13 +324,13 @@ class ModuleHooks:
     @uninterrupted
     def _end_backward(self) -> None:
         """Ends the outermost backward. torch calls this once the graph task has ended."""
-        self._bindings.end_kept()
+        self._unit_views.end_kept()
         self._gradients.end_backward()
         if self._gradient_seen:
             self._callbacks.end_backward()
         self._in_backward = self._gradient_seen = False
 
-    def _gradient_hook(self, place: ParamHandle) -> Callable[[torch.Tensor], None]:
+    def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
 
         @uninterrupted
@@ -340,7 +340,7 @@ class ModuleHooks:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._timeline.add_gradient(gradient.numel() * gradient.element_size())
-                self._gradients.add(place.unit, place.position, gradient)
+                self._gradients.add(handle.unit, handle.position, gradient)
             self._gradient_seen = True
 
         return hook

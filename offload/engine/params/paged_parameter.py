@@ -289,8 +289,8 @@ def handle_of(tensor: Any) -> ParamHandle | None:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
-    place = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
-    rule = None if place is None else place.rules.get(func)
+    handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
+    rule = None if handle is None else handle.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)
     if asks_for_no_element(func):
@@ -315,20 +315,20 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         UsageError: if the result would be a view of a copy, or if an in-place change alters shape, dtype or device.
     """
     given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
-    places: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
+    handles: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
     # A fetched parameter is an ordinary one from now on: torch does not dispatch to this module for it again.
-    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _fetch(places[key])]
+    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _fetch(handles[key])]
     real: dict[int, torch.Tensor] = {}
     for key, leaf in given.items():
         if key in outside:
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
-            real[key] = places[key].read_with_gradient() if with_gradient else places[key].read()
+            real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read()
         elif isinstance(leaf, PagedParameterView):
-            real[key] = places[key].parameter.detach() if leaf.own is None else leaf.own
+            real[key] = handles[key].parameter.detach() if leaf.own is None else leaf.own
         # A later fetch has released the unit of an earlier one to make room.
-        elif not places[key].materialized:
+        elif not handles[key].materialized:
             raise BudgetError(
-                f"{_name(func)} needs {', '.join(place.name for place in places.values())} on the device at one time, "
+                f"{_name(func)} needs {', '.join(each.name for each in handles.values())} on the device at one time, "
                 'but their units do not fit together; raise "device_memory" in the "offload" block'
             )
     before = {key: real[key]._version for key in outside}
@@ -337,16 +337,16 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     for key in outside:
         # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
         if real[key]._version != before[key]:
-            check_kind(places[key], given[key], real[key])
-            places[key].edit(real[key])
+            check_kind(handles[key], given[key], real[key])
+            handles[key].edit(real[key])
     originals = {id(real[key]): given[key] for key in outside}
     storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
     return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
 
 
-def _fetch(place: ParamHandle) -> bool:
+def _fetch(handle: ParamHandle) -> bool:
     """Materializes the handle's unit if a hooked module or a backward is running, and returns True if one is."""
-    return place.engine.fetch(place.unit)
+    return handle.engine.fetch(handle.unit)
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
@@ -381,12 +381,12 @@ def _name(func: Any) -> str:
 # -- shape, dtype and device of a parameter are fixed ------------------------------------------------------
 
 
-def check_kind(place: ParamHandle, tensor: Any, values: Any) -> None:
+def check_kind(handle: ParamHandle, tensor: Any, values: Any) -> None:
     """Raises `UsageError` unless `values` have the shape, dtype, memory order and device of `tensor`."""
     mine, given = _kind(tensor), _kind(values)
     if mine != given:
         raise UsageError(
-            f"parameter {place.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
+            f"parameter {handle.name} is {mine} while an engine manages it, and cannot become {given}; precision and "
             "device are set in the config"
         )
 

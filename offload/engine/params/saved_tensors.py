@@ -76,8 +76,8 @@ class SavedTensors:
     def __init__(
         self,
         names: Sequence[str],
-        places: Sequence[Sequence[ParamHandle]],
-        bindings: UnitViews,
+        handles: Sequence[Sequence[ParamHandle]],
+        unit_views: UnitViews,
         pager: Pager,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
@@ -85,14 +85,14 @@ class SavedTensors:
 
         Args:
             names: name of each unit, for messages.
-            places: the parameters of each unit.
-            bindings: makes views of weights.
+            handles: the parameters of each unit.
+            unit_views: makes views of weights.
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
         """
-        self._names, self._bindings, self._pager, self._compute = names, bindings, pager, compute
+        self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
         # By address, since compiled code passes tensors of which the class is not known any more.
-        self._placeholders = {place.storage_address: place.name for unit in places for place in unit}
+        self._placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
 
     def push(self) -> bool:
         """Pushes the hooks on the calling thread, around the active ones. Returns False if ours are active already.
@@ -131,11 +131,11 @@ class SavedTensors:
         Raises:
             UsageError: if compiled code uses a parameter while no module that owns it runs.
         """
-        place = handle_of(tensor)
-        if place is not None and place.materialized and getattr(tensor, "own", None) is None:
-            tensor = place.parameter.detach()  # `.data` that was taken before the weights were fetched
+        handle = handle_of(tensor)
+        if handle is not None and handle.materialized and getattr(tensor, "own", None) is None:
+            tensor = handle.parameter.detach()  # `.data` that was taken before the weights were fetched
         address = storage_address(tensor)
-        binding = self._bindings.binding_at(address)
+        binding = self._unit_views.binding_at(address)
         if binding is not None:
             unit, shape, stride = binding.unit, tuple(tensor.shape), tuple(tensor.stride())
             # In elements of the view's own dtype, in which `unpack` views the unit again.
@@ -175,7 +175,7 @@ class SavedTensors:
                 f"since"
             )
         self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
-        view = self._bindings.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
+        view = self._unit_views.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
         self._compute.turn_to(packed.unit)
         return view
 

@@ -58,62 +58,62 @@ def _address(func: Any, tensor: Any) -> Any:
     fetched and stay while the innermost module runs. Otherwise an address only tells whether two parameters are the
     same.
     """
-    place, own = tensor.offload_handle, getattr(tensor, "own", None)
+    handle, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
         return func(own)
-    brought = place.owner is not None and place.owner.fetch(place.unit, stays=True)
-    return call_plainly(func, place.parameter if brought else tensor)
+    brought = handle.owner is not None and handle.owner.fetch(handle.unit, stays=True)
+    return call_plainly(func, handle.parameter if brought else tensor)
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
     """Implements the assignment to `.data`: the values become an edit, since a placeholder has no memory to replace."""
-    place = tensor.offload_handle
-    if values is tensor or (handle_of(values) is place and getattr(values, "own", None) is None):
+    handle = tensor.offload_handle
+    if values is tensor or (handle_of(values) is handle and getattr(values, "own", None) is None):
         return  # the parameter's own memory
-    check_kind(place, tensor, values)
+    check_kind(handle, tensor, values)
     if not isinstance(tensor, PagedParameter):
         raise UsageError(
-            f"`.data` of a tensor that `.data` or detach() of {place.name} returned cannot be set; set `.data` of the "
+            f"`.data` of a tensor that `.data` or detach() of {handle.name} returned cannot be set; set `.data` of the "
             "parameter"
         )
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases receive copies: `values` may be one
         # In a running module the weights are materialized, and an alias shares their memory, as in torch.
-        if not place.engine.fetch(place.unit):
-            place.leave_aliases()
+        if not handle.engine.fetch(handle.unit):
+            handle.leave_aliases()
         tensor.copy_(values)
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
     """Implements the query by which `nn.Module.to` and others decide how to replace a parameter."""
-    place = handle_of(tensor)
-    if place is not None:
-        check_kind(place, tensor, values)
+    handle = handle_of(tensor)
+    if handle is not None:
+        check_kind(handle, tensor, values)
     return bool(call_plainly(func, tensor, values))
 
 
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     """Implements `copy_`. Values of a higher precision than the weights' are kept, since the master can store them."""
-    place = handle_of(tensor)
-    if place is None or handle_of(source) is not None or place.engine.fetch(place.unit):
+    handle = handle_of(tensor)
+    if handle is None or handle_of(source) is not None or handle.engine.fetch(handle.unit):
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
         return call_with_weights(func, (tensor, source), {})  # raises torch's own error: an in-place change of a leaf
     # The edit sets every element, so the old weights are not read.
-    place.edit(source.detach().expand(tensor.shape))
+    handle.edit(source.detach().expand(tensor.shape))
     return tensor
 
 
 def _set_requires_grad(func: Any, tensor: Any, value: bool = True) -> Any:
     """Implements `requires_grad_()` and the assignment; refuses to train a parameter that has no optimizer states."""
-    place = tensor.offload_handle
+    handle = tensor.offload_handle
     if value and isinstance(tensor, PagedParameterView):
         raise UsageError(
-            f"this is the memory of {place.name}, whose weights are in the swap tiers; clone() this tensor to make a "
+            f"this is the memory of {handle.name}, whose weights are in the swap tiers; clone() this tensor to make a "
             "parameter of its own"
         )
-    if value and not place.trainable:
-        raise place.cannot_train()
+    if value and not handle.trainable:
+        raise handle.cannot_train()
     return call_plainly(func, tensor, value)
 
 
@@ -141,9 +141,9 @@ def _get_grad(func: Any, tensor: Any) -> Any:
             "offload.hf.Accelerator in place of accelerate.Accelerator, whose clip_grad_norm_ is the engine's"
         )
     gradient = call_plainly(func, tensor)
-    place = handle_of(tensor)
-    if gradient is None and place is not None and place.owner is not None and not _is_asked_by_a_library():
-        place.owner.miss_gradient(place.name)
+    handle = handle_of(tensor)
+    if gradient is None and handle is not None and handle.owner is not None and not _is_asked_by_a_library():
+        handle.owner.miss_gradient(handle.name)
     return gradient
 
 
@@ -201,9 +201,9 @@ def _call_with_weights_of(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _represent(func: Any, tensor: Any, *_: Any, **__: Any) -> str:
     """Implements `repr()` and `format()`, without the values."""
-    place = tensor.offload_handle
+    handle = tensor.offload_handle
     return (
-        f"PagedParameter({place.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
+        f"PagedParameter({handle.name}, shape={tuple(tensor.shape)}, dtype={tensor.dtype}, device={tensor.device}, "
         f"requires_grad={tensor.requires_grad})"
     )
 

@@ -74,8 +74,8 @@ class Binding:
 class _Unit:
     """State of one unit: its parameters, and the reasons for which they are materialized."""
 
-    def __init__(self, layout: UnitLayout, places: Sequence[ParamHandle]) -> None:
-        self.layout, self.places = layout, places
+    def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle]) -> None:
+        self.layout, self.handles = layout, handles
         self.views = [
             (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
             for segment in layout.segments
@@ -90,20 +90,20 @@ class UnitViews:
     """Materializes and releases the parameters of units, and pins units for as long as views of them live."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], places: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
+        self, layouts: Sequence[UnitLayout], handles: Sequence[Sequence[ParamHandle]], pager: Pager, dtype: torch.dtype
     ) -> None:
         """Makes every parameter a placeholder.
 
         Args:
             layouts: the segments of each unit.
-            places: the parameters of each unit.
+            handles: the parameters of each unit.
             pager: brings units to the device and pins them there.
             dtype: dtype of the weights that the model computes with.
         """
         self._pager, self._dtype = pager, dtype
         # Forward hooks and autograd's threads bind and release units at the same time.
         self._lock = threading.RLock()
-        self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, places, strict=True)]
+        self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, handles, strict=True)]
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self._at: dict[int, Binding] = {}
@@ -176,7 +176,7 @@ class UnitViews:
                 self._let_go_of_recent()
                 binding = self._recent = self._take(index)
             else:
-                self._pager.hold(index)  # the unit may have been fetched for another stream
+                self._pager.wait_upload(index)  # the unit may have been fetched for another stream
             assert binding.flat is not None
             return torch.as_strided(binding.flat.view(dtype), size, stride, offset)
 
@@ -204,7 +204,7 @@ class UnitViews:
 
     def check_not_gathered(self, what: str) -> None:
         """Raises `UsageError` if a parameter is gathered, so that weights cannot be `what` (a participle) now."""
-        gathered = [place.name for unit in self._units for place in unit.places if place.gathered]
+        gathered = [handle.name for unit in self._units for handle in unit.handles if handle.gathered]
         if gathered:
             raise UsageError(f"weights cannot be {what} while {gathered[0]} is gathered: leave the `with` block first")
 
@@ -226,17 +226,17 @@ class UnitViews:
         """Materializes a unit's parameters over a pinned device buffer, unless they are materialized already."""
         unit = self._units[index]
         if unit.binding is not None:
-            self._pager.hold(index)
+            self._pager.wait_upload(index)
             return
-        gathered = [place.name for place in unit.places if place.gathered]
+        gathered = [handle.name for handle in unit.handles if handle.gathered]
         if gathered:
             raise UsageError(f"{gathered[0]} is gathered: leave `with offload.gathered(...)` before the model runs")
         binding = self._take(index)
         assert binding.flat is not None
         flat = binding.flat.view(self._dtype)
         unit.binding = binding
-        for (size, stride, start), place in zip(unit.views, unit.places, strict=True):
-            place.materialize(torch.as_strided(flat, size, stride, start))
+        for (size, stride, start), handle in zip(unit.views, unit.handles, strict=True):
+            handle.materialize(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
         """Pins a unit. If the device has no room, `_give_way` frees what is dispensable, one at a time."""
@@ -267,7 +267,7 @@ class UnitViews:
             return True
         for unit in self._units:
             # A recomputation may keep a frozen parameter itself, not a view: such a parameter must remain materialized.
-            if unit.kept and not unit.uses and all(place.trainable for place in unit.places):
+            if unit.kept and not unit.uses and all(handle.trainable for handle in unit.handles):
                 unit.kept = False
                 self._unbind_idle(unit)
                 return True
@@ -287,17 +287,17 @@ class UnitViews:
                 change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
         # Collected before `release`, which replaces the parameter's data.
-        changed = unit.binding is not None and [place.name for place in unit.places if place.changed]
-        for place in unit.places:
-            if not place.gathered:
-                place.release()
+        changed = unit.binding is not None and [handle.name for handle in unit.handles if handle.changed]
+        for handle in unit.handles:
+            if not handle.gathered:
+                handle.release()
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None
-        thawed = [place for place in unit.places if place.thawed]
+        thawed = [handle for handle in unit.handles if handle.thawed]
         # Reverted before the error, or a parameter without optimizer states would go on training.
-        for place in thawed:
-            place.parameter.requires_grad = False
+        for handle in thawed:
+            handle.parameter.requires_grad = False
         if thawed and not changed:
             raise thawed[0].cannot_train()
         if changed:

@@ -41,10 +41,10 @@ class WeightEdits:
         self,
         model: nn.Module,
         layouts: Sequence[UnitLayout],
-        places: Sequence[Sequence[ParamHandle]],
+        handles: Sequence[Sequence[ParamHandle]],
         pager: Pager,
         hooks: ModuleHooks,
-        bindings: UnitViews,
+        unit_views: UnitViews,
         dtype: torch.dtype,
         trains: bool,
         several_ranks: bool,
@@ -55,21 +55,21 @@ class WeightEdits:
         Args:
             model: the model.
             layouts: the segments of each unit.
-            places: the parameters of each unit.
+            handles: the parameters of each unit.
             pager: reads the newest weights.
             hooks: know whether the model runs.
-            bindings: the parameters that are materialized now.
+            unit_views: the parameters that are materialized now.
             dtype: dtype of the weights that the model computes with.
             trains: True if anything trains; otherwise every edit is refused.
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
         """
-        self._pager, self._layouts, self._places, self._hooks, self._dtype = pager, layouts, places, hooks, dtype
-        self._place_of = {id(place.parameter): place for unit in places for place in unit}
+        self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
+        self._handle_of = {id(handle.parameter): handle for unit in handles for handle in unit}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
-        self._bindings, self._trains, self._several_ranks = bindings, trains, several_ranks
+        self._unit_views, self._trains, self._several_ranks = unit_views, trains, several_ranks
         self._callbacks = callbacks
         self._without_frozen = False
         """True inside of `leaving_out_frozen`."""
@@ -86,17 +86,17 @@ class WeightEdits:
             if any(True for _ in module.parameters(recurse=False)):
                 self._removers.append(module.register_state_dict_post_hook(replace).remove)
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
-        for unit in places:
-            for place in unit:
-                place.attach(self)
+        for unit in handles:
+            for handle in unit:
+                handle.attach(self)
 
     def remove(self) -> None:
         """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
         for remover in self._removers:
             remover()
-        for unit in self._places:
-            for place in unit:
-                place.detach()
+        for unit in self._handles:
+            for handle in unit:
+                handle.detach()
 
     # -- requests of placeholders -------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class WeightEdits:
         if self.waits(unit, position, State.WEIGHT):
             values = self._pending[position, State.WEIGHT]
             if values.dtype == self._dtype:
-                return values.to(self._places[unit][position].device, copy=True).view(segment.shape)
+                return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
         copies: list[torch.Tensor] = []
@@ -145,13 +145,13 @@ class WeightEdits:
                 alive when pending edits must be written.
         """
         self._callbacks.enter_weights()
-        place = self._places[unit][position]
+        handle = self._handles[unit][position]
         values = values.detach()
-        if not place.trainable or not self._trains:
+        if not handle.trainable or not self._trains:
             # Equal values are allowed, since `load_state_dict` writes every parameter.
-            if not torch.equal(self.read(unit, position), values.to(place.device, self._dtype)):
+            if not torch.equal(self.read(unit, position), values.to(handle.device, self._dtype)):
                 raise UsageError(
-                    f"parameter {place.name} is frozen: its weights are stored once and never written again; change "
+                    f"parameter {handle.name} is frozen: its weights are stored once and never written again; change "
                     "them before offload.initialize"
                 )
             return
@@ -162,7 +162,7 @@ class WeightEdits:
         gathered = sum(pending.nbytes for pending in self._pending.values())
         if self._pending_unit != unit or gathered > _MOST_GATHERED or coarser:
             self.flush()
-            self._bindings.settle()
+            self._unit_views.settle()
         self._pending[position, state] = values.to("cpu", dtype, copy=True).contiguous().view(-1)
         self._pending_unit = unit
 
@@ -228,21 +228,21 @@ class WeightEdits:
     def _replace(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Replaces placeholders in a module's state dict by copies of the weights."""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            place = self.place(parameter)
-            if place is None or prefix + name not in state:
+            handle = self.handle(parameter)
+            if handle is None or prefix + name not in state:
                 continue
             if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
-            elif not place.gathered:
-                state[prefix + name] = self.weight(place.unit, place.position)
+            elif not handle.gathered:
+                state[prefix + name] = self.weight(handle.unit, handle.position)
 
-    def place(self, parameter: Any) -> ParamHandle | None:
+    def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""
-        return self._place_of.get(id(parameter))
+        return self._handle_of.get(id(parameter))
 
     def _check_room(self) -> None:
         """Raises `BudgetError` if a state dict of the whole model would not fit into RAM."""
-        parameters = (place.parameter for unit in self._places for place in unit)
+        parameters = (handle.parameter for unit in self._handles for handle in unit)
         wanted = sum(p.numel() for p in parameters if p.requires_grad or not self._without_frozen)
         need = wanted * self._dtype.itemsize
         free = free_host_memory()

@@ -106,11 +106,11 @@ def assemble(
         gradients = _gradients(plan, trainable, host, arena, files, pager, rounds, callbacks, recorders, compute)
         undo.callback(gradients.close)
         move_buffers(model, plan)
-        places = _places(plan, model)
-        bindings = UnitViews(plan.layouts, places, pager, plan.mode.weight_dtype)
-        hooks = _hooks(plan, model, places, bindings, gradients, pager, callbacks, timeline, compute)
+        handles = _handles(plan, model)
+        unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
+        hooks = _hooks(plan, model, handles, unit_views, gradients, pager, callbacks, timeline, compute)
         undo.callback(hooks.remove)
-        weights = _weights(plan, model, places, pager, hooks, bindings, callbacks)
+        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
         trains = any(plan.parts.trainable_numel)
         updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
@@ -119,7 +119,7 @@ def assemble(
     return EngineComponents(
         hooks=hooks,
         weights=weights,
-        unit_views=bindings,
+        unit_views=unit_views,
         update_worker=updater,
         pager=pager,
         gradients=gradients,
@@ -146,8 +146,8 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
 def _hooks(
     plan: Plan,
     model: nn.Module,
-    places: Sequence[Sequence[ParamHandle]],
-    bindings: UnitViews,
+    handles: Sequence[Sequence[ParamHandle]],
+    unit_views: UnitViews,
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
@@ -155,12 +155,12 @@ def _hooks(
     compute: ComputeSpans,
 ) -> ModuleHooks:
     """Installs the hooks of modules and saved tensors on the model."""
-    saved = SavedTensors([layout.name for layout in plan.layouts], places, bindings, pager, compute)
+    saved = SavedTensors([layout.name for layout in plan.layouts], handles, unit_views, pager, compute)
     return ModuleHooks(
         model,
         plan.units.sites,
-        places,
-        bindings,
+        handles,
+        unit_views,
         saved,
         gradients,
         pager,
@@ -218,7 +218,7 @@ def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None
         forget(parameter)
 
 
-def _places(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
+def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
     """Returns a handle for each parameter, unit by unit."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
     return [
@@ -235,20 +235,20 @@ def _places(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
 def _weights(
     plan: Plan,
     model: nn.Module,
-    places: Sequence[Sequence[ParamHandle]],
+    handles: Sequence[Sequence[ParamHandle]],
     pager: Pager,
     hooks: ModuleHooks,
-    bindings: UnitViews,
+    unit_views: UnitViews,
     callbacks: EngineCallbacks,
 ) -> WeightEdits:
     """Returns the component through which users read and edit weights."""
     return WeightEdits(
         model,
         plan.layouts,
-        places,
+        handles,
         pager,
         hooks,
-        bindings,
+        unit_views,
         plan.mode.weight_dtype,
         trains=any(plan.parts.trainable_numel),
         several_ranks=plan.ranks is not None,
@@ -330,11 +330,11 @@ def _gradients(
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
     """Returns the copies of gradients from the device to staging buffers in host memory."""
     staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-    leases = [lease for lease in staging if lease is not None]
+    buffers = [each for each in staging if each is not None]
     # Two buffers or more: one is filled by the device while the CPU reads another.
-    assert len(leases) == STAGING_BUFFERS, "the class was sized for them"
+    assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
     most = plan.parts.largest_gradient
-    return DeviceToHost(plan.device, leases, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
+    return DeviceToHost(plan.device, buffers, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
 
 
 def _spill(
@@ -349,7 +349,7 @@ def _spill(
     """Returns the gradients on disk, with their windows in host memory."""
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
-    leases = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
+    buffers = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
     stretches = {
         unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
         for unit in placement.spilled
@@ -357,7 +357,7 @@ def _spill(
     nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
     # Gradients do not outlive a step, so their file is never committed.
     scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
-    return DiskSpill(stretches, parts.gradient_dtype, [lease for lease in leases if lease], scratch, pager.fail)
+    return DiskSpill(stretches, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)
 
 
 def _updater(
@@ -370,7 +370,7 @@ def _updater(
 ) -> UpdateWorker:
     """Returns the update worker, whose thread runs from now on."""
     return UpdateWorker(
-        held=held,
+        shards=held,
         arena=host,
         gradients=gradients,
         strategy=_strategy(plan, optimizer, host, held, gradients),

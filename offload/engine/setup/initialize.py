@@ -284,7 +284,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             loader=loader,
-            choices=_choices(plan),
+            settings=_settings(plan),
             layouts=plan.layouts,
             commits=bool(plan.commit_every),
             assemble=components,
@@ -308,11 +308,11 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             core.components.meter.begin()
         return Engine(core, notices)
     except BaseException:
-        core.ending.abandon(remove=progress is None)
+        core.shutdown.abandon(remove=progress is None)
         raise
 
 
-def _choices(plan: Plan) -> StepSettings:
+def _settings(plan: Plan) -> StepSettings:
     """Returns the settings of a step."""
     return StepSettings(
         micro_batch_size=plan.batch.micro,

@@ -33,11 +33,11 @@ class StepSettings:
     device_need: DeviceNeed
 
 
-def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
+def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dtype | None) -> StepSettings:
     """Returns the settings for steps of `total` samples.
 
     Args:
-        choices: the current settings.
+        settings: the current settings.
         total: samples of a step over all ranks.
         ranks: number of ranks.
         gradients: dtype in which gradients are kept, unless the config names one.
@@ -46,11 +46,11 @@ def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtyp
         UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in
             16 bits.
     """
-    samples = choices.micro_batch_size * ranks
+    samples = settings.micro_batch_size * ranks
     if isinstance(total, bool) or not isinstance(total, int) or total < 1 or total % samples:
         raise UsageError(
             f"train_batch_size must be a multiple of train_micro_batch_size_per_gpu * ranks, which is "
-            f"{choices.micro_batch_size} * {ranks}, got {total!r}"
+            f"{settings.micro_batch_size} * {ranks}, got {total!r}"
         )
     accumulation = total // samples
     if accumulation > 1 and gradients is not None and gradients.itemsize < 4:
@@ -58,4 +58,4 @@ def resized(choices: StepSettings, total: int, ranks: int, gradients: torch.dtyp
             f"a step of {total} samples contains {accumulation} micro-batches, but gradients are kept in {gradients}, "
             "because the config has one micro-batch a step: to add up several, set data_types.grad_accum_dtype to fp32"
         )
-    return replace(choices, accumulation=accumulation, total_batch_size=total)
+    return replace(settings, accumulation=accumulation, total_batch_size=total)

@@ -53,7 +53,7 @@ class TrainingState:
         optimizer: Optimizer,
         lr_scheduler: Any,
         loader: Loader | None,
-        choices: StepSettings,
+        settings: StepSettings,
         layouts: Sequence[UnitLayout],
         commits: bool,
     ) -> None:
@@ -65,13 +65,13 @@ class TrainingState:
             optimizer: the engine's optimizer, whose groups' values each commit contains.
             lr_scheduler: the schedule, or None.
             loader: the loader of `training_data`, or None.
-            choices: settings of a step.
+            settings: settings of a step.
             layouts: the layout of each unit.
             commits: True if steps are committed at all.
         """
-        self._module, self._device, self.optimizer, self.choices = module, device, optimizer, choices
+        self._module, self._device, self.optimizer, self.settings = module, device, optimizer, settings
         self.commits = commits
-        self.scaler = choices.scaler
+        self.scaler = settings.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
         """See the engine's."""
@@ -166,7 +166,7 @@ class TrainingState:
         # Until the first step a commit contains exactly what was restored.
         self._after_step = progress
         if changed:
-            notices.append(f"resumed with settings that differ from the run's: {', '.join(changed)}")
+            notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
         self.micro_steps = self._micro_steps = facts["micro_steps"]
         self.parameter_steps = facts["parameter_steps"]
@@ -271,7 +271,7 @@ class TrainingState:
             self.scaler.stepped(overflow)
         self.optimizer.record(overflow, self.loss_scale)
         # `micro_batches` may differ from the accumulation: the user may set the boundary.
-        self.global_samples += self.choices.total_batch_size // self.choices.accumulation * micro_batches
+        self.global_samples += self.settings.total_batch_size // self.settings.accumulation * micro_batches
         self.registered.stepped()
         if self.loader is not None:
             self._data = self.loader.trained()
@@ -284,9 +284,9 @@ class TrainingState:
         """Counts the micro-batches of a `step()`."""
         self.micro_steps += passed
 
-    def change_settings(self, choices: StepSettings) -> None:
+    def change_settings(self, settings: StepSettings) -> None:
         """Continues with other settings of a step."""
-        self.choices = choices
+        self.settings = settings
 
     def set_client_state(self, value: dict[str, Any]) -> None:
         """Replaces the user's dict that each commit contains."""
@@ -350,13 +350,13 @@ class TrainingState:
 
     def _settings(self) -> dict[str, Any]:
         """Returns settings that may differ in a resumed run, each under its name in notices."""
-        choices = self.choices
+        settings = self.settings
         parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
         return {
-            "seed": choices.seed,
-            "micro-batch size": choices.micro_batch_size,
-            "accumulation": choices.accumulation,
-            "gradient clipping": choices.clip,
+            "seed": settings.seed,
+            "micro-batch size": settings.micro_batch_size,
+            "accumulation": settings.accumulation,
+            "gradient clipping": settings.clip,
             "optimizer": self.optimizer.rule.known_as or self.optimizer.rule.name,
             **{
                 _LABELS.get(key, key): [group.get(key) for group in self._configured]

@@ -79,11 +79,11 @@ def _encode(record: Record, tokenizer: Any) -> Document:
         return Document(ids, np.ones(len(ids), bool), True)
     prompt = _begun(_ids(record.prompt, tokenizer), tokenizer)
     answer = _ended(_ids(record.completion, tokenizer, special=False), tokenizer)
-    return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer), False)
+    return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
 
-def _document(ids: Sequence[int], learned: Sequence[bool | int], divisible: bool) -> Document:
-    return Document(np.asarray(ids, np.int32), np.asarray(learned, bool), divisible)
+def _document(ids: Sequence[int], learned: Sequence[bool | int]) -> Document:
+    return Document(np.asarray(ids, np.int32), np.asarray(learned, bool), False)
 
 
 def _chat(record: Chat, tokenizer: Any) -> Document:
@@ -100,7 +100,7 @@ def _chat(record: Chat, tokenizer: Any) -> Document:
     except Exception as error:  # a template may raise anything
         raise ConfigError(f"{record.place}: the tokenizer's chat template refuses this chat: {error}") from error
     ids = found["input_ids"]
-    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids), False)
+    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids))
 
 
 def encode_text(content: str, tokenizer: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_place, keeps, next_to_fetch, victims
+from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
 
@@ -29,9 +29,9 @@ class Entry:
     index: int
     size: UnitSize
     residency: Residency
-    lease: Block | None = None
+    host_buffer: Block | None = None
     """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
-    slice: Block | None = None
+    device_buffer: Block | None = None
     """Device buffer of the weights."""
     reading: Work | None = None
     copied: Work | None = None
@@ -44,7 +44,7 @@ class Entry:
     @property
     def at_hand(self) -> bool:
         """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
-        return self.lease is not None or self.size.tier is not Tier.DISK
+        return self.host_buffer is not None or self.size.tier is not Tier.DISK
 
 
 class SimulatedPager:
@@ -103,17 +103,19 @@ class SimulatedPager:
             if entry.updating:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
             elif entry.residency is Residency.DISK:
-                lease = yield from self.machine.counted("room", self._lease(entry.index, self._lease_nbytes(entry)))
-                if lease is None:
-                    yield from self.machine.counted("room", self._wait_for_lease())
+                host_buffer = yield from self.machine.counted(
+                    "room", self._host_buffer(entry.index, self._buffer_nbytes(entry))
+                )
+                if host_buffer is None:
+                    yield from self.machine.counted("room", self._wait_for_buffer())
                 elif self.streams(entry.index):
-                    yield from self._stream(entry, lease)
+                    yield from self._stream(entry, host_buffer)
                 else:
-                    self._start_read(entry, lease, Priority.URGENT)
+                    self._start_read(entry, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING:
                 yield from self.machine.counted("read", self._finish_read(entry))
             else:
-                place = self._take_slice(entry)
+                place = self._allocate_on_device(entry)
                 if place is None:
                     raise self._no_room(entry)
                 yield from self._upload(entry, place)
@@ -126,7 +128,7 @@ class SimulatedPager:
         yield from self.change()
         self.wanted.remove(entry.index)
 
-    def _wait_for_lease(self) -> Acting[None]:
+    def _wait_for_buffer(self) -> Acting[None]:
         """Waits until a host buffer may be free: for a prefetch that can then be evicted, or for the update worker."""
         reading = [entry for entry in self.entries if entry.residency is Residency.READING]
         # A unit in READING cannot be evicted. The prefetch for the latest use is the best victim once it has ended.
@@ -140,10 +142,10 @@ class SimulatedPager:
         yield from self.change()
         self.waiting_for_buffer -= 1
 
-    def _start_read(self, entry: Entry, lease: Block, priority: Priority) -> None:
+    def _start_read(self, entry: Entry, host_buffer: Block, priority: Priority) -> None:
         """Starts the read of a unit's partition into a host buffer."""
-        entry.lease = lease
-        entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.part_nbytes, priority)
+        entry.host_buffer = host_buffer
+        entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
         self._move(entry, Residency.READING)
 
     def _finish_read(self, entry: Entry) -> Acting[None]:
@@ -157,49 +159,49 @@ class SimulatedPager:
     def streams(self, unit: int) -> bool:
         """Returns True if the host budget has no room for two such partitions, so that the unit moves in chunks."""
         size = self.entries[unit].size
-        return size.tier is Tier.DISK and 2 * align_up(size.part_nbytes) > self.host.nbytes
+        return size.tier is Tier.DISK and 2 * align_up(size.shard_nbytes) > self.host.nbytes
 
-    def _lease_nbytes(self, entry: Entry) -> int:
-        return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.part_nbytes
+    def _buffer_nbytes(self, entry: Entry) -> int:
+        return self.host.nbytes // 2 // PAGE * PAGE if self.streams(entry.index) else entry.size.shard_nbytes
 
-    def _stream(self, entry: Entry, lease: Block) -> Acting[None]:
+    def _stream(self, entry: Entry, host_buffer: Block) -> Acting[None]:
         """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
-        second = yield from self.machine.counted("room", self._lease(entry.index, lease.nbytes))
-        place = self._take_slice(entry)
+        second = yield from self.machine.counted("room", self._host_buffer(entry.index, host_buffer.nbytes))
+        place = self._allocate_on_device(entry)
         if place is None:
             raise self._no_room(entry)
         self._move(entry, Residency.UPLOADING)
-        part = entry.size.part_nbytes
+        part = entry.size.shard_nbytes
         read = self.machine.read("weight read", "weights_read", entry.index, part, Priority.URGENT)
         yield from self.machine.counted("read", until(read))
         # The copies of all chunks but the last overlap the reads, so only one chunk's copy takes time of its own.
-        entry.copied = self.machine.upload(entry.index, min(part, lease.nbytes))
+        entry.copied = self.machine.upload(entry.index, min(part, host_buffer.nbytes))
         yield from self.machine.counted("upload", until(entry.copied))
-        for each in (lease, second):
+        for each in (host_buffer, second):
             if each is not None:
                 self.host.give(each.offset, each.nbytes)
-        entry.slice = place
+        entry.device_buffer = place
         self._move(entry, Residency.DEVICE)
 
     def _upload(self, entry: Entry, place: Block) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
         self._move(entry, Residency.UPLOADING)
-        entry.copied = self.machine.upload(entry.index, entry.size.part_nbytes)
+        entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
         if self.machine.on_cpu:
             yield from self.machine.counted("upload", until(entry.copied))
-        entry.slice = place
+        entry.device_buffer = place
         self._move(entry, Residency.DEVICE)
 
-    def _take_slice(self, entry: Entry, beyond: int = -1) -> Block | None:
+    def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> Block | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
         others = (e.size.nbytes for e in self.entries if e is not entry and not e.size.stays)
         floor = Floor(0, self.device.nbytes, max(others, default=0))
         idle = [
-            e.slice
+            e.device_buffer
             for e in self.entries
-            if e.slice is not None and e.residency is Residency.DEVICE and not e.pins and not e.size.stays
+            if e.device_buffer is not None and e.residency is Residency.DEVICE and not e.pins and not e.size.stays
         ]
-        place = find_place(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond)
+        place = find_room(self.device, entry.size.nbytes, idle, self.access_order, floor, beyond)
         if place is None:
             return None
         for unit in place.victims:
@@ -224,7 +226,7 @@ class SimulatedPager:
             entry = self.entries[unit]
             # The order is strict: if the next unit is not ready, later ones must not take its room.
             ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-            place = self._take_slice(entry, self.access_order.distance(unit)) if ready else None
+            place = self._allocate_on_device(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
                 return
             yield from self._upload(entry, place)
@@ -234,19 +236,19 @@ class SimulatedPager:
 
         def wanting(unit: int) -> bool:
             entry = self.entries[unit]
-            on_disk = entry.residency is Residency.DISK and entry.lease is None
+            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
             return on_disk and not entry.updating and not self.streams(unit)
 
         def nbytes(unit: int) -> int:
-            return self.entries[unit].size.part_nbytes
+            return self.entries[unit].size.shard_nbytes
 
         while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
-            lease = yield from self.machine.counted(
-                "room", self._lease(unit, nbytes(unit), self.access_order.distance(unit))
+            host_buffer = yield from self.machine.counted(
+                "room", self._host_buffer(unit, nbytes(unit), self.access_order.distance(unit))
             )
-            if lease is None:
+            if host_buffer is None:
                 return
-            self._start_read(self.entries[unit], lease, Priority.NORMAL)
+            self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
@@ -261,20 +263,20 @@ class SimulatedPager:
 
     def _drop(self, entry: Entry) -> None:
         """Frees an unpinned unit's device buffer."""
-        assert entry.slice is not None and not entry.pins
-        self.device.give(entry.slice.offset, entry.slice.nbytes)
-        entry.slice = None
+        assert entry.device_buffer is not None and not entry.pins
+        self.device.give(entry.device_buffer.offset, entry.device_buffer.nbytes)
+        entry.device_buffer = None
         # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
         self._move(entry, kept if entry.at_hand else Residency.DISK)
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def _lease(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
+    def _host_buffer(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
         while True:
-            takeable = [e.lease for e in self.entries if e.lease is not None and self._may_take_lease_of(e)]
-            going = victims(self.host, nbytes, takeable, self._distance, beyond)
+            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+            going = victims(self.host, nbytes, evictable, self._distance, beyond)
             if going is None:
                 return None
             entries = [self.entries[unit] for unit in going]
@@ -284,9 +286,9 @@ class SimulatedPager:
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
         for entry in entries:
-            assert entry.lease is not None
-            self.host.give(entry.lease.offset, entry.lease.nbytes)
-            entry.lease = None
+            assert entry.host_buffer is not None
+            self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
+            entry.host_buffer = None
             if entry.residency is Residency.HOST:
                 self._move(entry, Residency.DISK)
         offset = self.host.take(nbytes)
@@ -298,7 +300,7 @@ class SimulatedPager:
         entry = self.entries[unit]
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self.access_order.distance(unit)
 
-    def _may_take_lease_of(self, entry: Entry) -> bool:
+    def _is_evictable(self, entry: Entry) -> bool:
         """Returns True if the host buffer may be freed: flushed, not in an update and not being read."""
         # A buffer with unwritten weights is the only copy of them.
         clean = not entry.unwritten and not entry.in_update
@@ -332,14 +334,14 @@ class SimulatedPager:
             if entry.residency is Residency.DEVICE and not entry.size.stays:
                 self._drop(entry)
 
-    def lease_for_update(self, entry: Entry) -> Acting[bool]:
+    def buffer_for_update(self, entry: Entry) -> Acting[bool]:
         """Allocates a host buffer for updated weights if there is room. Returns True if the update may write to one."""
         yield from until(entry.copied)
         while entry.residency is Residency.READING:
             yield from self._finish_read(entry)
         if not entry.at_hand and not self.waiting_for_buffer:
             beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
-            entry.lease = yield from self._lease(entry.index, entry.size.part_nbytes, beyond)
+            entry.host_buffer = yield from self._host_buffer(entry.index, entry.size.shard_nbytes, beyond)
         entry.in_update = entry.at_hand
         return entry.in_update
 

@@ -168,7 +168,7 @@ class SimulatedUpdater:
         assert cost is not None
         leased = False
         if self._pager.delivers(unit):
-            leased = yield from self._pager.lease_for_update(entry)
+            leased = yield from self._pager.buffer_for_update(entry)
             going_on = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
             if not leased and (self._reading or self._writing or not going_on):
                 return None
@@ -185,7 +185,7 @@ class SimulatedUpdater:
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
             # A host buffer needs all weights, frozen ones too.
             if job.leased and start == 0:
-                nbytes += entry.size.part_nbytes - cost.weight_nbytes
+                nbytes += entry.size.shard_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
             # A gradient can be read only after its write in the backward has ended.

@@ -6,7 +6,7 @@ optimizer's kernels for states on the device. Work on one stream is ordered. Wor
 alone:
 
     upload     waits for the last compute that reads the memory to be overwritten (`after`)
-    compute    waits for the upload of the bytes that it reads (`hold`)
+    compute    waits for the upload of the bytes that it reads (`wait_event`)
     download   waits for the compute that produces the bytes that it reads (`after`)
     update     waits for nothing: the submitting thread knows that its operands are ready
     host       waits for a copy before it reads or reuses host memory, and for an update (`Event.wait`)
@@ -124,11 +124,11 @@ class Device:
         """Copies destination[:] = source, (nbytes,) uint8, either way, and waits: for threads that may block."""
         (self.upload if destination.device == self.torch else self.download)(destination, source).wait()
 
-    def computed(self) -> Event:
+    def record_event(self) -> Event:
         """Returns the event of all compute that the calling thread has started so far."""
         return DONE
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         """Makes compute that the calling thread starts from now on wait for `event`; on a GPU the thread continues."""
         event.wait()
 
@@ -300,10 +300,10 @@ class CudaDevice(Device):
                 destination.view(torch.uint8)[part].copy_(source.view(torch.uint8)[part], non_blocking=True)
         return _CudaEvent(stream)
 
-    def computed(self) -> Event:
+    def record_event(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self.torch))
 
-    def hold(self, event: Event) -> None:
+    def wait_event(self, event: Event) -> None:
         self._order(torch.cuda.current_stream(self.torch), event)
 
     @staticmethod

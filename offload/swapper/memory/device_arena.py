@@ -61,7 +61,7 @@ class DeviceArena:
         self.pieces.append((start, memory))
         # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
         # upload, whose stream must first wait for that compute.
-        self._readers.append((start, start + nbytes, self._device.computed()))
+        self._readers.append((start, start + nbytes, self._device.record_event()))
         self.nbytes += nbytes
         return start, start + nbytes
 
@@ -106,10 +106,10 @@ class DeviceArena:
         if self.poison:
             # The fill runs on the compute stream, so it must come after the upload and after compute of other
             # threads.
-            self._device.hold(written)
-            self._device.hold(read)
+            self._device.wait_event(written)
+            self._device.wait_event(read)
             self.view(piece).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
-            read = self._device.computed()
+            read = self._device.record_event()
         self._readers += [
             (piece.offset, piece.offset + piece.nbytes, event) for event in (written, read) if not event.done()
         ]

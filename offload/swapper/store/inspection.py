@@ -220,7 +220,7 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
             reason = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
         else:
             reason = "the file does not match the checksum in its record"
-        wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.epoch}"))
+        wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.step}"))
     return commits, wrong
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from offload.errors import IoError, StoreError
-from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process
+from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process, write_all
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
 """Names of all files that a rank's folder may hold, beside temporary files that replace one of them (`*.tmp`)."""
@@ -129,9 +129,9 @@ def _make_folder(folder: Path) -> None:
                 raise  # otherwise another rank has just removed the empty folder of an earlier run: try again
 
 
-def remove_files(folder: Path, names: Sequence[str] = FILES) -> None:
+def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
-    for path in (*(folder / name for name in names), *folder.glob("*.tmp")):
+    for path in (*(folder / name for name in FILES), *folder.glob("*.tmp")):
         path.unlink(missing_ok=True)
     sync_folder(folder)
     with contextlib.suppress(OSError):
@@ -169,10 +169,7 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
     new = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        done = 0
-        while done < len(data):
-            # The system may write fewer bytes than asked.
-            done += os.pwrite(descriptor, memoryview(data)[done:], offset + done)
+        write_all(descriptor, offset, data)
         os.fsync(descriptor)
     except OSError as error:
         raise IoError(str(path), offset, len(data), error.errno or errno.EIO, "write") from error

@@ -92,16 +92,16 @@ def find_newest(
         _check_units(folder, record, units)
         held = read_blob(folder, record)
         if held is None:
-            wrong.append(f"blob.{record.blob} of step {record.epoch} is damaged")
+            wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
         if record is records[0] and not doubtful:
             return Recovered(record=record, notice=None)
         damage = find_damage(record, held)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
-            notice = f"the newest commit is damaged{why}; step {record.epoch} passed its check and is used"
+            notice = f"the newest commit is damaged{why}; step {record.step} passed its check and is used"
             return Recovered(record=record, notice=notice)
-        wrong.append(f"step {record.epoch}: {damage}")
+        wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
         f"{folder}: no commit is intact: {'; '.join(wrong)}; the run cannot be resumed, go back to a checkpoint"
     )
@@ -132,7 +132,7 @@ def load_blob(folder: Path, record: Record) -> Blob:
     held = read_blob(folder, record)
     if held is None:
         raise StoreError(
-            f"{folder}/blob.{record.blob} is damaged: step {record.epoch} cannot be resumed, and there is no other "
+            f"{folder}/blob.{record.blob} is damaged: step {record.step} cannot be resumed, and there is no other "
             "commit; go back to a checkpoint"
         )
     return held

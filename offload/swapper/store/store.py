@@ -194,7 +194,7 @@ class Store:
     def _open_files(self, record: Record, held: blob.Blob) -> None:
         """Opens the files of a commit."""
         copy = Manifest.unpack(held.manifest, f"{self.folders[0]}/blob.{record.blob}")
-        self.notices += self._files.open(copy, record.epoch)
+        self.notices += self._files.open(copy, record.step)
 
     # -- data ---------------------------------------------------------------------------------------
 
@@ -329,17 +329,17 @@ class Store:
 
     # -- commits ------------------------------------------------------------------------------------
 
-    def commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
+    def commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         """Makes `newest` and `contents` the durable state. All writes must have ended.
 
         Args:
-            epoch: The optimizer step that is committed. A step may be committed again, after an edit of weights.
+            step: The optimizer step that is committed. A step may be committed again, after an edit of weights.
             contents: Everything else that belongs to the step, by name. The blob stores a copy.
         """
-        with self._spans.commit(epoch):
-            self._commit(epoch, contents)
+        with self._spans.commit(step):
+            self._commit(step, contents)
 
-    def _commit(self, epoch: int, contents: Mapping[str, torch.Tensor]) -> None:
+    def _commit(self, step: int, contents: Mapping[str, torch.Tensor]) -> None:
         # The order is the protocol: data, blob and record are each durable before the next is written, so a record
         # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
         self._files.states.sync()
@@ -348,7 +348,7 @@ class Store:
         self._reserve_blobs(len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = 1 if self.durable is None else self.durable.serial + 1
-        record = Record(serial, epoch, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
+        record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
         self.written.add(0, len(data) + PAGE)  # the next commit holds these

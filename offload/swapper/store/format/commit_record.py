@@ -30,7 +30,7 @@ class Record(NamedTuple):
 
     serial: int
     """Number of the commit, from 1. An epoch may be committed again, if weights were edited after its step."""
-    epoch: int
+    step: int
     slots: tuple[int, ...]
     """The newest slot of each unit: 0 or 1."""
     blob: int
@@ -51,7 +51,7 @@ class Record(NamedTuple):
             FORMAT_VERSION,
             self.blob,
             self.serial,
-            self.epoch,
+            self.step,
             self.time_ns,
             self.blob_nbytes,
             self.blob_crc,
@@ -67,13 +67,13 @@ class Record(NamedTuple):
         if len(page) != PAGE:
             return None
         body, crc = page[: -_CRC.size], _CRC.unpack(page[-_CRC.size :])[0]
-        magic, version, blob, serial, epoch, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
+        magic, version, blob, serial, step, time_ns, nbytes, blob_crc, units = _HEAD.unpack_from(body)
         # Any mismatch means no record: the caller falls back to the other page.
         if magic != _MAGIC or version != FORMAT_VERSION or crc != crc32c(body) or units > MAX_UNITS:
             return None
         bitmap = body[_HEAD.size :]
         slots = tuple(bitmap[unit // 8] >> (unit % 8) & 1 for unit in range(units))
-        return cls(serial, epoch, slots, blob, nbytes, blob_crc, time_ns)
+        return cls(serial, step, slots, blob, nbytes, blob_crc, time_ns)
 
 
 def page_version(page: bytes) -> int | None:
