@@ -19,7 +19,7 @@ base64, as DeepSpeed's autotuner does. A learning rate of `"auto"` must come fro
 that is passed to `offload.initialize`. Older names are accepted: `bfloat16` for `bf16`, and in `zero_optimization`
 `cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.
 
-This file is written by `python -m offload.config` from `offload/config`.
+`python -m offload.config` writes this page from `offload/config`.
 """
 
 
