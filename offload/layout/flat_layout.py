@@ -79,17 +79,17 @@ class UnitLayout(NamedTuple):
 
     def trainable(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the trainable region, which come first in its partition and have states."""
-        return _cut(range(self.trainable_stop), rank, world_size)
+        return _shard(range(self.trainable_stop), rank, world_size)
 
     def frozen(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the frozen region: the rest of its partition."""
-        return _cut(range(self.trainable_stop, self.numel), rank, world_size)
+        return _shard(range(self.trainable_stop, self.numel), rank, world_size)
 
 
-def _cut(stretch: range, rank: int, world_size: int) -> range:
+def _shard(side: range, rank: int, world_size: int) -> range:
     """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
-    length = len(stretch) // world_size
-    return range(stretch.start + rank * length, stretch.start + (rank + 1) * length)
+    length = len(side) // world_size
+    return range(side.start + rank * length, side.start + (rank + 1) * length)
 
 
 def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int) -> UnitLayout:
@@ -101,17 +101,17 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
         world_size: number of ranks among which each region is divided.
     """
     step = _PARTITION_ALIGNMENT * world_size
-    given = list(parameters)
+    named_parameters = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
     # Two passes: parameters keep the model's order within each region.
     for trainable in (True, False):
-        for parameter_name, parameter in given:
+        for parameter_name, parameter in named_parameters:
             if parameter.requires_grad is trainable:
                 numel = parameter.numel()
                 segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
                 end = align_up(end + numel, _ALIGNMENT)
-        # Each region ends at a multiple of the alignment of all ranks, so that `_cut` divides it evenly.
+        # Each region ends at a multiple of the alignment of all ranks, so that `_shard` divides it evenly.
         end = align_up(end, step)
         if trainable:
             trainable_stop = end
@@ -175,14 +175,14 @@ def pieces(
         start: first element, counted in the parameter.
         stop: end of the elements; None stands for the parameter's end.
     """
-    stretch = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
-    share = len(stretch) // world_size
+    side = range(layout.trainable_stop) if segment.trainable else range(layout.trainable_stop, layout.numel)
+    share = len(side) // world_size
     before = 0 if segment.trainable else layout.trainable_stop // world_size  # the trainable shard comes first
     first = segment.start + start
     last = segment.stop if stop is None else segment.start + stop
     while first < last:
         # Both regions are divided evenly, so the rank follows from the position alone.
-        rank, within = divmod(first - stretch.start, share)
+        rank, within = divmod(first - side.start, share)
         numel = min(last - first, share - within)
         yield Piece(rank, first - segment.start, before + within, numel)
         first += numel

@@ -50,22 +50,22 @@ MUTANTS = (
     Mutant(
         "keep what was trained before a resume twice",
         "offload.report.log",
-        "            for late in [each for each in found if each >= step]:",
+        "            for late in [each for each in steps_by_number if each >= step]:",
         "            for late in ():",
         "tests/test_report.py",
     ),
     Mutant(
         "documents of a row see each other",
         "offload.finetune.corpus.packing",
-        "positions[number, start:stop] = np.arange(len(piece.ids))",
+        "positions[number, start:stop] = np.arange(len(document_part.ids))",
         "positions[number, start:stop] = np.arange(start, stop)",
         "tests/test_rows.py",
     ),
     Mutant(
         "learn the first token of a document by the one before",
         "offload.finetune.corpus.packing",
-        "labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]",
-        "labels[number, start:stop] = np.where(piece.learned, piece.ids, _IGNORED)",
+        "labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, _IGNORED)[1:]",
+        "labels[number, start:stop] = np.where(document_part.learned, document_part.ids, _IGNORED)",
         "tests/test_rows.py",
     ),
     Mutant(
