@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import transformers
 
-from offload.cli.signals import obeyed, signals
+from offload.cli.signals import exit_on_signal, signals
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from tests.support import warm_process
 
@@ -91,7 +91,7 @@ def test_what_measures_a_drive(command: tuple[str, ...], tmp_path: Path) -> None
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_model_that_is_measured(number: int, tmp_path: Path) -> None:
-    """Within one call of torch as well: `obeyed` below."""
+    """Within one call of torch as well: `exit_on_signal` below."""
     keep_rates(tmp_path)
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, vocab_size=4096
@@ -207,8 +207,8 @@ def threads_soon() -> list[threading.Thread]:
 def test_a_call_of_native_code_does_not_keep_a_signal_waiting(number: int) -> None:
     process = script(
         f"{MUTEX}"
-        "from offload.cli.signals import obeyed\n"
-        f"with obeyed('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
+        "from offload.cli.signals import exit_on_signal\n"
+        f"with exit_on_signal('stopped here'):\n    print('ready', flush=True)\n    {NATIVE}\n"
     )
     assert stopped(process, number) == "stopped here\n"
 
@@ -217,9 +217,9 @@ def test_handlers_and_what_wakes_are_as_before() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     files = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        with obeyed("never said"):
+        with exit_on_signal("never said"):
             pass
-        with pytest.raises(KeyboardInterrupt), obeyed("never said"):
+        with pytest.raises(KeyboardInterrupt), exit_on_signal("never said"):
             signal.raise_signal(signal.SIGINT)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     wake = signal.set_wakeup_fd(-1)

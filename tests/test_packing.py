@@ -126,7 +126,7 @@ def test_what_cannot_be_learned_is_left_out() -> None:
     long_prompt = Document(np.arange(20, dtype=np.int32), np.arange(20) >= 15, False)
     packed = pack([long_prompt, *documents(4)], 8)
     assert (packed.dropped, packed.cut, len(packed.ids)) == (1, 1, 1)
-    with pytest.raises(ConfigError, match=r"nothing can be learned.*--seq-len 8"):
+    with pytest.raises(ConfigError, match=r"the data contain nothing to learn.*--seq-len 8"):
         pack([long_prompt], 8)
     with pytest.raises(ConfigError, match="the data contain nothing to learn"):
         pack([], 8)

@@ -48,7 +48,7 @@ def test_all_rates_are_measured_and_kept(tmp_path: Path) -> None:
 
 def test_the_output_names_the_file_of_the_probe(tmp_path: Path) -> None:
     done = run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
-    assert done.exit_code == 0 and str(probe.kept_at().name) in done.stdout and "optimizer" in done.stdout
+    assert done.exit_code == 0 and str(probe.cache_path().name) in done.stdout and "optimizer" in done.stdout
 
 
 def test_progress_is_printed_line_by_line_without_a_terminal(tmp_path: Path) -> None:
@@ -79,11 +79,11 @@ def test_another_processor_is_another_machine(tmp_path: Path) -> None:
     assert run(str(tmp_path), "--size", "1MiB", "--device", "cpu", "--no-keep").exit_code == 0
     assert probe.kept() is None
     run(str(tmp_path), "--size", "1MiB", "--device", "cpu")
-    content = json.loads(probe.kept_at().read_text())
+    content = json.loads(probe.cache_path().read_text())
     content["machine"]["processor"] = "another"
-    probe.kept_at().write_text(json.dumps(content))
+    probe.cache_path().write_text(json.dumps(content))
     assert probe.kept() is None
-    probe.kept_at().write_text("{")
+    probe.cache_path().write_text("{")
     assert probe.kept() is None
 
 
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_used_is_an_error_before_anything_is_measured(
 def test_a_cache_with_a_relative_path_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "here")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert probe.kept_at().parent == tmp_path / ".cache" / "offload"
+    assert probe.cache_path().parent == tmp_path / ".cache" / "offload"
 
 
 # -- seconds ------------------------------------------------------------------------------------------

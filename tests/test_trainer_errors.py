@@ -13,7 +13,7 @@ import transformers
 
 import offload
 from offload.hf import OffloadTrainer
-from offload.hf.auto_values import Said, filled
+from offload.hf.auto_values import ScriptValue, filled
 from tests.support.trainer_runs import MEMORY, Texts, arguments, config, ended, seeded, trainer
 
 
@@ -74,7 +74,7 @@ def test_all_differences_are_reported_at_once() -> None:
         offload.ConfigError,
         match=r"a\.b is 1 in the config, and one is 2 in the script; c .* 4 .*\. Make them equal",
     ):
-        filled({"a": {"b": 1}, "c": 3}, [Said("a.b", 2, "one"), Said("c", 4, "two")])
+        filled({"a": {"b": 1}, "c": 3}, [ScriptValue("a.b", 2, "one"), ScriptValue("c", 4, "two")])
 
 
 @pytest.mark.parametrize(

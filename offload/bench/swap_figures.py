@@ -136,8 +136,8 @@ def make_row(
         read_bytes=read,
         written_bytes=written,
         bytes_per_parameter=(read + written) / plan.parameters,
-        kernel_read_bytes=_mean_where_told([turn.kernel_read_bytes for turn in swapped]),
-        kernel_written_bytes=_mean_where_told([turn.kernel_written_bytes for turn in swapped]),
+        kernel_read_bytes=_mean_of_known([turn.kernel_read_bytes for turn in swapped]),
+        kernel_written_bytes=_mean_of_known([turn.kernel_written_bytes for turn in swapped]),
         hiding_compute_ms=1e3 * max(updates, weights / passes_after) / plan.units if plan.overlap else None,
         limit=find_limit(step, compute, io, order),
     )
@@ -170,10 +170,10 @@ def _median_step(turns: Sequence[Turn]) -> float:
     return statistics.median(seconds for turn in turns for seconds in turn.seconds)
 
 
-def _mean_where_told(values: Sequence[float | None]) -> float | None:
+def _mean_of_known(values: Sequence[float | None]) -> float | None:
     """Returns the mean of the values that are known; None if none is."""
-    told = [value for value in values if value is not None]
-    return statistics.mean(told) if told else None
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if known else None
 
 
 # -- telling ------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def make_plan(
         probe_bytes=align_up(probe_bytes),
     )
     _check_numbers(plan, unit_bytes, probe_bytes)
-    _check_words(plan)
+    _check_choices(plan)
     _check_room(plan)
     # Last: the estimate of memory needs valid settings.
     return replace(plan, in_memory=_fits_in_memory(plan, in_memory))
@@ -159,12 +159,12 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
             raise ConfigError(f"expected {name} of at least {PAGE} bytes, got {nbytes}")
 
 
-def _check_words(plan: Plan) -> None:
+def _check_choices(plan: Plan) -> None:
     """Raises `ConfigError` if a word is unknown, the backend is refused, or nothing would be swapped."""
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
-    for name, words in known.items():
-        if getattr(plan, name) not in words:
-            raise ConfigError(f"there is no {name} {getattr(plan, name)!r}: expected {', '.join(words)}")
+    for name, choices in known.items():
+        if getattr(plan, name) not in choices:
+            raise ConfigError(f"there is no {name} {getattr(plan, name)!r}: expected {', '.join(choices)}")
     refused = refusals().get(plan.backend)
     if refused:
         raise ConfigError(f"{refused}; take another backend")

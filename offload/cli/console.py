@@ -33,7 +33,7 @@ def errors(code: int) -> Iterator[None]:
 
 
 @contextmanager
-def telling(console: Console) -> Iterator[Callable[[str], None]]:
+def status_line(console: Console) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows its text as a status line. Without a terminal the function does nothing."""
     if not console.is_terminal:
         yield lambda _: None

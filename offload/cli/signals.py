@@ -1,7 +1,8 @@
 """Handlers for signals that end a command.
 
-`signals` raises an exception, so that temporary files are removed. `obeyed` ends the process even if native code blocks
-Python's own handlers. Python runs signal handlers on the main thread only, so both must be used there.
+`signals` raises an exception, so that temporary files are removed. `exit_on_signal` ends the process even if
+native code blocks Python's own handlers. Python runs signal handlers on the main thread only, so both must be used
+there.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _handled() -> Iterator[BaseException]:
 
 
 @contextmanager
-def obeyed(words: str) -> Iterator[None]:
+def exit_on_signal(words: str) -> Iterator[None]:
     """Obeys SIGINT and SIGTERM inside the context even during a long call of native code. Main thread only.
 
     Python runs handlers between bytecode instructions. If the handler has not started after a second, the process exits

@@ -151,18 +151,18 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     done = _finished(config, mine)
     if done is not None:
         return done
-    going_on = _goes_on(config)
+    resuming = _resumes(config)
     # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
-    check_output(options.output, may_be_there=going_on or is_marked(options.output, mine))
+    check_output(options.output, may_be_there=resuming or is_marked(options.output, mine))
     check_apart(options.output, config)
     content = _with_dtype(content, say)
     torch.manual_seed(config.offload.seed)
     # The seed is the same on all ranks here, so that all build the same initial weights.
     model, source, always = _model(options, folder, lora, content, data.largest_id)
     # The prediction needs the model before `initialize` replaces its parameters by placeholders.
-    predicted, foreseen = _foreseen(options, model, content, always, going_on) if world_size == 1 else ({}, ())
+    predicted, notices = _prediction(options, model, content, always, resuming) if world_size == 1 else ({}, ())
     engine = _engine(options, model, content, config, rank, say)
-    for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *foreseen):
+    for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *notices):
         say(line)
     return Job(
         engine=engine,
@@ -297,8 +297,8 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def _foreseen(
-    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], going_on: bool
+def _prediction(
+    options: Options, model: nn.Module, content: Mapping[str, Any], always: Mapping[str, Any], resuming: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the prediction of a step under the log's keys, and a line about it. No failure here stops the run."""
     found = probe.kept()
@@ -306,7 +306,7 @@ def _foreseen(
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
         planned = foresee(
-            found, model, content, options.seq_len, always, options.gradient_checkpointing, going_on=going_on
+            found, model, content, options.seq_len, always, options.gradient_checkpointing, resuming=resuming
         )
     except Exception as error:  # a run may work where its prediction fails; the line tells why
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
@@ -314,7 +314,7 @@ def _foreseen(
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
 
 
-def _goes_on(config: Config) -> bool:
+def _resumes(config: Config) -> bool:
     """Returns True if there is a run to resume."""
     wanted = config.offload.resume in ("auto", "must") and bool(config.drives)
     return wanted and run_status(config.drives, config.offload.run).exists

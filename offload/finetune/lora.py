@@ -33,33 +33,33 @@ def parse_lora(text: str) -> Lora:
     Raises:
         ConfigError: a field is unknown, repeated, missing or out of range.
     """
-    said: dict[str, str] = {}
-    for part in text.split(","):
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if name not in Lora._fields or not equals or not value or name in said:
+    values: dict[str, str] = {}
+    for item in text.split(","):
+        name, equals, value = (each.strip() for each in item.partition("="))
+        if name not in Lora._fields or not equals or not value or name in values:
             fields = ", ".join(Lora._fields)
-            raise ConfigError(f"--lora takes {fields}, each once and with its value, got {part!r}; example: {_EXAMPLE}")
-        said[name] = value
-    if "r" not in said:
+            raise ConfigError(f"--lora takes {fields}, each once and with its value, got {item!r}; example: {_EXAMPLE}")
+        values[name] = value
+    if "r" not in values:
         raise ConfigError(f"--lora needs a rank r; example: {_EXAMPLE}")
-    r = _number(said, "r", 0)
+    r = _number(values, "r", 0)
     if r < 1 or r != int(r):
-        raise ConfigError(f"--lora r must be a whole number of at least 1, got {said['r']}")
-    alpha, dropout = _number(said, "alpha", 2 * r), _number(said, "dropout", 0.0)
+        raise ConfigError(f"--lora r must be a whole number of at least 1, got {values['r']}")
+    alpha, dropout = _number(values, "alpha", 2 * r), _number(values, "dropout", 0.0)
     if alpha <= 0:
-        raise ConfigError(f"--lora alpha must be above 0, got {said['alpha']}")
+        raise ConfigError(f"--lora alpha must be above 0, got {values['alpha']}")
     if not 0 <= dropout < 1:
-        raise ConfigError(f"--lora dropout must be at least 0 and below 1, got {said['dropout']}")
-    return Lora(int(r), alpha, dropout, tuple(filter(None, said.get("targets", "").split("+"))))
+        raise ConfigError(f"--lora dropout must be at least 0 and below 1, got {values['dropout']}")
+    return Lora(int(r), alpha, dropout, tuple(filter(None, values.get("targets", "").split("+"))))
 
 
-def _number(said: dict[str, str], name: str, default: float) -> float:
+def _number(values: dict[str, str], name: str, default: float) -> float:
     try:
-        value = float(said.get(name, default))
+        value = float(values.get(name, default))
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ConfigError(f"--lora {name} must be a number, got {said[name]}")
+        raise ConfigError(f"--lora {name} must be a number, got {values[name]}")
     return value
 
 

@@ -162,7 +162,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
         for path, value in named.items():
             # A single folder may be a string in the file and a list of one here; both mean the same.
             if value not in (typed, *(typed if len(typed) == 1 else ())):
-                lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_words(value)}")
+                lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_format(value)}")
             _get(merged, path[:-1]).pop("nvme_path")
     if typed or not named:
         _set(merged, _PATHS[-1], typed or ["./swap"])
@@ -171,12 +171,12 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
     """Merges --dtype, which replaces the blocks of all modes; "auto" leaves the choice to the machine."""
     bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
-    wishes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
-    for mode, wish in wishes.items():
+    modes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
+    for mode, enabled in modes.items():
         before = _get(merged, (mode, "enabled"))
-        if before not in (None, "auto", wish):
-            lines.append(f"--dtype {typed} overrules {mode}.enabled {_words(before)}")
-        _set(merged, (mode, "enabled"), wish)
+        if before not in (None, "auto", enabled):
+            lines.append(f"--dtype {typed} overrules {mode}.enabled {_format(before)}")
+        _set(merged, (mode, "enabled"), enabled)
 
 
 def chooses_dtype(merged: Mapping[str, Any]) -> bool:
@@ -197,9 +197,9 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
         if value is not None:
             _overrule(merged, (key,), value, flag, lines)
     micro, accumulation, total = (merged.get(key) not in (None, "auto") for key in (*typed, "train_batch_size"))
-    if total and micro and accumulation and (said := [flag for flag, value in typed.values() if value is not None]):
-        words = f"{' and '.join(said)} {_overrules(said)}"
-        lines.append(f"{words} train_batch_size {_words(merged.pop('train_batch_size'))}")
+    if total and micro and accumulation and (flags := [flag for flag, value in typed.values() if value is not None]):
+        words = f"{' and '.join(flags)} {_overrules(flags)}"
+        lines.append(f"{words} train_batch_size {_format(merged.pop('train_batch_size'))}")
     if not total and not micro:
         merged["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH_SIZE
 
@@ -231,7 +231,7 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
         if before is not None:
             flags = [f"--{name}" for name in ("schedule", "warmup") if getattr(options, name) is not None]
             kind = _get(before, ("type",))
-            lines.append(f"{' and '.join(flags)} {_overrules(flags)} scheduler.type {_words(kind)}")
+            lines.append(f"{' and '.join(flags)} {_overrules(flags)} scheduler.type {_format(kind)}")
         block = _schedule(options, _get(content, ("optimizer", "params", "lr")), steps)
         return content | ({"scheduler": block} if block else {}), tuple(lines)
     kind, params = _get(content, ("scheduler", "type")), _get(content, ("scheduler", "params"))
@@ -303,16 +303,16 @@ def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[st
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
     """Turns off the engine's own line per step, since the command shows a progress line."""
-    asked = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
+    keys_set = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
     # The key may be absent or infinite, which DeepSpeed users write to turn the line off.
-    if asked or isinstance(every, int | float):
+    if keys_set or isinstance(every, int | float):
         if isinstance(every, int | float) and 0 < every < math.inf:
-            asked.insert(0, "steps_per_print")
+            keys_set.insert(0, "steps_per_print")
         merged["steps_per_print"] = 0
-    if asked:
+    if keys_set:
         lines.append(
-            f"{', '.join(asked)}: this command has a progress line of its own; numbers of each step go to tensorboard, "
+            f"{', '.join(keys_set)}: this command has its own progress line; numbers of each step go to tensorboard, "
             f"csv_monitor and wandb"
         )
 
@@ -331,13 +331,13 @@ def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
         if inner is None or inner is True or inner is False:
             inner = {} if inner is None or key != "zero_optimization" else {"stage": int(inner)}
         if not isinstance(inner, dict):
-            raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_words(inner)}")
+            raise ConfigError(f"{'.'.join(path[:depth])} must be a block of keys, got {_format(inner)}")
         content[key] = inner
         content = inner
     content[path[-1]] = value
 
 
-def _words(value: Any) -> str:
+def _format(value: Any) -> str:
     """Returns a config value as a text, as in the file."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -346,9 +346,9 @@ def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: 
     """Sets the value of an option, and adds a line if the value replaces another."""
     before = _get(content, path)
     # In "offload", "auto" is a value of its own.
-    unsaid = (None, "auto") if path[0] != "offload" else (None,)
-    if before not in unsaid and before != value:
-        lines.append(f"{flag} {_words(value)} overrules {'.'.join(path)} {_words(before)}")
+    unset = (None, "auto") if path[0] != "offload" else (None,)
+    if before not in unset and before != value:
+        lines.append(f"{flag} {_format(value)} overrules {'.'.join(path)} {_format(before)}")
     _set(content, path, value)
 
 
@@ -395,12 +395,12 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
         ConfigError: the config sets durability "none".
     """
     path = ("offload", "durability")
-    wish = _get(content, path)
-    if wish == "none":
+    durability = _get(content, path)
+    if durability == "none":
         raise ConfigError(
             "--keep does not go with durability none: nothing could be exported or resumed; leave one of them out"
         )
-    if wish not in (None, "auto"):
+    if durability not in (None, "auto"):
         return ()
     _set(content, path, "step")
     return ("--keep sets durability to step, since only committed steps can be exported or resumed",)

@@ -179,7 +179,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     host, about_io = found["machine"], found["io"]
     pages, events, locked = about_io["huge_pages"], about_io["libaio_events"], about_io["memlock_bytes"]
     shape, known = about_io["defaults"], about_io["registered"]
-    told = [
+    rows = [
         ("processor", f"{host['processor']}, {count_of(host['cores'], 'core')}"),
         *_of_arithmetic(found["kernels"]),
         *_of_memory(found["memory"], found["numa"]),
@@ -197,14 +197,14 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for each in found["drives"]:
         if "error" in each:
-            told.append((each["path"], each["error"]))
+            rows.append((each["path"], each["error"]))
             continue
         how = "O_DIRECT" if each["o_direct"] else "no O_DIRECT"
-        told.append(
+        rows.append(
             (each["path"], f"{each['file_system']} on {each['device']}, {how}, {format_size(each['free_bytes'])} free")
         )
-        told += [(f"  {disk['name']}", _of_disk(disk)) for disk in each["disks"]]
-    return told + [("advice", words) for words in found["advice"]]
+        rows += [(f"  {disk['name']}", _of_disk(disk)) for disk in each["disks"]]
+    return rows + [("advice", words) for words in found["advice"]]
 
 
 def _of_arithmetic(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -220,23 +220,23 @@ def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tu
     """Returns lines about memory; NUMA nodes are listed if there are several."""
     limit = found["limit_bytes"]
     of_group = "no limit of a cgroup" if limit is None else f"limited to {format_size(limit)} by the cgroup"
-    told = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
+    rows = [("memory", f"{format_size(found['total_bytes'])}, {of_group}, {format_size(found['free_bytes'])} free")]
     for each in numa if len(numa) > 1 else ():
         size = "" if each["memory_bytes"] is None else f", {format_size(each['memory_bytes'])}"
-        told.append((f"  node {each['node']}", f"processors {each['cpus'] or 'none'}{size}"))
-    return told
+        rows.append((f"  node {each['node']}", f"processors {each['cpus'] or 'none'}{size}"))
+    return rows
 
 
 def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns lines about GPUs, or one with the reason why there is none."""
     if not found["devices"]:
         return [("GPU", f"none: {found['why']}")]
-    told = []
+    rows = []
     for each in found["devices"]:
         node = "" if each["node"] is None else f", node {each['node']}"
         how = "" if each["link"] is None else f", {_of_link(each['link'])}"
-        told.append(("GPU", f"{each['name']}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
-    return told
+        rows.append(("GPU", f"{each['name']}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
+    return rows
 
 
 def _of_disk(disk: dict[str, Any]) -> str:
@@ -296,5 +296,5 @@ def _version(name: str) -> str | None:
 
 def _number(path: str) -> int | None:
     """Returns the number that a file contains, or None."""
-    said = text(path).strip()
-    return int(said) if said.isdigit() else None
+    content = text(path).strip()
+    return int(content) if content.isdigit() else None

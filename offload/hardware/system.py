@@ -51,7 +51,7 @@ def features(cpuinfo: str) -> list[str]:
     """Returns the names of `_FEATURES` that the first processor in `cpuinfo` supports."""
     lines = (line.partition(":") for line in cpuinfo.splitlines())
     # The line is called "flags" on x86 and "Features" on ARM.
-    flags = next((set(said.split()) for name, _, said in lines if name.strip() in ("flags", "Features")), set())
+    flags = next((set(values.split()) for name, _, values in lines if name.strip() in ("flags", "Features")), set())
     return [name for name in _FEATURES if name in flags]
 
 
@@ -130,10 +130,10 @@ def link(device: Path) -> dict[str, Any] | None:
         device: folder of the device under /sys.
     """
     names = ("current_link_width", "max_link_width", "current_link_speed", "max_link_speed")
-    said = [text(device / name).strip() for name in names]
-    if not (said[0].isdigit() and said[1].isdigit()):
+    values = [text(device / name).strip() for name in names]
+    if not (values[0].isdigit() and values[1].isdigit()):
         return None
-    return {"lanes": int(said[0]), "most_lanes": int(said[1]), "speed": said[2], "most_speed": said[3]}
+    return {"lanes": int(values[0]), "most_lanes": int(values[1]), "speed": values[2], "most_speed": values[3]}
 
 
 # -- disks --------------------------------------------------------------------------------------------
@@ -152,15 +152,15 @@ def disks(folder: str, device: str, system: Path = _SYSTEM) -> list[dict[str, An
         os.major(number) == 0 and device.startswith("/dev/") and os.path.exists(device)
     ):  # btrfs, for example, reports an anonymous device number: take the mounted device's
         number = os.stat(device).st_rdev
-    place = system / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
-    return [_disk(each) for each in _whole(place.resolve())] if place.exists() else []
+    entry = system / "dev/block" / f"{os.major(number)}:{os.minor(number)}"
+    return [_disk(each) for each in _physical_disks(entry.resolve())] if entry.exists() else []
 
 
-def _whole(device: Path) -> list[Path]:
+def _physical_disks(device: Path) -> list[Path]:
     """Returns the disks below a partition, a mapping or an array of disks."""
     below = sorted((device / "slaves").glob("*"))
     if below:
-        return list(dict.fromkeys(disk for each in below for disk in _whole(each.resolve())))
+        return list(dict.fromkeys(disk for each in below for disk in _physical_disks(each.resolve())))
     return [device.parent] if (device / "partition").exists() else [device]
 
 

@@ -24,7 +24,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import handle_of
 from offload.engine.setup.initialize import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
-from offload.hf.auto_values import Said, content_of, filled, value_of
+from offload.hf.auto_values import ScriptValue, content_of, filled, value_of
 from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")
@@ -74,7 +74,7 @@ class Accelerator(accelerate.Accelerator):
     """Engines of the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward model."""
     _optimizer: EngineOptimizer | None = None
     _given: torch.optim.Optimizer | None = None
-    _said = False
+    _clipping_logged = False
 
     def __init__(self, *args: Any, offload_config: Any = None, **kwargs: Any) -> None:
         """Constructs Accelerate's object, whose other arguments are unchanged."""
@@ -169,13 +169,13 @@ class Accelerator(accelerate.Accelerator):
         given, taken = value_of(content, "offload.device_memory"), sum(each.device_memory for each in self.references)
         if given is None or not taken:
             return content
-        left = parse_size(given) - taken
-        if left <= 0:
+        leftover = parse_size(given) - taken
+        if leftover <= 0:
             raise BudgetError(
                 f'"device_memory" is {format_size(parse_size(given))}, of which the models that do not train take '
                 f'{format_size(taken)}; raise it, or move "offload_param" from the device to cpu or nvme'
             )
-        content["offload"] = {**content["offload"], "device_memory": left}
+        content["offload"] = {**content["offload"], "device_memory": leftover}
         return content
 
     def prepare_model(
@@ -252,16 +252,18 @@ class Accelerator(accelerate.Accelerator):
                 "torch_autocast applies to calls of engine(...), and prepare returns the model; make the engine by "
                 "offload.initialize, and prepare(engine, optimizer, loader)"
             )
-        said = [Said("gradient_accumulation_steps", self.gradient_accumulation_steps, "that of the Accelerator")]
+        values = [
+            ScriptValue("gradient_accumulation_steps", self.gradient_accumulation_steps, "that of the Accelerator")
+        ]
         if micro is not None:
-            said.append(Said("train_micro_batch_size_per_gpu", micro, "the loader's batch_size"))
+            values.append(ScriptValue("train_micro_batch_size_per_gpu", micro, "the loader's batch_size"))
         if self.mixed_precision in ("bf16", "fp16"):
-            said.append(Said(f"{self.mixed_precision}.enabled", True, "that of mixed_precision"))
+            values.append(ScriptValue(f"{self.mixed_precision}.enabled", True, "that of mixed_precision"))
         if value_of(content, "gradient_clipping") is None:
             # The script clips through `clip_grad_norm_`; a config without the key must not clip in addition.
-            said.append(Said("gradient_clipping", 0, "clip_grad_norm_"))
-        said.append(Said("offload.device", self.device.type, "the Accelerator's device"))
-        return filled(content, said)
+            values.append(ScriptValue("gradient_clipping", 0, "clip_grad_norm_"))
+        values.append(ScriptValue("offload.device", self.device.type, "the Accelerator's device"))
+        return filled(content, values)
 
     # -- a step -------------------------------------------------------------------------------------
 
@@ -299,29 +301,29 @@ class Accelerator(accelerate.Accelerator):
         if norm_type != 2:
             raise UsageError(f"the engine clips the 2-norm, got norm_type={norm_type}")
         given = {id(p) for p in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
-        left = sum(p.requires_grad and id(p) not in given for p in self.engine.module.parameters())
-        if left:
+        leftover = sum(p.requires_grad and id(p) not in given for p in self.engine.module.parameters())
+        if leftover:
             raise UsageError(
                 f"the engine clips the norm of all parameters that train, and "
-                f"{count_of(left, 'of them was', 'of them were')} not given to "
+                f"{count_of(leftover, 'of them was', 'of them were')} not given to "
                 f"clip_grad_norm_; give model.parameters()"
             )
-        self._say_what_clips(max_norm)
+        self._log_clipping(max_norm)
         self.engine.clip_grad_norm_(max_norm)
         # The norm is known only after the gradients of all ranks are complete, in the step: NaN until then.
         norm = torch.full((), math.nan)
         self._optimizer.norms.append(norm)
         return norm
 
-    def _say_what_clips(self, max_norm: float) -> None:
+    def _log_clipping(self, max_norm: float) -> None:
         """Logs one line at the first clip."""
         assert self.engine is not None
-        if not self._said:
+        if not self._clipping_logged:
             other = self.engine.config["gradient_clipping"]
             instead = f", in place of the config's gradient_clipping, {other:g}" if other and other != max_norm else ""
             done = f"are clipped by the engine, to a norm of {max_norm:g}" if max_norm else "are not clipped"
             logger.info("gradients %s%s", done, instead)
-        self._said = True
+        self._clipping_logged = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Raises `UsageError` with an engine, which holds the gradients and clips only their norm.

@@ -8,7 +8,7 @@ from typing import Any
 from offload.engine.engine import Engine
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
-from offload.hf.auto_values import Said, said_of_batches, said_of_optimizer, value_of
+from offload.hf.auto_values import ScriptValue, batch_values, optimizer_values, value_of
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
@@ -105,7 +105,7 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
             )
 
 
-def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
+def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
     """Returns all config values that the arguments determine, except those of the schedule.
 
     Args:
@@ -116,16 +116,18 @@ def said_by_arguments(content: Mapping[str, Any], args: Any) -> list[Said]:
         ConfigError: if the config asks the engine to commit or resume, which the Trainer's checkpoints do.
     """
     _check_resume(content.get("offload") or {})
-    said = said_of_batches(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
-    said += said_of_optimizer(content, args)
-    said.append(Said("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm"))
+    values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
+    values += optimizer_values(content, args)
+    values.append(ScriptValue("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm"))
     if not value_of(content, "torch_autocast.enabled"):
-        said.append(Said("bf16.enabled", bool(args.bf16), "bf16"))
-        said.append(Said("fp16.enabled", bool(args.fp16), "fp16"))
-    said.append(Said("offload.device", args.device.type, "the device of the arguments"))
+        values.append(ScriptValue("bf16.enabled", bool(args.bf16), "bf16"))
+        values.append(ScriptValue("fp16.enabled", bool(args.fp16), "fp16"))
+    values.append(ScriptValue("offload.device", args.device.type, "the device of the arguments"))
     # The Trainer resumes from its own checkpoints, so commits of the engine would only cost writes.
-    said.append(Said("offload.durability", "none", "the durability of a Trainer, which resumes from its checkpoints,"))
-    return said
+    values.append(
+        ScriptValue("offload.durability", "none", "the durability of a Trainer, which resumes from its checkpoints,")
+    )
+    return values
 
 
 def _check_resume(block: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.sizes import count_of
 
 
-class Said(NamedTuple):
+class ScriptValue(NamedTuple):
     """A value that the script determines for one key of the config."""
 
     key: str
@@ -33,19 +33,19 @@ def content_of(config: Any) -> dict[str, Any]:
     return content
 
 
-def filled(content: Mapping[str, Any], said: Iterable[Said]) -> dict[str, Any]:
+def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
     """Returns a copy of `content` with the values of the script.
 
     Args:
         content: the config.
-        said: values of the script.
+        values: values of the script.
 
     Raises:
         ConfigError: with each pair of values that differ.
     """
     result = copy.deepcopy(dict(content))
     wrong: list[str] = []
-    for key, value, argument in said:
+    for key, value, argument in values:
         *path, last = key.split(".")
         block: Any = result
         for name in path:
@@ -79,7 +79,7 @@ def value_of(content: Mapping[str, Any], key: str) -> Any:
     return None if value == "auto" else value
 
 
-def said_of_batches(content: Mapping[str, Any], micro: int, accumulation: int, ranks: int) -> list[Said]:
+def batch_values(content: Mapping[str, Any], micro: int, accumulation: int, ranks: int) -> list[ScriptValue]:
     """Returns the three batch sizes under the names of `TrainingArguments`; the total only if the config names it.
 
     Args:
@@ -88,18 +88,18 @@ def said_of_batches(content: Mapping[str, Any], micro: int, accumulation: int, r
         accumulation: micro-batches of a step.
         ranks: number of processes.
     """
-    said = [
-        Said("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
-        Said("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
+    values = [
+        ScriptValue("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size"),
+        ScriptValue("gradient_accumulation_steps", accumulation, "gradient_accumulation_steps"),
     ]
     # The engine computes the total if the config leaves it out.
     if content.get("train_batch_size") is not None:
         total = f"per_device_train_batch_size * gradient_accumulation_steps * {count_of(ranks, 'rank')}"
-        said.append(Said("train_batch_size", micro * accumulation * ranks, total))
-    return said
+        values.append(ScriptValue("train_batch_size", micro * accumulation * ranks, total))
+    return values
 
 
-def said_of_optimizer(content: Mapping[str, Any], args: Any) -> list[Said]:
+def optimizer_values(content: Mapping[str, Any], args: Any) -> list[ScriptValue]:
     """Returns the values of `TrainingArguments` for the config's optimizer.
 
     Adam and AdamW take all of them; other optimizers take the learning rate and the weight decay.
@@ -113,18 +113,18 @@ def said_of_optimizer(content: Mapping[str, Any], args: Any) -> list[Said]:
         return []
     # Types may be written in any case.
     kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(block.get("type", "AdamW")).lower(), "")
-    said = [
-        Said("optimizer.params.lr", args.learning_rate, "learning_rate"),
-        Said("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
+    values = [
+        ScriptValue("optimizer.params.lr", args.learning_rate, "learning_rate"),
+        ScriptValue("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),
     ]
     if kind in ("Adam", "AdamW"):
         betas = [args.adam_beta1, args.adam_beta2]
-        said.append(Said("optimizer.params.betas", betas, "adam_beta1, adam_beta2"))
-        said.append(Said("optimizer.params.eps", args.adam_epsilon, "adam_epsilon"))
-    return said
+        values.append(ScriptValue("optimizer.params.betas", betas, "adam_beta1, adam_beta2"))
+        values.append(ScriptValue("optimizer.params.eps", args.adam_epsilon, "adam_epsilon"))
+    return values
 
 
-def said_of_schedule(content: Mapping[str, Any], args: Any, steps: int) -> list[Said]:
+def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[ScriptValue]:
     """Returns the values of `TrainingArguments` for the config's schedule.
 
     Args:
@@ -137,13 +137,13 @@ def said_of_schedule(content: Mapping[str, Any], args: Any, steps: int) -> list[
         return []
     kind = next((name for name in SCHEDULES if name.lower() == str(block.get("type")).lower()), None)
     known = SCHEDULES[kind].model_fields if kind else {}
-    said = {
+    values = {
         "total_num_steps": (steps, "the steps of the training"),
         # The Trainer allows a warm-up of 0 steps; 1 is the least that the schedules accept.
         "warmup_num_steps": (max(1, args.get_warmup_steps(steps)), "warmup_steps"),
         "warmup_max_lr": (args.learning_rate, "learning_rate"),
     }
-    return [Said(f"scheduler.params.{name}", *pair) for name, pair in said.items() if name in known]
+    return [ScriptValue(f"scheduler.params.{name}", *pair) for name, pair in values.items() if name in known]
 
 
 def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:

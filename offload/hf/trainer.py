@@ -39,8 +39,8 @@ from offload.engine.setup.initialize import initialize
 from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
-from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, said_by_arguments
-from offload.hf.auto_values import content_of, filled, said_of_schedule, without
+from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
+from offload.hf.auto_values import content_of, filled, schedule_values, without
 
 logger = logging.getLogger("offload")
 
@@ -123,7 +123,7 @@ class OffloadMixin(_Base):
         check_arguments(self.args)
         check_model(self.model)
         check_kinds(self._content, self.args)
-        self._content = filled(self._content, said_by_arguments(self._content, self.args))
+        self._content = filled(self._content, values_of_arguments(self._content, self.args))
         # Raises for invalid values now. The schedule may still need the number of steps.
         load_config(without(self._content, "scheduler"))
         super().create_accelerator_and_postprocess()
@@ -196,7 +196,7 @@ class OffloadMixin(_Base):
         """Returns the complete config of a training of `steps` steps; without the schedule if `steps` <= 0, unknown."""
         if steps <= 0:
             return load_config(without(self._content, "scheduler"))
-        return load_config(filled(self._content, said_of_schedule(self._content, self.args, steps)))
+        return load_config(filled(self._content, schedule_values(self._content, self.args, steps)))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the Trainer does. Before `train()` it builds the engine, which `train()` then uses.
@@ -272,7 +272,7 @@ class OffloadMixin(_Base):
                 f"{folder} is a checkpoint of the stock Trainer, whose optimizer.pt an engine does not read: start "
                 f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
-        _check_whole(folder, self.args)
+        _check_complete(folder, self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the engine's checkpoint from the Trainer's; only weights if the Trainer saved only weights."""
@@ -312,15 +312,15 @@ def _has_engine(folder: Path) -> bool:
     """
     if (folder / LATEST).is_file():
         return True
-    if left := sorted(folder.glob("global_step*")):
+    if leftover := sorted(folder.glob("global_step*")):
         raise StoreError(
-            f"{folder} contains the engine's states in {left[-1].name}, but not the file {LATEST} that names them; "
-            f"write this file: echo {left[-1].name} > {folder / LATEST}"
+            f"{folder} contains the engine's states in {leftover[-1].name}, but not the file {LATEST} that names them; "
+            f"write this file: echo {leftover[-1].name} > {folder / LATEST}"
         )
     return False
 
 
-def _check_whole(folder: Path, args: Any) -> None:
+def _check_complete(folder: Path, args: Any) -> None:
     """Checks the files that the Trainer itself reads.
 
     Args:
@@ -331,23 +331,23 @@ def _check_whole(folder: Path, args: Any) -> None:
         StoreError: if a file is missing or truncated.
     """
     rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-    goes_on = _has_engine(folder)  # otherwise only its weights are loaded
-    needed = (_STATE, _SCHEDULER) if goes_on else (_STATE,)
+    resumes = _has_engine(folder)  # otherwise only its weights are loaded
+    needed = (_STATE, _SCHEDULER) if resumes else (_STATE,)
     for name in (_STATE, _SCHEDULER, rng):
         there = (folder / name).exists()
-        if (there and not _is_whole(folder / name)) or (not there and name in needed):
+        if (there and not _is_complete(folder / name)) or (not there and name in needed):
             raise StoreError(
                 f"{folder} contains no complete {name}: the save was cut short, or the file is lost; remove the "
                 f"folder and resume from the checkpoint before, or start with its weights, "
                 f"from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
             )
-    if goes_on and not (folder / rng).exists():
+    if resumes and not (folder / rng).exists():
         logger.warning(
             "%s contains no %s: dropout continues with other random numbers than the uninterrupted run", folder, rng
         )
 
 
-def _is_whole(path: Path) -> bool:
+def _is_complete(path: Path) -> bool:
     """Returns True if a file of the Trainer can be read to its end."""
     if path.suffix != ".json":
         # torch.save writes a zip file, whose table of contents comes last: a truncated file has none.

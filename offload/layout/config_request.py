@@ -18,7 +18,7 @@ from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def wish_of(config: Config, accumulation: int = 1) -> PlacementRequest:
+def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest:
     """Returns the placement that the config asks for: tiers, memory budgets and limits.
 
     Args:

@@ -101,12 +101,12 @@ def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_siz
         world_size: number of ranks among which each region is divided.
     """
     step = _PARTITION_ALIGNMENT * world_size
-    given = list(parameters)
+    named_parameters = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
     # Two passes: parameters keep the model's order within each region.
     for trainable in (True, False):
-        for parameter_name, parameter in given:
+        for parameter_name, parameter in named_parameters:
             if parameter.requires_grad is trainable:
                 numel = parameter.numel()
                 segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.layout.config_request import gradient_dtype, mode_of, wish_of
+from offload.layout.config_request import gradient_dtype, mode_of, placement_request
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, partitions
@@ -89,7 +89,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     mode = mode_of(config, request.optimizer)
     dtype = gradient_dtype(config, mode, accumulation)
     parts = partitions(request.layouts, mode, dtype, request.rank, request.world_size)
-    placement = place(parts, mode, wish_of(config, accumulation), request.machine)
+    placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
 
 

@@ -73,7 +73,7 @@ def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
     """Returns the state that is stored in `memory`, (nbytes,) uint8; its tensors are views of `memory`."""
     return {
         each.name: (value.item() if each.kind in _NUMBERS else value)
-        for there, each, value in _places(kept, memory)
+        for there, each, value in _fields(kept, memory)
         if there.item()
     }
 
@@ -94,9 +94,9 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
     other = next((each for each in describe_state(state) if expected.get(each.name) != each), None)
     if other is not None:
         raise TypeError(
-            f"{other.name} is {_words(other)} now and was {_words(expected.get(other.name))} in the dry run"
+            f"{other.name} is {_describe(other)} now and was {_describe(expected.get(other.name))} in the dry run"
         )
-    for there, each, place in _places(kept, memory):
+    for there, each, place in _fields(kept, memory):
         value = state.get(each.name)
         there.fill_(value is not None)
         if value is None:
@@ -108,7 +108,7 @@ def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Ten
             place.copy_(value)
 
 
-def _places(
+def _fields(
     kept: Sequence[StateField], memory: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, StateField, torch.Tensor]]:
     """Yields the presence byte, the description and the memory of each state."""
@@ -120,6 +120,6 @@ def _places(
         start += align_up(each.nbytes, ALIGNMENT)
 
 
-def _words(kept: StateField | None) -> str:
+def _describe(kept: StateField | None) -> str:
     """Returns a field in words, for an error message."""
     return "absent" if kept is None else f"{kept.kind} {list(kept.shape)}"

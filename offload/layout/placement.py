@@ -16,14 +16,14 @@ from offload.layout.tiers import (
     PlacementRequest,
     TierMap,
     configured,
+    demotions,
     differences,
     gradients_on_device,
     that_fit,
     tier_nbytes,
     to_add_up,
-    to_raise,
-    ways_down,
-    with_home,
+    to_promote,
+    with_tier,
 )
 from offload.layout.tile_sizes import pipeline, tile_growth, tiles
 from offload.notices import Remark
@@ -156,7 +156,7 @@ class _Need(NamedTuple):
     most: Classes
 
 
-def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Placement:
+def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Placement:
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     Raises:
@@ -164,36 +164,38 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
     """
     budget = int(_HOST_SHARE * machine.free_host)
     # An explicit budget is one for all engines of the process.
-    if wish.host_memory is not None:
-        budget = max(wish.host_memory - machine.other_engines, 0) // PAGE * PAGE
+    if request.host_memory is not None:
+        budget = max(request.host_memory - machine.other_engines, 0) // PAGE * PAGE
     if budget > machine.free_host:
         raise BudgetError(
             f'"host_memory" is {format_size(budget)}, but only {format_size(machine.free_host)} is free on this '
             f"machine; lower it, or leave it out for a budget of the bytes needed"
         )
-    asked = configured(parts, wish, mode.weight_dtype.itemsize)
+    configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     # Of our rules the device has a kernel for AdamW only; all other gradients are needed on the host.
     if machine.device_kernels and mode.optimizer == ADAM:
-        asked = gradients_on_device(parts, asked, _device_spare(parts, wish, machine, asked))
-    tiers = _that_fit(parts, mode, wish, machine, asked, budget)
+        configured_tiers = gradients_on_device(
+            parts, configured_tiers, _device_spare(parts, request, machine, configured_tiers)
+        )
+    tiers = _fitting_tiers(parts, mode, request, machine, configured_tiers, budget)
     notices: list[str] = []
-    if moved := differences(parts, asked, tiers):
+    if moved := differences(parts, configured_tiers, tiers):
         notices.append(
             f"host memory of {format_size(budget)} has no room for all states configured for it; moved: {moved}"
         )
-    need = _needs(parts, mode, wish, machine, tiers)
-    classes = _cut(parts, wish, mode, tiers, need, budget)
+    need = _needs(parts, mode, request, machine, tiers)
+    classes = _divide_host(parts, request, mode, tiers, need, budget)
     promoted: tuple[tuple[int, State], ...] = ()
-    if wish.host_memory is not None:
+    if request.host_memory is not None:
         # Without an explicit budget memory is taken for what is needed and no more, hence nothing is promoted.
-        promoted = to_raise(tiers, parts, budget - sum(classes))
-        higher = with_home(tiers, promoted, Tier.HOST)
+        promoted = to_promote(tiers, parts, budget - sum(classes))
+        higher = with_tier(tiers, promoted, Tier.HOST)
         if moved := differences(parts, tiers, higher):
             notices.append(Remark(f"host memory of {format_size(budget)} has room for more states; moved: {moved}"))
         tiers = higher
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
-    device_nbytes, device_need = _cut_device(parts, mode, wish, machine, tiers)
+    device_nbytes, device_need = _divide_device(parts, mode, request, machine, tiers)
     # Both arenas are cut from the same host memory: each may fit into it alone, and the two together may not.
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
@@ -220,24 +222,24 @@ def place(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machin
 # -- host ---------------------------------------------------------------------------------------------
 
 
-def least_host(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine) -> Classes:
+def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Classes:
     """Returns the smallest classes of host buffers that work: all that may move on DISK, the largest unit in chunks."""
-    asked = configured(parts, wish, mode.weight_dtype.itemsize)
-    ways = ways_down(asked) if machine.drives else iter((asked,))
-    return min((_needs(parts, mode, wish, machine, tiers).least for tiers in ways), key=sum)
+    configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
+    ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
+    return min((_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
 
 
-def _that_fit(
-    parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, asked: TierMap, budget: int
+def _fitting_tiers(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap, budget: int
 ) -> TierMap:
-    """Returns `asked`, or the first of the tier maps below it that fits into `budget` bytes of host memory.
+    """Returns `configured_tiers`, or the first of the tier maps below it that fits into `budget` bytes of host memory.
 
     Raises:
         BudgetError: no tier map fits.
     """
     tried: list[tuple[TierMap, Classes]] = []
-    for tiers in ways_down(asked) if machine.drives else (asked,):
-        need = _needs(parts, mode, wish, machine, tiers)
+    for tiers in demotions(configured_tiers) if machine.drives else (configured_tiers,):
+        need = _needs(parts, mode, request, machine, tiers)
         if sum(need.least._replace(weights=need.most.weights)) <= budget:
             return tiers
         tried.append((tiers, need.least))
@@ -245,22 +247,22 @@ def _that_fit(
     for tiers, least in tried:
         if sum(least) <= budget:
             return tiers
-    raise _too_small(wish, mode, budget, machine, min((least for _, least in tried), key=sum))
+    raise _budget_error(request, mode, budget, machine, min((least for _, least in tried), key=sum))
 
 
-def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
+def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
     """Returns the error that names the budget, the smallest one that works and each class's bytes of the latter."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     pipeline = "which holds complete units" if mode.optimizer == TORCH else "a smaller sub_group_size lowers this"
-    what = (
+    needs = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
         f"{format_size(least.weights)} for host buffers of weights, {format_size(least.gradients + least.staging)} for "
         f"gradients in transit, {format_size(least.homes)} for gradients and states stored in host memory{advice}"
     )
-    if wish.host_memory is None:
+    if request.host_memory is None:
         return BudgetError(
             f"this model needs {format_size(sum(least))} of host memory with its states in the configured tiers, "
-            f"{format_size(machine.free_host)} is free, of which at most 80 % is used by default: {what}; move states "
+            f"{format_size(machine.free_host)} is free, of which at most 80 % is used by default: {needs}; move states "
             f'to nvme, or set a larger "host_memory" in the "offload" block'
         )
     others = ""
@@ -271,14 +273,14 @@ def _too_small(wish: PlacementRequest, mode: Mode, budget: int, machine: Machine
         )
     need = sum(least) + machine.other_engines
     return BudgetError(
-        f'"host_memory" is {format_size(wish.host_memory)} ({wish.host_memory} bytes){others}, the least that works is '
-        f"{format_size(need)} ({need} bytes): {what}"
+        f'"host_memory" is {format_size(request.host_memory)} ({request.host_memory} bytes){others}, the least that '
+        f"works is {format_size(need)} ({need} bytes): {needs}"
     )
 
 
-def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> _Need:
+def _needs(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap) -> _Need:
     """Returns the bytes of each class of host buffers under `tiers`."""
-    small, large = pipeline(parts, mode, wish, tiers)
+    small, large = pipeline(parts, mode, request, tiers)
     largest = max((n for _, n in _disk_weights(parts, tiers)), default=0)
     buffer = 0 if machine.host_addressable else min(CHUNK * 4, align_up(2 * parts.largest_gradient))
     gradients = WINDOWS * align_up(_window_nbytes(parts, tiers))
@@ -290,7 +292,9 @@ def _needs(parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machi
     )
 
 
-def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, need: _Need, budget: int) -> Classes:
+def _divide_host(
+    parts: Partitions, request: PlacementRequest, mode: Mode, tiers: TierMap, need: _Need, budget: int
+) -> Classes:
     """Returns the classes of host buffers within `budget`, which must hold at least `need.least`."""
     least, most = need
     # Spare memory goes first to weights, up to two buffers of the largest unit, then to tiles, then to the cache.
@@ -301,15 +305,17 @@ def _cut(parts: Partitions, wish: PlacementRequest, mode: Mode, tiers: TierMap, 
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, tiers, weights)
-    if wish.host_memory is None or wish.cached_weights is not None:
-        cache = min(cache, max((wish.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
+    if request.host_memory is None or request.cached_weights is not None:
+        cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
 
 
 def _window_nbytes(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes of one window of spilling gradients; 0 if none spills."""
     spilled = [
-        row[State.GRAD] for row, home in zip(parts.nbytes, tiers, strict=True) if home.get(State.GRAD) is Tier.DISK
+        row[State.GRAD]
+        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
+        if row_tiers.get(State.GRAD) is Tier.DISK
     ]
     return min(max(spilled, default=0), max(_WINDOW_NBYTES, CHUNK * parts.gradient_dtype.itemsize))
 
@@ -318,8 +324,8 @@ def _disk_weights(parts: Partitions, tiers: TierMap) -> list[tuple[int, int]]:
     """Returns unit and bytes of each WEIGHT partition whose tier is DISK."""
     return [
         (unit, align_up(row[State.WEIGHT]))
-        for unit, (row, home) in enumerate(zip(parts.nbytes, tiers, strict=True))
-        if home[State.WEIGHT] is Tier.DISK
+        for unit, (row, row_tiers) in enumerate(zip(parts.nbytes, tiers, strict=True))
+        if row_tiers[State.WEIGHT] is Tier.DISK
     ]
 
 
@@ -331,28 +337,28 @@ def _cacheable(parts: Partitions, tiers: TierMap, weights: int) -> int:
 # -- device -------------------------------------------------------------------------------------------
 
 
-def _cut_device(
-    parts: Partitions, mode: Mode, wish: PlacementRequest, machine: Machine, tiers: TierMap
+def _divide_device(
+    parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap
 ) -> tuple[int, DeviceNeed]:
     """Returns the initial bytes of the device arena, and the bounds of its size."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
     # All paged units plus room for one more of any size, so that gaps between units force no eviction.
     whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, tiers)) + largest)
-    live = whole if wish.live is None else max(largest, align_up(wish.live * mode.weight_dtype.itemsize))
+    live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
-    totals = to_add_up(parts, tiers) if wish.accumulation > 1 and not machine.host_addressable else ()
+    totals = to_add_up(parts, tiers) if request.accumulation > 1 and not machine.host_addressable else ()
     # Gradients on the device are an optimization that the least budget need not hold.
-    in_host = with_home(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
+    in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = _device_fixed(parts, in_host) + largest
-    if wish.device_memory is not None:
+    if request.device_memory is not None:
         check_budget(
             '"device_memory"',
-            wish.device_memory,
+            request.device_memory,
             least,
             "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients",
         )
-        room = max(0, wish.device_memory // PAGE * PAGE - fixed)
-        if wish.live is not None:
+        room = max(0, request.device_memory // PAGE * PAGE - fixed)
+        if request.live is not None:
             beside = sum(nbytes for _, nbytes in that_fit(totals, room - weights))
             room = min(room, max(live, weights + beside))
         most = room
@@ -365,11 +371,11 @@ def _cut_device(
     return fixed + room, need
 
 
-def _device_spare(parts: Partitions, wish: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
+def _device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
     """Returns the bytes of the device for gradients: the rest of an explicit budget, or most of what is free."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
-    if wish.device_memory is not None:
-        return wish.device_memory // PAGE * PAGE - fixed - largest
+    if request.device_memory is not None:
+        return request.device_memory // PAGE * PAGE - fixed - largest
     return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
 
 
@@ -382,9 +388,9 @@ def _moving(parts: Partitions, tiers: TierMap) -> list[int]:
     """Returns the bytes of each unit that is paged in and out of the device."""
     return [
         align_up(nbytes)
-        for nbytes, home in zip(parts.unit_nbytes, tiers, strict=True)
+        for nbytes, row_tiers in zip(parts.unit_nbytes, tiers, strict=True)
         # With several ranks a resident weight is only a shard: its unit is gathered for every use, and evicted.
-        if not (home[State.WEIGHT] is Tier.DEVICE and parts.alone)
+        if not (row_tiers[State.WEIGHT] is Tier.DEVICE and parts.alone)
     ]
 
 

@@ -111,24 +111,24 @@ def partitions(
     )
 
 
-def configured(parts: Partitions, wish: PlacementRequest, weight_itemsize: int) -> TierMap:
+def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: int) -> TierMap:
     """Returns the tiers that the config asks for, with all gradients in HOST.
 
     Args:
         parts: this rank's partitions.
-        wish: the config's request.
+        request: the config's request.
         weight_itemsize: bytes of an element of the weights.
     """
-    on_device = (1.0 - wish.states_off_device) * sum(parts.trainable_numel)
+    on_device = (1.0 - request.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
     passed = 0
     for row, numel, unit_nbytes in zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True):
-        small = unit_nbytes <= wish.small_unit * weight_itemsize
+        small = unit_nbytes <= request.small_unit * weight_itemsize
         # A unit goes to the side of the ratio on which its middle element is.
-        states = Tier.DEVICE if passed + numel / 2 <= on_device else wish.states
+        states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
-        tiers[State.WEIGHT] = Tier.DEVICE if small else wish.weights
+        tiers[State.WEIGHT] = Tier.DEVICE if small else request.weights
         # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST
@@ -149,7 +149,7 @@ def gradients_on_device(parts: Partitions, tiers: TierMap, room: int) -> TierMap
         if alone and align_up(nbytes[State.GRAD]) <= room:
             found.append((unit, State.GRAD))
             room -= align_up(nbytes[State.GRAD])
-    return with_home(tiers, found, Tier.DEVICE)
+    return with_tier(tiers, found, Tier.DEVICE)
 
 
 def to_add_up(parts: Partitions, tiers: TierMap) -> tuple[tuple[int, int], ...]:
@@ -188,7 +188,7 @@ _DOWN = (
 """Order in which states leave HOST, least used first: weights are read twice a step or more."""
 
 
-def ways_down(tiers: TierMap) -> Iterator[TierMap]:
+def demotions(tiers: TierMap) -> Iterator[TierMap]:
     """Yields `tiers`, then tier maps with one partition more on DISK instead of HOST each time, the last unit's first.
 
     A second series starts again and keeps gradients in HOST: the windows through which gradients spill may take more
@@ -205,7 +205,7 @@ def ways_down(tiers: TierMap) -> Iterator[TierMap]:
                     yield tuple(dict(each) for each in rows)
 
 
-def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
+def to_promote(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, State], ...]:
     """Returns states whose tier is DISK and for which `room` bytes of HOST suffice, taken greedily unit by unit."""
     found: list[tuple[int, State]] = []
     for unit, (row, nbytes) in enumerate(zip(tiers, parts.nbytes, strict=True)):
@@ -219,7 +219,7 @@ def to_raise(tiers: TierMap, parts: Partitions, room: int) -> tuple[tuple[int, S
     return tuple(found)
 
 
-def with_home(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
+def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tier) -> TierMap:
     """Returns `tiers` with the tier of the given partitions replaced by `tier`."""
     # Rows are copied, because plans share their tier maps.
     rows = [dict(row) for row in tiers]

@@ -22,13 +22,13 @@ _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 """Smallest and largest bytes of the host buffer of one tile."""
 
 
-def pipeline(parts: Partitions, mode: Mode, wish: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
+def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: TierMap) -> tuple[int, int]:
     """Returns the bytes of the smallest and of the largest useful class of tiles; both 0 if nothing trains.
 
     Args:
         parts: this rank's partitions.
         mode: the states and their dtypes.
-        wish: the config's request, which may limit the elements of a tile.
+        request: the config's request, which may limit the elements of a tile.
         tiers: the tiers of the partitions.
     """
     numel = max(parts.trainable_numel, default=0)
@@ -39,9 +39,9 @@ def pipeline(parts: Partitions, mode: Mode, wish: PlacementRequest, tiers: TierM
     if mode.optimizer == TORCH:
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
     element_bytes = _tile_element_bytes(parts, mode, tiers)
-    if wish.tile is not None:
+    if request.tile is not None:
         # A tile holds at least one step, however small the config's limit is.
-        numel = min(numel, max(wish.tile, _tile_step(mode)))
+        numel = min(numel, max(request.tile, _tile_step(mode)))
     small, large = (
         align_up(TILE_BUFFERS * min(numel * element_bytes, nbytes), step) or step
         for nbytes in (_TILE_NBYTES[0], _TILE_NBYTES[-1])
@@ -83,9 +83,9 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
             align_up(nbytes)
             for state, nbytes in row.items()
             # A gradient in HOST or on the device is read from its own memory, so a tile needs no room for it.
-            if state is not State.GRAD or home[State.GRAD] is Tier.DISK
+            if state is not State.GRAD or row_tiers[State.GRAD] is Tier.DISK
         )
-        for row, home, numel in zip(parts.nbytes, tiers, parts.trainable_numel, strict=True)
+        for row, row_tiers, numel in zip(parts.nbytes, tiers, parts.trainable_numel, strict=True)
         if numel
     )
 
@@ -109,7 +109,7 @@ def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
 def _spills(parts: Partitions, tiers: TierMap) -> bool:
     """Returns True if any gradient waits on disk, and so passes through a tile."""
     return any(
-        row[State.GRAD] > 0 and home[State.GRAD] is Tier.DISK
-        for row, home in zip(parts.nbytes, tiers, strict=True)
+        row[State.GRAD] > 0 and row_tiers[State.GRAD] is Tier.DISK
+        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
         if State.GRAD in row
     )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
 from offload.errors import ConfigError
-from offload.layout.config_request import rule_name, wish_of
+from offload.layout.config_request import placement_request, rule_name
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.memory_plan import (
     MemoryRequest,
@@ -68,7 +68,7 @@ class Memory:
     @property
     def least_host(self) -> int:
         """Returns the bytes of the smallest host budget that works."""
-        return sum(least_host(self.parts, self.mode, wish_of(self.config), self.machine))
+        return sum(least_host(self.parts, self.mode, placement_request(self.config), self.machine))
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -92,7 +92,7 @@ class Memory:
         """Returns the bytes of the device arena."""
         return self.placement.device_nbytes
 
-    def at_home_on_disk(self, *states: State) -> int:
+    def nbytes_on_disk(self, *states: State) -> int:
         """Returns the bytes of these states whose tier is DISK, counted for one slot."""
         return sum(
             nbytes

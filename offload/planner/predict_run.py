@@ -29,7 +29,7 @@ def foresee(
     sequence: int,
     always: Mapping[str, Any],
     recompute: bool = False,
-    going_on: bool = False,
+    resuming: bool = False,
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
@@ -40,20 +40,20 @@ def foresee(
         sequence: tokens of a sequence.
         always: keyword arguments of each forward, beside the batch.
         recompute: True if activations are computed again in the backward.
-        going_on: True if the run's swap files exist already, so that free disk space does not matter.
+        resuming: True if the run's swap files exist already, so that free disk space does not matter.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
         BudgetError: a budget is too small.
     """
     config = load_config(content)
-    machine = _machine(found, config, going_on)
+    machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
     shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
     return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute), content)
 
 
-def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
+def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:
     """Returns the probed machine with the memory that is free now."""
     device = compute_device(config.offload.device)
     if bool(found.machine["gpu"]) != (device.type == "cuda"):
@@ -65,7 +65,7 @@ def _machine(found: Probed, config: Config, going_on: bool) -> Hardware:
     machine = probed(found, free_host_memory(), drives, config.dtype, config.torch_autocast.enabled)
     if device.type == "cuda":
         machine = replace(machine, gpu_memory=int(torch.cuda.mem_get_info(device)[0]))
-    if going_on:
+    if resuming:
         machine = replace(machine, drives=tuple(drive._replace(free=None) for drive in machine.drives))
     return machine
 

@@ -155,8 +155,8 @@ def _budgets(planned: Planned) -> Iterator[int]:
     """Yields host budgets in bytes: room for all weights, for half of and for all other states, within the RAM."""
     memory, hardware = planned.memory, planned.hardware
     most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
-    weights = memory.at_home_on_disk(State.WEIGHT)
-    states = memory.at_home_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
+    weights = memory.nbytes_on_disk(State.WEIGHT)
+    states = memory.nbytes_on_disk(*(state for state in memory.mode.states if state is not State.WEIGHT))
     for more in dict.fromkeys((weights, weights + states // 2, weights + states)):
         budget = (memory.host + more) // PAGE * PAGE
         # A budget that the plan has already, or that the RAM has no room for, is not tried.

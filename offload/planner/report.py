@@ -88,7 +88,8 @@ def in_short(planned: Planned) -> str:
     timing = planned.timing
     return (
         f"predicted: {_seconds(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
-        f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; {_words(timing)}"
+        f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
+        f"{_describe_limit(timing)}"
     )
 
 
@@ -124,7 +125,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *_of_drives(planned, asked),
         *(["what to change first:"] if advice.changes else []),
         *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
-        *_untold(planned, advice),
+        *_no_change(planned, advice),
         *_measured(planned),
         "assumed: " + "; ".join(planned.hardware.assumed),
     ]
@@ -147,7 +148,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     # Two slots alternate between commits, so the last commit survives a kill at any time.
     slots = {0: "no swap files", 1: "one slot, no resume after a kill", 2: "two slots, every step durable"}
     least = format_size(memory.least_host)
-    told = [
+    lines_found = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
         f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
@@ -157,8 +158,8 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     free = [drive.free for drive in planned.hardware.drives]
     if free and all(each is not None for each in free) and memory.stored:
         # Free space is shown only if known for all drives, since files are spread over them.
-        told[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
-    return told
+        lines_found[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
+    return lines_found
 
 
 def _of_time(planned: Planned) -> list[str]:
@@ -166,8 +167,9 @@ def _of_time(planned: Planned) -> list[str]:
     timing = planned.timing
     busy = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.busy.items() if value)
     waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
-    told = [
-        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; {_words(timing)}",
+    lines_found = [
+        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; "
+        f"{_describe_limit(timing)}",
         f"  work: {busy}; waits: {waited or 'none'}; the lower bound by its order is "
         f"{_seconds(timing.formula_seconds)}",
     ]
@@ -175,11 +177,13 @@ def _of_time(planned: Planned) -> list[str]:
     have = planned.load.batch * planned.shape.sequence
     # The hint is of use only if a larger micro-batch can be reached.
     if not timing.hidden and enough is not None and enough > have:
-        told.append(f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute")
-    return told
+        lines_found.append(
+            f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute"
+        )
+    return lines_found
 
 
-def _words(timing: Timing) -> str:
+def _describe_limit(timing: Timing) -> str:
     """Returns the limiting resource and its fraction of the step, in words."""
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
     # The budget is no hardware, so its sentence differs.
@@ -190,7 +194,7 @@ def _words(timing: Timing) -> str:
 
 def _of_drives(planned: Planned, asked: Asked) -> list[str]:
     """Returns the lines on bytes written, drive life and the length of the training."""
-    timing, told = planned.timing, []
+    timing, lines_found = planned.timing, []
     if timing.moved.written:
         # 86400 seconds: training day and night.
         daily = timing.moved.written / timing.seconds * 86400
@@ -200,15 +204,15 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
             line += (
                 f": the drives reach their rated {(asked.endurance or 0) / 1e12:.0f} TB in {format_time(life * YEAR)}"
             )
-        told.append(line)
+        lines_found.append(line)
     if asked.tokens is not None:
         seconds = _run_seconds(planned, asked.tokens)
         steps = asked.tokens / timing.tokens
-        told.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
-    return told
+        lines_found.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
+    return lines_found
 
 
-def _untold(planned: Planned, advice: Advice) -> list[str]:
+def _no_change(planned: Planned, advice: Advice) -> list[str]:
     """Returns a line that explains why there is no advice; none if there is some."""
     if advice.changes:
         return []

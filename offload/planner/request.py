@@ -194,8 +194,8 @@ def endurance(on: Hardware, given: str | None) -> int | None:
     """
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
-    told = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
-    known = [each for each in told if each is not None]
+    rated = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
+    known = [each for each in rated if each is not None]
     return sum(known) if known and len(known) == len(on.drives) else None
 
 
@@ -273,18 +273,18 @@ def format_exact(nbytes: int) -> int | str:
     return words if parse_size(words) == nbytes else nbytes
 
 
-def write_config(planned: Planned, path: Path, said: Mapping[str, Any]) -> None:
-    """Writes the config of `ready`, updated by `said`, to a new file. A failure leaves no file.
+def write_config(planned: Planned, path: Path, extra: Mapping[str, Any]) -> None:
+    """Writes the config of `ready`, updated by `extra`, to a new file. A failure leaves no file.
 
     Args:
         planned: the plan.
         path: the file; must not exist.
-        said: top-level keys on learning, such as "optimizer".
+        extra: top-level keys on learning, such as "optimizer".
 
     Raises:
         OSError: the file exists or cannot be written; the message names it.
     """
-    text = json.dumps({**ready(planned), **said}, indent=2) + "\n"
+    text = json.dumps({**ready(planned), **extra}, indent=2) + "\n"
     try:
         # Mode "x" never replaces a file that appeared since `check_target`.
         with open(path, "x", encoding="utf-8") as file:

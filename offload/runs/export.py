@@ -76,9 +76,9 @@ def export(
     if tokenizer is not None:
         # A folder without a tokenizer is reported before anything is written.
         tokenizer_files(tokenizer)
-    told: list[str] = []
+    messages: list[str] = []
     # Everything is written into a staging folder; `out` appears complete when the context ends.
-    with arriving(out, told.append) as folder:
+    with arriving(out, messages.append) as folder:
         # The staging folder is on the same drive as `out` and exists already.
         check_room(folder, plan.nbytes, out)
         with Files(folder, plan, source.buffers) as files:
@@ -92,7 +92,7 @@ def export(
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
         sum(s.numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),
-        (*told, *notices(source, plan, beyond)),
+        (*messages, *notices(source, plan, beyond)),
     )
 
 

@@ -48,17 +48,17 @@ def inspect(path: Path) -> dict[str, Any]:
         return {"kind": "checkpoint", **_checkpoint(path)}
     if is_rank(path):
         return {"kind": "rank", **_run(path.parent, [path])}
-    if _holds_a_run(path):
+    if _contains_run(path):
         return {"kind": "run", **_run(path, rank_folders(path))}
     refuse_rank(path)
     saved = [each for each in path.iterdir() if may_be_checkpoint(each) and not each.name.startswith(".")]
     if saved or (path / LATEST).is_file() or any(leftovers_of_saves(path)):
         return {"kind": "checkpoints", **_checkpoints(path, saved)}
-    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _holds_a_run(each)]
+    runs = [_run(each, rank_folders(each)) for each in sorted(path.iterdir()) if _contains_run(each)]
     return {"kind": "nvme_path", "path": str(path), "runs": runs}
 
 
-def _holds_a_run(path: Path) -> bool:
+def _contains_run(path: Path) -> bool:
     """Returns whether `path` is the folder of a run. A folder of checkpoints with tags such as "rank0" is not."""
     ranks = rank_folders(path)
     return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))

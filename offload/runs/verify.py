@@ -263,7 +263,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         progress: Called with the number of bytes after each comparison.
     """
     wrong = list(found.wrong)
-    bad: list[Damage] = []
+    damaged_places: list[Damage] = []
     places: list[tuple[tuple[str, int, int], ...]] = []
     before: str | None = None
     compared = False
@@ -293,14 +293,14 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
     try:
         with found.open_states() as file:
             for damage in _damages(found, commit, file, queue, progress):
-                bad.append(damage)
+                damaged_places.append(damage)
                 places.append(_places(file, damage))
             compared = True
             # The commit before is only a hint for the user, and its damage does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(found, other, file, queue, progress)
-        if bad and serial == max(c.record.serial for c in found.commits):
+        if damaged_places and serial == max(c.record.serial for c in found.commits):
             # The next resume finds this file, compares everything, and falls back to the commit before if it can.
             reserve(found.folder / "suspect", 1)
     except IoError as error:
@@ -314,7 +314,7 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
         step=record.step,
         nbytes=_nbytes(commit) if compared else 0,
         wrong=tuple(wrong),
-        damages=tuple(bad),
+        damages=tuple(damaged_places),
         places=tuple(places),
         before=before,
         compared=compared,
@@ -355,15 +355,15 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
     either = "the step after the last commit has begun to overwrite this commit, or this commit is damaged"
     if commit.blob is None:
         return f"{commit_before} is not intact: its blob.{commit.record.blob} differs from the bytes written; {either}"
-    looking = _damages(found, commit, file, queue, progress)
+    comparison = _damages(found, commit, file, queue, progress)
     try:
-        first = next(looking, None)
+        first = next(comparison, None)
         return (
             f"{commit_before} is intact too" if first is None else f"{commit_before} is not intact: {first}; {either}"
         )
     finally:
         # The first damage is enough. The generator's pending reads must end before the file is closed.
-        looking.close()
+        comparison.close()
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
@@ -377,4 +377,4 @@ def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ..
 
 def _nbytes(commit: Commit) -> int:
     """Returns the bytes of a commit that have checksums."""
-    return sum(stretch.nbytes for slot in commit.table.values() for stretch in slot)
+    return sum(segment.nbytes for slot in commit.table.values() for segment in slot)

@@ -57,15 +57,15 @@ MUTANTS = (
     Mutant(
         "documents of a row see each other",
         "offload.finetune.corpus.packing",
-        "positions[number, start:stop] = np.arange(len(piece.ids))",
+        "positions[number, start:stop] = np.arange(len(document_part.ids))",
         "positions[number, start:stop] = np.arange(start, stop)",
         "tests/test_packing.py",
     ),
     Mutant(
         "learn the first token of a document by the one before",
         "offload.finetune.corpus.packing",
-        "labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]",
-        "labels[number, start:stop] = np.where(piece.learned, piece.ids, _IGNORED)",
+        "labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, _IGNORED)[1:]",
+        "labels[number, start:stop] = np.where(document_part.learned, document_part.ids, _IGNORED)",
         "tests/test_packing.py",
     ),
     Mutant(

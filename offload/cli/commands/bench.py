@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, telling
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, status_line
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
@@ -75,7 +75,7 @@ def bench_io(
             rounds=rounds,
             with_fio=fio,
         )
-    with errors(FAILED), signals(), telling(console) as tell:
+    with errors(FAILED), signals(), status_line(console) as tell:
         # Signals raise here, so that the benchmark's files are removed.
         rows = io.measure(plan, tell)
     if json_output:
@@ -119,7 +119,7 @@ def bench_adam(
         _check_plot(plot)
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
-    with errors(FAILED), signals(), telling(console) as tell:
+    with errors(FAILED), signals(), status_line(console) as tell:
         # Arguments are checked by now: a failure from here on is not the user's input.
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
@@ -208,7 +208,7 @@ def bench_swap(typed: SwapOptions) -> None:
             depth=typed.depth,
             probe_bytes=parse_size(typed.probe_size),
         )
-    with errors(FAILED), signals(), telling(console) as tell:
+    with errors(FAILED), signals(), status_line(console) as tell:
         # A benchmark creates swap files: signals raise, so that the files are removed.
         result = swap.measure(plan, tell)
     if typed.json_output:

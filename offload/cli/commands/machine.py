@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from offload.cli.commands.bench import bench
-from offload.cli.console import BAD_INPUT, FAILED, Json, errors, telling
+from offload.cli.console import BAD_INPUT, FAILED, Json, errors, status_line
 from offload.cli.signals import signals
 from offload.errors import ConfigError
 from offload.sizes import format_size, parse_size
@@ -85,12 +85,12 @@ def tune(
         if config is not None:
             # The check precedes a minute of trials, whose result could not be written otherwise.
             tuning.check_writable(config, output or config)
-    with errors(FAILED), signals(), telling(console) as tell:
+    with errors(FAILED), signals(), status_line(console) as tell:
         found = tuning.tune(paths, backend, parse_size(size), tell=tell)
     if json_output:
         print(json.dumps(tuning.as_json(found)), flush=True)
     else:
-        _tell_tuned(console, found)
+        _print_tuned(console, found)
     with errors(FAILED):
         if config is not None:
             tuning.write_config(config, output or config, found.aio)
@@ -99,7 +99,7 @@ def tune(
             console.print(f"written to {output or config}{alone}", markup=False)
 
 
-def _tell_tuned(console: Console, found: Any) -> None:
+def _print_tuned(console: Console, found: Any) -> None:
     """Prints the trials and the chosen `aio` block."""
     from rich.table import Table
 

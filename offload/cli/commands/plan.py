@@ -12,13 +12,13 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.progress import measuring
-from offload.cli.signals import obeyed, signals
+from offload.cli.signals import exit_on_signal, signals
 from offload.sizes import parse_size
 
 if TYPE_CHECKING:
     from offload.planner.recommend import Planned
 
-_MODEL, _MACHINE, _STEP, _TOLD = "Model", "Machine", "Step", "Output"
+_MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
 
 
 def register(app: typer.Typer) -> None:
@@ -58,7 +58,7 @@ def probe(
             probing.check_kept()
     with errors(FAILED), signals(), measuring() as tell:
         found = probing.probe(paths or ["."], device, nbytes, tell)
-        where = probing.keep(found) if keep else None
+        cache = probing.keep(found) if keep else None
     if json_output:
         for doubt in found.doubts:
             console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
@@ -71,7 +71,7 @@ def probe(
     console.print(table, markup=False)
     for doubt in found.doubts:
         console.print(f"warning: {doubt}", soft_wrap=True, markup=False)
-    console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {where}" if where else ""), soft_wrap=True)
+    console.print(f"measured in {found.seconds:.0f} s" + (f", stored in {cache}" if cache else ""), soft_wrap=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,17 +146,17 @@ class PlanOptions:
     ] = None
     measure: Annotated[
         bool,
-        option(_TOLD, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
+        option(_OUTPUT, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
     ] = False
-    tokens: Annotated[str | None, option(_TOLD, "--tokens", "Tokens to train on, as 1B: predicts the time.")] = None
+    tokens: Annotated[str | None, option(_OUTPUT, "--tokens", "Tokens to train on, as 1B: predicts the time.")] = None
     tbw: Annotated[
         str | None,
-        option(_TOLD, "--tbw", "Rated endurance of each drive, as 1200TB. [default: by SMART]"),
+        option(_OUTPUT, "--tbw", "Rated endurance of each drive, as 1200TB. [default: by SMART]"),
     ] = None
     write: Annotated[
         Path | None,
         option(
-            _TOLD,
+            _OUTPUT,
             "--write",
             "Write a config to train with, with the defaults of `offload train`.",
             "--output",
@@ -243,5 +243,5 @@ def _planned(typed: PlanOptions) -> Planned:
     if not typed.measure:
         return ask.planned(model, machine, step, typed.config)
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
-    with obeyed("stopped; nothing was written"), measuring() as tell:
+    with exit_on_signal("stopped; nothing was written"), measuring() as tell:
         return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)

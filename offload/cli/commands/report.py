@@ -43,44 +43,44 @@ def report(
     from offload.report.timeline_view import read_window
 
     with errors(BAD_INPUT):
-        place = output or log.parent / f"{log.stem}.html"
-        if place.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
-            raise ConfigError(f"the page would replace {place}; give another --output")
-        if _is_strange(place):
+        target = output or log.parent / f"{log.stem}.html"
+        if target.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
+            raise ConfigError(f"the page would replace {target}; give another --output")
+        if _is_foreign(target):
             raise ConfigError(
-                f"{place} exists and is not a page of offload report; give another --output, or remove it"
+                f"{target} exists and is not a page of offload report; give another --output, or remove it"
             )
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
         found = figures(steps, None if plan is None else read_plan(plan))
     if output is not None or not json_output:
         with errors(FAILED), signals():
-            _write(place, page(steps, found, window))
+            _write(target, page(steps, found, window))
     if json_output:
         print(json.dumps(found, allow_nan=False))
     else:
-        print(f"{place}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
+        print(f"{target}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
 
 
-def _write(place: Path, text: str) -> None:
+def _write(target: Path, text: str) -> None:
     """Writes the page atomically: after an error the former file is unchanged."""
     try:
-        atomic_write(place, text, durable=False)
+        atomic_write(target, text, durable=False)
     except OSError as error:
-        raise OSError(f"cannot write the page {place}: {error.strerror}; give another place with --output") from error
+        raise OSError(f"cannot write the page {target}: {error.strerror}; give another place with --output") from error
 
 
-def _is_strange(place: Path) -> bool:
+def _is_foreign(target: Path) -> bool:
     """Returns True for a regular file that is neither empty nor a page of this command.
 
     Devices and pipes are not regular files and may be written to.
     """
     from offload.report.page import BEGIN
 
-    if not place.is_file():
+    if not target.is_file():
         return False
     try:
-        with place.open("rb") as file:
+        with target.open("rb") as file:
             head = file.read(len(BEGIN))
     except OSError:  # the later write reports the error
         return False

@@ -15,11 +15,11 @@ from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 if TYPE_CHECKING:
     from offload.finetune.options import Options
 
-Home = Literal["none", "cpu", "nvme"]
+TierName = Literal["none", "cpu", "nvme"]
 # Groups of the help, in the order of the fields below. Each option lists its own name first, then the names of Hugging
 # Face's arguments, which work but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
-_PLACES, _RUN, _TOLD = "Placement", "Run and resume", "Logging"
+_PLACEMENT, _RUN, _LOGGING = "Placement", "Run and resume", "Logging"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class TrainOptions:
     config: Annotated[
         Path | None,
         option(
-            _PLACES,
+            _PLACEMENT,
             "--config",
             "DeepSpeed JSON file, whose values replace these defaults. An option of the command line overrules the "
             "file, with a log line.",
@@ -185,15 +185,15 @@ class TrainOptions:
         ),
     ] = None
     offload_param: Annotated[
-        Home | None, option(_PLACES, "--offload-param", "Tier of the weights. [default: nvme]")
+        TierName | None, option(_PLACEMENT, "--offload-param", "Tier of the weights. [default: nvme]")
     ] = None
     offload_optimizer: Annotated[
-        Home | None, option(_PLACES, "--offload-optimizer", "Tier of the optimizer states. [default: nvme]")
+        TierName | None, option(_PLACEMENT, "--offload-optimizer", "Tier of the optimizer states. [default: nvme]")
     ] = None
     nvme_path: Annotated[
         list[str] | None,
         option(
-            _PLACES,
+            _PLACEMENT,
             "--nvme-path",
             "Folder for swap files, one for each drive; may repeat. [default: ./swap]",
             metavar="PATH",
@@ -202,7 +202,7 @@ class TrainOptions:
     dtype: Annotated[
         Literal["auto", "bf16", "fp16", "fp32"] | None,
         option(
-            _PLACES,
+            _PLACEMENT,
             "--dtype",
             "Dtype of the weights; auto: bf16 if this machine multiplies it as fast as fp32, else fp32. "
             "[default: auto]",
@@ -210,10 +210,10 @@ class TrainOptions:
     ] = None
     host_memory: Annotated[
         str | None,
-        option(_PLACES, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
+        option(_PLACEMENT, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, option(_PLACES, "--device", "Where to compute. [default: auto]")
+        Literal["auto", "cpu", "cuda"] | None, option(_PLACEMENT, "--device", "Where to compute. [default: auto]")
     ] = None
     run: Annotated[
         str | None, option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")
@@ -235,12 +235,14 @@ class TrainOptions:
     keep: Annotated[bool, option(_RUN, "--keep", "Keep the swap files after the last step.")] = False
     log: Annotated[
         Path | None,
-        option(_TOLD, "--log", "Write a JSON object a step. A resumed run appends to the file, a new run replaces it."),
+        option(
+            _LOGGING, "--log", "Write a JSON object a step. A resumed run appends to the file, a new run replaces it."
+        ),
     ] = None
     log_every: Annotated[
         int | None,
         option(
-            _TOLD,
+            _LOGGING,
             "--log-every",
             "Print a line every so many steps. [default: every few seconds; in a terminal one line that moves]",
             "--logging-steps",
@@ -248,7 +250,9 @@ class TrainOptions:
     ] = None
     trace: Annotated[
         Path | None,
-        option(_TOLD, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped if the name ends in .gz."),
+        option(
+            _LOGGING, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped if the name ends in .gz."
+        ),
     ] = None
     json_output: Json = False
 

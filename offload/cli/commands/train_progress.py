@@ -65,7 +65,7 @@ class ProgressLine:
         """
         self._console, self._job, self._every = console, job, every
         self._process = psutil.Process()
-        self._said = 0.0
+        self._last_printed = 0.0
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
@@ -91,14 +91,14 @@ class ProgressLine:
         if self._progress is not None:
             self._progress.stop()
 
-    def print(self, words: str) -> None:
+    def print(self, text: str) -> None:
         """Prints a plain line above the progress line."""
-        self._console.print(words, markup=False)
+        self._console.print(text, markup=False)
 
     def show(self, report: Any) -> None:
         """Shows the report of one step."""
         gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
-        words = (
+        text = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
             f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
             f"RAM {format_size(self._process.memory_info().rss)}  "
@@ -106,18 +106,18 @@ class ProgressLine:
             f"write {report.written_bytes / report.seconds / 1e9:.2f} GB/s"
         )
         if self._progress is not None:
-            self._progress.update(self._task, completed=report.step, description=words)
+            self._progress.update(self._task, completed=report.step, description=text)
         if self._is_due(report.step):
             # A monotonic clock: the wall clock may be set during a training.
-            self._said = time.monotonic()
-            self.print(f"step {report.step}/{self._job.steps}  {words}")
+            self._last_printed = time.monotonic()
+            self.print(f"step {report.step}/{self._job.steps}  {text}")
 
     def _is_due(self, step: int) -> bool:
         """Returns True if the step gets a plain line: every `every` steps, or every few seconds without a terminal."""
         if self._every is not None:
             return step % self._every == 0 or step == self._job.steps
         # Five seconds keep log files of batch systems short.
-        return self._progress is None and (step == self._job.steps or time.monotonic() - self._said > 5)
+        return self._progress is None and (step == self._job.steps or time.monotonic() - self._last_printed > 5)
 
     def _on_gpu(self) -> int:
         """Returns the bytes of GPU memory that torch has reserved."""

@@ -22,7 +22,7 @@ from rich.table import Table
 from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
-from offload.cli.signals import obeyed
+from offload.cli.signals import exit_on_signal
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of, format_size
 
@@ -92,7 +92,7 @@ class Signals:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Facts:
+class _Result:
     """Fields of the `--json` line. All fields are always present; without a step most are empty."""
 
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -141,7 +141,7 @@ class Training:
             with Signals() as signals:
                 # Before the first step nothing needs cleaning up, so a signal may end the process inside native code.
                 try:
-                    with obeyed(_NOT_BEGUN):
+                    with exit_on_signal(_NOT_BEGUN):
                         job = prepare(
                             options, self._read(options.config), lambda line: self.console.print(line, markup=False)
                         )
@@ -150,7 +150,7 @@ class Training:
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
-                    self._result(_Facts(run=job.run, saved=_path(job.output), total_steps=job.steps))
+                    self._result(_Result(run=job.run, saved=_path(job.output), total_steps=job.steps))
                     return
                 self._train(job, options, signals)
         except Stopped as stopped:
@@ -172,7 +172,7 @@ class Training:
             self.console.print(f"resuming after step {engine.global_steps}", markup=False)
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
-            self._kept(job),
+            self._ended_on_error(job),
             StepLog(options.log, self._warn) as log,
             ProgressLine(self.console, job, options.log_every) as line,
         ):
@@ -183,7 +183,7 @@ class Training:
 
             for report in steps(job, signals.hold):
                 if not isinstance(report, StepReport):
-                    self._between(report, log, line)
+                    self._between_steps(report, log, line)
                     continue
                 self.reports.append(report)
                 log.write(report.line() | first)
@@ -192,11 +192,11 @@ class Training:
                 for words in cli_summary.wear(job, self.reports):
                     self.console.print(words, markup=False)
         # From now on a signal takes effect only after the model is saved and the run is closed.
-        with signals.hold(), self._kept(job):
+        with signals.hold(), self._ended_on_error(job):
             job.save_model()
             self._finish(job, remove=not (options.keep or ended))
 
-    def _between(self, report: Any, log: StepLog, line: ProgressLine) -> None:
+    def _between_steps(self, report: Any, log: StepLog, line: ProgressLine) -> None:
         """Reports an evaluation or a save between two steps."""
         from offload.finetune.evaluation import Evaluation
 
@@ -211,7 +211,7 @@ class Training:
         print(words, file=sys.stderr, flush=True)
 
     @contextmanager
-    def _kept(self, job: Any) -> Iterator[None]:
+    def _ended_on_error(self, job: Any) -> Iterator[None]:
         """Commits and keeps the complete steps if an error or a signal ends the job inside the context."""
         try:
             yield
@@ -249,12 +249,12 @@ class Training:
         else:
             print("stopped; nothing is kept: no step was committed to resume from", file=sys.stderr)
 
-    def _facts(self, job: Any) -> _Facts:
+    def _facts(self, job: Any) -> _Result:
         """Returns the numbers of the run; must be called before the engine is closed."""
         reports, engine = self.reports, job.engine
         lists: dict[str, Any] = {key: [getattr(report, field) for report in reports] for key, field in _LISTS.items()}
         seconds = sum(lists["step_seconds"])
-        return _Facts(
+        return _Result(
             **lists,
             **cli_summary.facts(job, reports),
             parameters=engine.parameter_count,
@@ -272,7 +272,7 @@ class Training:
             saved=_path(job.output),
         )
 
-    def _table(self, result: _Facts) -> None:
+    def _table(self, result: _Result) -> None:
         """Prints the numbers of the run as a table; nothing without a step."""
         if not self.reports:
             return
@@ -300,10 +300,10 @@ class Training:
     def _evaluated(self) -> Iterator[tuple[str, str]]:
         if self.evaluations:
             best = min(self.evaluations, key=lambda each: each.loss)
-            where = f", least {best.loss:.4f} at step {best.step}" if best is not self.evaluations[-1] else ""
-            yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{where}"
+            lowest = f", least {best.loss:.4f} at step {best.step}" if best is not self.evaluations[-1] else ""
+            yield "evaluation loss", f"{self.evaluations[-1].loss:.4f}{lowest}"
 
-    def _result(self, result: _Facts) -> None:
+    def _result(self, result: _Result) -> None:
         if self.json_output:
             from offload.fileio.jsonl import json_line
 

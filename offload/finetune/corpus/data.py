@@ -76,7 +76,7 @@ def read_files(options: Options, files: Files, tokenizer: Any, share: Share, apa
     found = (
         _documents(options, files, tokenizer, share, apart) if options.data else _text(options, files, tokenizer, share)
     )
-    return found._replace(lines=(*found.lines, *_told(options, found.held_out)))
+    return found._replace(lines=(*found.lines, *_evaluation_lines(options, found.held_out)))
 
 
 def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apart: bool) -> Data:
@@ -141,7 +141,7 @@ def _tokens(files: Sequence[Path], tokenizer: Any) -> np.ndarray:
     return token_stream.read_tokens(files, lambda content: packing.encode_text(content, tokenizer))
 
 
-def _told(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
+def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, ...]:
     """Returns lines on the evaluation for the user."""
     if options.eval_every == 0:
         return ()

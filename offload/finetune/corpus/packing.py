@@ -179,9 +179,9 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
         ConfigError: no token would be learned.
     """
     divisible = [document for document in documents if document.divisible and len(document.ids)]
-    whole = [_first(document, length) for document in documents if not document.divisible]
+    truncated = [_first(document, length) for document in documents if not document.divisible]
     # The first token is never learned, so a document needs a learned token after it.
-    kept = [document for document in whole if document.learned[1:].any()]
+    kept = [document for document in truncated if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
     # If the first token of each piece is its only learned one, nothing in the row is learned.
@@ -191,7 +191,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
             f"the data contain nothing to learn: no document has a token to learn within --seq-len {length}"
         )
     cut = sum(len(document.ids) > length for document in documents if not document.divisible)
-    return Packed(*_arrays(rows, length), cut, len(whole) - len(kept), not together and len(kept) > 0)
+    return Packed(*_arrays(rows, length), cut, len(truncated) - len(kept), not together and len(kept) > 0)
 
 
 def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
@@ -218,7 +218,7 @@ def _first(document: Document, length: int) -> Document:
 
 
 def _learns(row: Sequence[Document]) -> bool:
-    return any(piece.learned[1:].any() for piece in row)
+    return any(document_part.learned[1:].any() for document_part in row)
 
 
 def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:
@@ -244,7 +244,9 @@ def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int)
     This is best-fit decreasing. Only the last row of `rows` may have room before.
     """
     # Pairs of room and row index, ascending by room; rows before the last one are full.
-    rooms = sorted((length - sum(len(piece.ids) for piece in rows[at]), at) for at in range(len(rows))[-1:])
+    rooms = sorted(
+        (length - sum(len(document_part.ids) for document_part in rows[at]), at) for at in range(len(rows))[-1:]
+    )
     for document in sorted(documents, key=lambda document: -len(document.ids)):
         needed = len(document.ids)
         found = bisect.bisect_left(rooms, (needed, 0))
@@ -263,13 +265,13 @@ def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray
     ids, labels, positions = (make_array((len(rows), length), np.int32, fill) for fill in (0, _IGNORED, 0))
     for number, row in enumerate(rows):
         start = 0
-        for piece in row:
-            stop = start + len(piece.ids)
-            ids[number, start:stop] = piece.ids
+        for document_part in row:
+            stop = start + len(document_part.ids)
+            ids[number, start:stop] = document_part.ids
             # A label belongs to its own position: the model shifts. The first token's label would be predicted from the
             # document before, so this label stays -100.
-            labels[number, start + 1 : stop] = np.where(piece.learned, piece.ids, _IGNORED)[1:]
-            positions[number, start:stop] = np.arange(len(piece.ids))
+            labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, _IGNORED)[1:]
+            positions[number, start:stop] = np.arange(len(document_part.ids))
             start = stop
         positions[number, start:] = np.arange(length - start)
     return ids, labels, positions

@@ -12,7 +12,7 @@ products.
     kept      the cache, and the results in words
 """
 
-from offload.hardware.probe.kept import as_json, check_kept, keep, kept, kept_at, lines
+from offload.hardware.probe.kept import as_json, cache_path, check_kept, keep, kept, lines
 from offload.hardware.probe.measure import (
     SECONDS,
     check_folders,
@@ -33,6 +33,7 @@ __all__ = [
     "Probed",
     "Rates",
     "as_json",
+    "cache_path",
     "check_folders",
     "check_kept",
     "check_size",
@@ -40,7 +41,6 @@ __all__ = [
     "drive_rates",
     "keep",
     "kept",
-    "kept_at",
     "lines",
     "machine_of",
     "measure_rates",

@@ -17,18 +17,18 @@ _SHARE = 0.15
 _CURE = "run `offload probe` again while the machine is idle"
 
 
-def apart(name: str, first: float, last: float, words: Callable[[float], str]) -> list[str]:
+def apart(name: str, first: float, last: float, describe: Callable[[float], str]) -> list[str]:
     """Returns a sentence if a rate differs between the beginning and the end of the probe, else nothing.
 
     Args:
         name: name of the rate.
         first: rate at the beginning.
         last: rate at the end.
-        words: converts a rate to text.
+        describe: converts a rate to text.
     """
     if max(first, last) <= _APART * min(first, last):
         return []
-    return [f"{name}: {words(first)} at the beginning of the probe, {words(last)} at its end; {_CURE}"]
+    return [f"{name}: {describe(first)} at the beginning of the probe, {describe(last)} at its end; {_CURE}"]
 
 
 class Others:
@@ -72,5 +72,5 @@ def _has_quota() -> bool:
     Most work on those cores then belongs to other containers and does not slow this process.
     """
     limits = (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"))
-    told = [path.read_text().split()[0] for path in limits if path.is_file()]
-    return any(each not in ("max", "-1") for each in told)
+    quotas = [path.read_text().split()[0] for path in limits if path.is_file()]
+    return any(each not in ("max", "-1") for each in quotas)

@@ -25,7 +25,7 @@ class Host:
         self._pace = pace
         self.numel = grown(_NUMELS, float, _moving, pace.call)
         self._arrays = Arrays(self.numel, torch.bfloat16, torch.bfloat16)
-        self._lease = torch.frombuffer(aligned_empty(2 * self.numel), dtype=torch.bfloat16)
+        self._host_buffer = torch.frombuffer(aligned_empty(2 * self.numel), dtype=torch.bfloat16)
 
     def memory(self) -> float:
         """Returns the bytes a second that all threads read and write."""
@@ -34,7 +34,10 @@ class Host:
 
     def copy(self) -> float:
         """Returns the bytes a second that are copied."""
-        return self._lease.nbytes / in_turns([lambda: self._lease.copy_(self._arrays.weight)], self._pace.rate)[0]
+        return (
+            self._host_buffer.nbytes
+            / in_turns([lambda: self._host_buffer.copy_(self._arrays.weight)], self._pace.rate)[0]
+        )
 
     def optimizer(self, dtype: str) -> tuple[float, float]:
         """Measures AdamW and the accumulation of gradients in the dtype named `dtype`.
@@ -45,10 +48,10 @@ class Host:
         """
         of = DTYPES[dtype]
         arrays = self._arrays if of is torch.bfloat16 else Arrays(self.numel, of, of)
-        lease = torch.frombuffer(aligned_empty(self.numel * of.itemsize), dtype=of)
+        buffer = torch.frombuffer(aligned_empty(self.numel * of.itemsize), dtype=of)
         gradient = torch.ones(self.numel, dtype=of)  # in ordinary memory, like autograd's gradients
         size = min(_TILE, self.numel)
-        tiles = [_part(arrays.partition, start, start + size) for start in range(0, self.numel, size)]
+        tiles = [_slice_of(arrays.partition, start, start + size) for start in range(0, self.numel, size)]
         segments = [kernels.Segment(0, size, STEP)]
 
         def update() -> None:
@@ -57,7 +60,7 @@ class Host:
 
         def accumulate() -> None:
             for start in range(0, self.numel, size):
-                kernels.accumulate(lease[start : start + size], gradient[start : start + size], add=False)
+                kernels.accumulate(buffer[start : start + size], gradient[start : start + size], add=False)
 
         updated, stored = in_turns([update, accumulate], self._pace.rate)
         return self.numel / updated, self.numel / stored
@@ -69,8 +72,8 @@ def _moving(numel: int) -> Callable[[], object]:
     return lambda: kernels.probe(arrays.partition)
 
 
-def _part(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
+def _slice_of(whole: kernels.Partition, start: int, stop: int) -> kernels.Partition:
     """Returns elements [start, stop) of a partition, as views."""
-    part = slice(start, stop)
-    beside = [None if each is None else each[part] for each in (whole.residual, whole.master)]
-    return kernels.Partition(whole.weight[part], whole.grad[part], tuple(each[part] for each in whole.moments), *beside)
+    span = slice(start, stop)
+    beside = [None if each is None else each[span] for each in (whole.residual, whole.master)]
+    return kernels.Partition(whole.weight[span], whole.grad[span], tuple(each[span] for each in whole.moments), *beside)

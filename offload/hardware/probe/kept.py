@@ -18,7 +18,7 @@ _VERSION = 5
 
 def check_kept() -> None:
     """Raises `ConfigError` if a result cannot be cached. Called before the measurement, which takes half a minute."""
-    path = kept_at()
+    path = cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A file without a name: nothing is left behind if the probe is killed.
@@ -30,7 +30,7 @@ def check_kept() -> None:
         ) from error
 
 
-def kept_at() -> Path:
+def cache_path() -> Path:
     """Returns the path of the cache of this machine."""
     return cache_file("probe")
 
@@ -40,7 +40,7 @@ def keep(found: Probed) -> Path:
 
     Drives that were measured earlier and are not in `found` are kept. Raises `OSError` if the file cannot be written.
     """
-    path = kept_at()
+    path = cache_path()
     before = kept()
     mine = {each.path for each in found.drives}
     drives = [*(each for each in (before.drives if before else ()) if each.path not in mine), *found.drives]
@@ -53,7 +53,7 @@ def keep(found: Probed) -> Path:
 def kept() -> Probed | None:
     """Returns the cached measurement; None if there is none, or if the machine has changed since."""
     try:
-        content = json.loads(kept_at().read_text(encoding="utf-8"))
+        content = json.loads(cache_path().read_text(encoding="utf-8"))
         if content["version"] != _VERSION:
             return None
         found = Probed(
@@ -102,20 +102,20 @@ def lines(found: Probed) -> list[tuple[str, str]]:
     """Returns the results for people, as pairs of name and value."""
     host, rates = found.machine, found.rates
     device = host["gpu"] or f"{host['processor']}, {count_of(host['cores'], 'core')}"
-    told = [
+    rows = [
         ("compute", device),
         ("memory", f"{rates.memory / 1e9:.1f} GB/s read and written, {rates.copy / 1e9:.1f} GB/s copied"),
         ("to the device", f"{rates.upload / 1e9:.1f} GB/s, and from it {rates.download / 1e9:.1f} GB/s"),
         ("new memory", f"{rates.fresh / 1e9:.1f} GB/s"),
     ]
     for name, of in rates.by_dtype.items():
-        told += [
+        rows += [
             (f"{name}: products", f"{of.matmul / 1e12:.3g} Tflop/s, {of.weights / 1e9:.1f} GB/s of weights"),
             ("elementwise", f"{of.elementwise / 1e9:.1f} GB/s"),
             ("optimizer", f"{of.optimizer / 1e6:.0f} M parameters a second"),
             ("gradients", f"{of.gradient / 1e6:.0f} M parameters a second"),
         ]
-    return told + [
+    return rows + [
         (each.path, f"reads {each.read / 1e9:.2f}, writes {each.write / 1e9:.2f}, both {each.mixed / 1e9:.2f} GB/s")
         for each in found.drives
     ]

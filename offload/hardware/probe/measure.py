@@ -134,27 +134,27 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
     others, steps = Others(), 2 + 3 * len(DTYPES) + 2
     done = iter(range(steps))
 
-    def say(words: str) -> None:
+    def report(words: str) -> None:
         tell(words, next(done) / steps)
 
-    say("memory")
+    report("memory")
     host, compute = Host(Pace.of(seconds)), Compute(device, Pace.of(seconds))
     # The first measurements are repeated at the end: a machine that others use, or that throttles, gives other rates.
     memory, copy = host.memory(), host.copy()
     products, elementwise, stepped = {}, {}, {}
     for name in DTYPES:
-        say(f"matrix products in {name}")
+        report(f"matrix products in {name}")
         products[name] = compute.products(name)
-    say("copies to and from the device")
+    report("copies to and from the device")
     upload, download = compute.copies()
     for name in DTYPES:
-        say(f"norms, activations and sums in {name}")
+        report(f"norms, activations and sums in {name}")
         elementwise[name] = compute.elementwise(name)
-        say(f"optimizer and gradients in {name}")
+        report(f"optimizer and gradients in {name}")
         stepped[name] = host.optimizer(name)
-    say("new memory")
+    report("new memory")
     fresh = compute.fresh()
-    say("memory, matrix products and norms once more")
+    report("memory, matrix products and norms once more")
     doubts = (
         *apart("memory", memory, host.memory(), lambda rate: f"{rate / 1e9:.1f} GB/s"),
         *apart(
