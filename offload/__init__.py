@@ -99,9 +99,9 @@ _PARTS = {
     "sizes": "offload.sizes",
     "swapper": "offload.engine.setup.initialize",
 }
-"""Modules that are reachable by a dot after `import offload` alone, with the module to import first.
+"""Submodules that are attributes of `offload` after `import offload` alone, each with the module to import first.
 
-The import makes their own submodules reachable too.
+The import of that module makes the submodule's own submodules attributes too.
 """
 
 _OF_DEEPSPEED = {
@@ -156,13 +156,13 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Returns the object of a public name and stores it in the module, so that the next access does not call this.
+        """Returns the object of a public name and stores it in this module, so that the next access does not get here.
 
         Args:
-            name: a public name, or a module that is reachable by a dot.
+            name: a public name, or a key of `_PARTS`.
 
         Raises:
-            AttributeError: if there is no such name; for names of DeepSpeed with the replacement.
+            AttributeError: if there is no such name. For a name of DeepSpeed the message states the replacement.
         """
         if name in _PARTS:
             import_module(_PARTS[name])
@@ -171,7 +171,7 @@ else:
             instead = f": {_OF_DEEPSPEED[name]}" if name in _OF_DEEPSPEED else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
         value = getattr(import_module(_MODULE_OF[name]), name)
-        # Module attributes are looked up before `__getattr__`: the next access is an ordinary one.
+        # Python looks up module attributes first, so the next access does not call `__getattr__`.
         globals()[name] = value
         return value
 

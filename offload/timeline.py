@@ -1,19 +1,19 @@
 """A timeline of a run, written in the trace event format of Chrome and Perfetto.
 
     row              a span shows
-    compute          the forward of a module; the part of a backward that belongs to one unit; a step's decision
+    compute          the forward of a module; the part of a backward that belongs to one unit; the end of a step
     waits            the model's thread, or autograd's, waits: for a read, an update, a host buffer, a commit
     ranks            a collective operation, and the wait for the slowest rank
     uploads          a copy of a unit's weights to the device
     downloads        a copy of a gradient to its host buffer
     reads, writes    a request to the drives, from its submission to its end
     updates          a unit's update, from its first read to the moment at which its weights may be used
-    update worker    the work of that thread: kernels, copies, waits for its reads and writes
+    update worker    the work of the thread that updates: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
 Spans of one row that overlap in time are shown below each other, as "reads 2" and so on. Any thread may record: a span
-is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file, as a process of
-its own in the viewer. The clock is the machine's, so files of one machine may be merged.
+is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file, which viewers
+show as a process. All processes of a machine share the clock, so their files may be merged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("offload")
 MOST_EVENTS = 400_000
 """Default limit of events: about 100 MB of memory during the run, and 60 MB of JSON."""
 _SAME_WAIT = 100_000
-"""Nanoseconds between spans of one wait: a thread that is woken by the wrong change waits again."""
+"""Nanoseconds. Waits of one name with a shorter gap are one wait: a thread woken by another change waits again."""
 _WORKER_THREAD = "offload-update"
 
 
@@ -77,7 +77,7 @@ class Phase(enum.Enum):
 
 
 class Span(NamedTuple):
-    """A span in nanoseconds of `now`, with the bytes that were moved, if any."""
+    """A span. `start` and `end` are nanoseconds of `now`; `nbytes` is the number of bytes moved, 0 if none."""
 
     row: Row
     name: str
@@ -87,7 +87,7 @@ class Span(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """The value of a counter from a moment on."""
+    """The value of a counter from `time` on, in nanoseconds of `now`."""
 
     name: str
     time: int
@@ -99,7 +99,7 @@ now = time.perf_counter_ns
 
 
 class Timeline:
-    """A recorder of spans and counters, at most `most`, which `close` writes to `path` (compressed if it ends in .gz).
+    """A recorder of at most `most` spans and counter values. `close` writes `path`, compressed if it ends in .gz.
 
     Spans that start before recording are dropped. Recording starts on construction or, with `waits`, when `start` is
     called.
@@ -167,7 +167,7 @@ class Timeline:
             self._samples.append(_Sample(name, now(), value))
 
     def begin_phase(self, phase: Phase) -> None:
-        """Marks the start of a phase for listeners. The file shows a phase by its modules, so nothing is recorded."""
+        """Marks the start of a phase for listeners. The file shows its modules, so the phase is not recorded."""
 
     def end_phase(self, phase: Phase) -> None:
         """Marks the end of a phase for listeners. The end of a phase that has not started is ignored."""
@@ -219,7 +219,7 @@ class Timeline:
         spans = list(self._spans)
         for row in Row:
             mine = [span for span in spans if span.row is row]
-            # A thread that waits for one change is woken by others too; the file shows one wait.
+            # A thread that waits for one change is woken by other changes too; the file shows one wait.
             if row is Row.WAITS:
                 mine = _joined(mine)
             seen = -1
@@ -312,12 +312,12 @@ OFF: Timeline = _Off()
 
 
 def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
-    """Returns the timeline of `file`, which `start` begins; `OFF` without a file. Raises as `path_of` does."""
+    """Returns a timeline that records to `file` once `start` is called; `OFF` for None. Raises as `path_of` does."""
     return OFF if file is None else Timeline(path_of(file, rank, world_size), rank, waits=True)
 
 
 def path_of(file: str, rank: int, world_size: int) -> Path:
-    """Returns the file of one rank, with several ranks `trace.rank0.json.gz` for `trace.json.gz`. Writes nothing.
+    """Returns the path of a rank's file: `trace.rank0.json.gz` for `trace.json.gz` with several ranks. Writes nothing.
 
     Raises `ConfigError` if the path cannot be written, or is a file that is no timeline.
     """
@@ -356,7 +356,7 @@ def _open(path: Path) -> Any:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Returns spans with consecutive ones of the same wait merged."""
+    """Returns the spans by start, after consecutive spans of the same wait are merged."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = joined[-1] if joined else None
@@ -368,7 +368,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Yields each span with the first lane in which it overlaps none or, if `nested`, fits within those it overlaps."""
+    """Yields each span with its lane: the first where it overlaps no other or, if `nested`, only spans around it."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):

@@ -17,17 +17,18 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call numbers of mbind, which has no wrapper in the C library."""
 _MPOL_PREFERRED = 1
 _NODES = 1024
-"""More NUMA nodes than any kernel is built for."""
+"""Largest number of NUMA nodes that Linux can be built for: NODES_SHIFT is at most 10."""
 
 
 def aligned_empty(nbytes: int) -> memoryview:
     """Returns zeroed writable memory that starts at a multiple of 2 MiB and is unmapped with its last view.
 
-    Requests 2 MiB pages, from which O_DIRECT moves up to 1.6 times as many bytes a second. A forked child does not
-    inherit this memory: otherwise the first write after a fork would copy every page, outside of any budget.
+    Requests 2 MiB pages, with which O_DIRECT moves up to 1.6 times as many bytes a second as with 4 KiB pages. A forked
+    child does not inherit this memory: otherwise the first write to each page after a fork would copy the page, and no
+    budget would count the copy.
 
     Args:
-        nbytes: number of bytes; the mapping is rounded up to 2 MiB pages.
+        nbytes: number of bytes; the mapping is rounded up to 2 MiB pages and has one more, for the alignment.
 
     Raises:
         ValueError: `nbytes` is negative.
@@ -39,8 +40,8 @@ def aligned_empty(nbytes: int) -> memoryview:
     mapping.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The last page follows the buffer and is of another kind. Without it the kernel would merge this mapping with
-        # an adjacent one in smaps, and `huge_page_share` could not tell which of the two the huge pages belong to.
+        # The last 4 KiB page, which follows the buffer, has the opposite setting. Otherwise the kernel would merge this
+        # mapping with an adjacent one, and `huge_page_share` could not count the huge pages of each.
         mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - PAGE, PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
@@ -48,10 +49,10 @@ def aligned_empty(nbytes: int) -> memoryview:
 
 
 def release_pages(buffer: memoryview) -> None:
-    """Returns the whole pages inside `buffer` to the system. They read as zero afterwards.
+    """Gives the pages that `buffer` covers completely back to the system. They read as zero afterwards.
 
     Args:
-        buffer: memory of `aligned_empty`, or a part of it; the caller remains its owner.
+        buffer: memory of `aligned_empty`, or a part of it; the caller still owns the memory.
     """
     mapping = buffer.obj
     assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
@@ -65,26 +66,25 @@ def release_pages(buffer: memoryview) -> None:
 def prefer_node(buffer: memoryview, node: int) -> bool:
     """Makes a NUMA node the preferred source of the pages of `buffer`. See mbind(2).
 
-    Pages that were written before stay where they are.
+    Pages that were written before stay on their nodes.
 
     Args:
         buffer: memory of `aligned_empty`, or a part of it.
         node: number of the NUMA node, which serves pages as long as it has free ones.
 
     Returns:
-        True if the kernel accepts. False, without effect, if the node does not exist or this process may not choose (as
-        in
-        many containers).
+        True if the kernel accepts the preference. False, without effect, if the node does not exist, `buffer` is empty,
+        this process may not choose (as in many containers), or mbind's number is unknown for this machine.
     """
     number = _MBIND.get(platform.machine())
     if number is None or not buffer or not 0 <= node < _NODES:
         return False
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    start = address // _HUGE_PAGE * _HUGE_PAGE  # whole huge pages: the mapping contains all of the first and the last
+    start = address // _HUGE_PAGE * _HUGE_PAGE  # rounded to huge pages, which the mapping contains
     nbytes = -(-(address + len(buffer)) // _HUGE_PAGE) * _HUGE_PAGE - start
     nodes = (ctypes.c_uint64 * (_NODES // 64))()
     nodes[node // 64] = 1 << node % 64
-    # mbind's `maxnode` counts one bit more than it reads, hence `_NODES + 1`.
+    # The kernel reads one bit less than mbind's `maxnode`, hence `_NODES + 1`.
     arguments = (start, nbytes, _MPOL_PREFERRED, ctypes.addressof(nodes), _NODES + 1, 0)
     return bool(ctypes.CDLL(None).syscall(*map(ctypes.c_long, (number, *arguments))) == 0)
 
@@ -100,8 +100,8 @@ def huge_page_share(buffer: memoryview) -> float:
     with open("/proc/self/smaps") as file:
         for line in file:
             if span := _SPAN.match(line):
-                # The mapping begins less than a huge page before the buffer and ends less than one after it, so any
-                # mapping that overlaps the buffer is the buffer's own.
+                # A mapping that overlaps the buffer contains no other buffer: `aligned_empty` keeps the kernel from
+                # merging neighbours. Its pages outside of the buffer are not written.
                 inside = int(span[1], 16) < start + len(buffer) and int(span[2], 16) > start
             elif inside and line.startswith("AnonHugePages:"):
                 huge += int(line.split()[1]) << 10
@@ -116,7 +116,7 @@ def resident_bytes(address: int, nbytes: int) -> int:
         nbytes: length of the range in bytes.
 
     Raises:
-        OSError: mincore fails, for example since the range is not mapped.
+        OSError: mincore fails, for example because the range is not mapped.
     """
     start = address // PAGE * PAGE
     pages = -(-(address + nbytes - start) // PAGE) if nbytes else 0
@@ -134,7 +134,7 @@ _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
 def _disown() -> None:
     """Keeps the parent's mapping objects alive in a forked child, so that they never unmap anything.
 
-    MADV_DONTFORK leaves these addresses unmapped in the child, and the child's own memory may take them.
+    MADV_DONTFORK leaves these addresses unmapped in the child, so the child may have mapped other memory there.
     """
     for mapping in list(_mappings):
         # A reference that is never released: the object's finalizer, which would unmap, cannot run.

@@ -1,7 +1,8 @@
-"""The optimizer's states in the form of `torch.optim.Optimizer.state_dict`: by parameter number, in RAM.
+"""The optimizer states of one parameter, in RAM, as in the `state_dict` of an optimizer of torch.
 
-Commits and checkpoints store the states without this module, even if they exceed the RAM. It serves code that asks an
-optimizer for its state, and code that loads the state of a plain optimizer of torch.
+`Optimizer.state_dict` and `load_state_dict` use this module: for code that asks an optimizer for its states, and code
+that loads the states of a plain optimizer of torch. Commits and checkpoints store the states without this module, even
+states that exceed the RAM.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STEP = "step"
 
 
 class OptimizerStates:
-    """Reads and sets all optimizer states of a parameter. A collective: every rank calls it for the same parameters."""
+    """Access to all optimizer states of a parameter. Every rank calls each method for the same parameters."""
 
     def __init__(
         self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState
@@ -35,12 +36,12 @@ class OptimizerStates:
             param_access: access to the states of one parameter.
             layouts: the segments of each unit.
             mode: the states that the optimizer keeps.
-            moment: training state, which counts the updates of each parameter.
+            moment: the training state (not an optimizer's moment), which counts the updates of each parameter.
         """
         self._param_access, self._layouts, self._mode, self._moment = param_access, layouts, mode, moment
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Returns copies on the CPU by name; empty before the first update and for a frozen parameter."""
+        """Returns copies of the states on the CPU, by name; none before the first update and for a frozen parameter."""
         handle = self._handle(parameter)
         count = self._steps(handle)
         if not count:
@@ -58,15 +59,16 @@ class OptimizerStates:
         return values
 
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
-        """Checks that `write` would accept `state`.
+        """Checks that `state` contains each moment of the optimizer in the parameter's shape.
 
         Args:
             parameter: a parameter of the model.
-            state: tensors by name, each of the parameter's shape; empty for the state before the first step.
+            state: moments by name, each of the parameter's shape, and optionally "step", the number of updates; empty
+                for the state before the first step.
             number: the parameter's number in the state dict, for the error.
 
         Raises:
-            UsageError: if a state is missing or has another shape, or if the optimizer has no kernel here.
+            UsageError: if a moment is missing or has another shape, or if the optimizer has no kernel.
         """
         handle = self._handle(parameter)
         if not state and not self._steps(handle):
@@ -92,7 +94,7 @@ class OptimizerStates:
 
         Args:
             parameter: a parameter of the model.
-            state: a state that `check` has accepted; empty resets to the state before the first step.
+            state: a state that `check` has accepted; an empty one resets the parameter to before the first step.
         """
         handle = self._handle(parameter)
         if not state and not self._steps(handle):

@@ -1,4 +1,4 @@
-"""Functions that users call with a parameter: DeepSpeed's names to read and set its values, and to announce its uses.
+"""Functions, named as in DeepSpeed, that read and set the values of a parameter or declare that a module uses it.
 
 Each function finds the engine that owns the parameter; `param_access` reads and writes the values.
 """
@@ -20,10 +20,11 @@ from offload.states import State
 def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy of a parameter's fp32 master, or of the weight if the parameter is frozen.
 
-    In bf16 the master is the weight together with the low bits of the master, bit for bit.
+    In bf16 the stored weight and the stored low bits are together the master, bit for bit.
 
-    All functions of this module that read or set values are called between forwards and backwards, by every rank with
-    the same parameter. They allocate memory for that one parameter outside of all budgets.
+    All functions of this module that read or set values are called between forwards and backwards, and by every rank
+    with the same parameter, unless the function says that a rank may call it alone. They allocate memory for that one
+    parameter outside of all budgets.
 
     Args:
         param: a parameter of a model under an engine.
@@ -42,15 +43,15 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 def safe_get_full_grad(param: nn.Parameter) -> torch.Tensor | None:
     """Returns a copy in fp32 of the gradient that the next step will use, as accumulated so far.
 
-    The gradient is the mean over the ranks, divided by the accumulation, before the clip, in the precision in which the
-    engine keeps gradients (`data_types.grad_accum_dtype`).
+    The gradient is the mean over the ranks, divided by the number of micro-batches of a step, before the clip. Its
+    values have the precision in which the engine keeps gradients (`data_types.grad_accum_dtype`).
 
     Args:
         param: a parameter of a model under an engine.
 
     Returns:
         The copy, of the parameter's shape, on the compute device. None before a backward, after `step()`, and if the
-        parameter received no gradient.
+        parameter is frozen or received no gradient.
 
     Raises:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
@@ -68,13 +69,13 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         optim_state_key: name of the state.
 
     Returns:
-        The copy, of the parameter's shape, on the compute device; zeros before the first step, None if the parameter is
-        frozen. A state of an optimizer without a kernel has the shape that torch gives it, and is None before the first
-        step.
+        The copy, of the parameter's shape, on the compute device. Before the first step the copy is zeros. None if the
+        parameter is frozen. A state of an optimizer without a kernel has the shape that torch gives the state, and is
+        None before the first step.
 
     Raises:
-        UsageError: if the optimizer keeps no such state, with the names that exist; if `param` belongs to no engine, is
-            gathered, or the model runs.
+        UsageError: if the optimizer keeps no such state (the message names those that exist); if `param` belongs to no
+            engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for the copy.
     """
     access, handle = _find(param, "safe_get_full_optimizer_state")
@@ -86,12 +87,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
     Args:
         param: a parameter of a model under an engine.
-        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call, and the value of rank 0 counts.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
 
     Raises:
-        UsageError: if `value` has another shape or dtype; if `param` belongs to no engine, is gathered, or the model
-            runs.
+        UsageError: if `param` is frozen and `value` differs from the weight; if `value` has another shape or dtype; if
+            `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for a copy.
     """
     access, handle = _find(param, "safe_set_full_fp32_param")
@@ -99,12 +100,12 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces the gradient that the next step will use. Later backwards add to it.
+    """Replaces the gradient that the next step will use. Later backwards add to the new gradient.
 
     Args:
         param: a trainable parameter of a model under an engine.
-        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call, and the value of rank 0 counts.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
 
     Raises:
         UsageError: if `param` is frozen; if `value` has another shape or dtype; if `param` belongs to no engine, is
@@ -116,17 +117,17 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replaces an optimizer state such as "exp_avg". The number of updates of the parameter stays.
+    """Replaces an optimizer state such as "exp_avg". The parameter's number of updates does not change.
 
     Args:
         param: a trainable parameter of a model under an engine.
-        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. With several ranks all of them
-            call, and the value of rank 0 counts.
+        value: of the parameter's shape, in fp32, bf16 or fp16, on any device; copied. Every rank passes a value, and
+            that of rank 0 counts.
         optim_state_key: name of the state.
 
     Raises:
-        UsageError: if the optimizer keeps no such state, or one without a kernel; if `param` is frozen; if `value` has
-            another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        UsageError: if the optimizer keeps no such state or has no kernel; if `param` is frozen; if `value` has another
+            shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for a copy.
     """
     access, handle = _find(param, "safe_set_full_optimizer_state")
@@ -134,16 +135,16 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns this rank's partition of the result of `safe_get_full_fp32_param`. A rank may call it alone.
+    """Returns this rank's partition of the result of `safe_get_full_fp32_param`. A rank may call this function alone.
 
-    Partitions are consecutive elements; those of all ranks, in the order of the ranks, are the parameter. They may
-    differ in length, because ranks divide units, not parameters.
+    A partition is a range of consecutive elements. Joined in the order of the ranks, the partitions are the parameter.
+    Partitions may differ in length, because ranks divide units, not parameters.
 
     Args:
         param: a parameter of a model under an engine.
 
     Returns:
-        (n,) fp32 on the compute device; no elements if this rank holds none.
+        (n,) fp32 on the compute device; n is 0 if this rank holds no element of the parameter.
 
     Raises:
         UsageError: if `param` belongs to no engine, is gathered, or the model runs.
@@ -154,7 +155,9 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns this rank's partition of the result of `safe_get_full_grad`. Every rank calls it with the same parameter.
+    """Returns this rank's partition of the result of `safe_get_full_grad`.
+
+    Every rank calls this function with the same parameter.
 
     Args:
         param: a parameter of a model under an engine.
@@ -172,7 +175,9 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
-    """Returns this rank's partition of the result of `safe_get_full_optimizer_state`. A rank may call it alone.
+    """Returns this rank's partition of the result of `safe_get_full_optimizer_state`.
+
+    A rank may call this function alone.
 
     Args:
         param: a parameter of a model under an engine.
@@ -191,15 +196,17 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
-    """Replaces this rank's partition of a parameter's fp32 master. Every rank calls it with its own partition.
+    """Replaces this rank's partition of a parameter's fp32 master.
+
+    Every rank calls this function, with its own partition.
 
     Args:
         param: a parameter of a model under an engine.
         value: (n,), the elements of this rank, in fp32, bf16 or fp16; copied.
 
     Raises:
-        UsageError: if `value` has another shape or dtype; if `param` belongs to no engine, is gathered, or the model
-            runs.
+        UsageError: if `param` is frozen and the values differ from the weight; if `value` has another shape or dtype;
+            if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for two copies of the parameter.
     """
     access, handle = _find(param, "safe_set_local_fp32_param")
@@ -209,7 +216,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: torch.Tensor) -> None:
 def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Replaces this rank's partition of the gradient that the next step will use.
 
-    Every rank calls it with its own partition.
+    Every rank calls this function, with its own partition.
 
     Args:
         param: a trainable parameter of a model under an engine.
@@ -225,7 +232,9 @@ def safe_set_local_grad(param: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, optim_state_key: str) -> None:
-    """Replaces this rank's partition of an optimizer state. Every rank calls it with its own partition.
+    """Replaces this rank's partition of an optimizer state.
+
+    Every rank calls this function, with its own partition.
 
     Args:
         param: a trainable parameter of a model under an engine.
@@ -233,8 +242,8 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: torch.Tensor, opt
         optim_state_key: name of the state, such as "exp_avg".
 
     Raises:
-        UsageError: if the optimizer keeps no such state, or one without a kernel; if `param` is frozen; if `value` has
-            another shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
+        UsageError: if the optimizer keeps no such state or has no kernel; if `param` is frozen; if `value` has another
+            shape or dtype; if `param` belongs to no engine, is gathered, or the model runs.
         BudgetError: if the RAM has no room for two copies of the parameter.
     """
     access, handle = _find(param, "safe_set_local_optimizer_state")
@@ -245,16 +254,16 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Declares that the forward of `module` uses `parameter`, which belongs to another module.
 
     Seldom needed: a use of a parameter is detected if a function of torch receives it, or if its `data_ptr()` is read.
-    Functions that torch does not see, such as those of a C++ extension that is called directly, read memory; parameters
-    that they receive must be registered. Registering twice has no further effect.
+    A parameter must be registered if a function that torch does not see reads its memory, such as a function of a C++
+    extension that is called directly. Registering twice has no further effect.
 
     Args:
-        module: the module whose forward uses the parameter. Before `offload.initialize` or after it; before only for
-            modules of the model.
+        module: the module whose forward uses the parameter. A module of the model may be registered before or after
+            `offload.initialize`, any other module only after it.
         parameter: the parameter.
 
     Raises:
-        UsageError: if an argument has another type.
+        UsageError: if `module` is not a module, or `parameter` not a parameter.
     """
     _check_external("register_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
@@ -274,7 +283,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
         parameter: the parameter that was registered with it.
 
     Raises:
-        UsageError: if the parameter is not registered with the module, or an argument has another type.
+        UsageError: if the parameter is not registered with the module, or if an argument is not of the annotated type.
     """
     _check_external("unregister_external_parameter", module, parameter)
     if not _is_in(parameter, external_parameters(module)):
@@ -287,20 +296,20 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
-    """Returns the engine and the handle of a parameter, for a call between forwards and backwards.
+    """Returns the accessor of the engine that owns a parameter, and the parameter's handle.
 
     Args:
-        parameter: the argument of the user.
+        parameter: the argument that the user passed, of any type.
         call: name of the public function, for the error.
 
     Raises:
-        UsageError: if the parameter belongs to no engine, is gathered, or the model runs.
+        UsageError: if `parameter` is not a parameter, belongs to no engine or is gathered, or if the model runs.
     """
     if not isinstance(parameter, nn.Parameter):
         raise UsageError(f"{call} expects a parameter of a model under an engine, got {type(parameter).__name__}")
     owner = _owner(parameter)
     if owner is None:
-        # A parameter that keeps its placeholder class outlived its engine.
+        # A parameter that still has a handle has outlived its engine.
         handle = handle_of(parameter)
         if handle is not None:
             _ = handle.engine  # raises, since the engine was destroyed
@@ -308,13 +317,13 @@ def _find(parameter: Any, call: str) -> tuple[ParamAccess, ParamHandle]:
             f"{call} expects a parameter of a model under an engine; this parameter, of shape "
             f"{list(parameter.shape)}, belongs to no engine: take the parameter from engine.module"
         )
-    # A running model uses the parameter's device buffer, and a gathered one has memory that the user may be changing.
+    # A running model uses the parameter's device buffer; a gathered parameter has memory that the user may be changing.
     owner[0].check_idle(owner[1], call)
     return owner
 
 
 def _owner(parameter: nn.Parameter) -> tuple[ParamAccess, ParamHandle] | None:
-    """Returns the engine that owns a parameter now and the parameter's handle; None if no engine does."""
+    """Returns the accessor of the engine that owns a parameter, and the handle; None if no engine owns it."""
     # A bound parameter is an ordinary parameter without a handle, so each engine looks it up in its own table.
     for access in engines():
         handle = access.handle(parameter)

@@ -20,7 +20,7 @@ class Lora(NamedTuple):
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    """Names of linear layers, or ("all-linear",). If empty, peft chooses; peft knows many model families."""
+    """Last parts of the names of layers, or ("all-linear",). If empty, peft chooses by the family of the model."""
 
 
 def parse_lora(text: str) -> Lora:
@@ -54,6 +54,7 @@ def parse_lora(text: str) -> Lora:
 
 
 def _number(values: dict[str, str], name: str, default: float) -> float:
+    """Returns the value of a field, or `default`. Raises `ConfigError` if the value is no finite number."""
     try:
         value = float(values.get(name, default))
     except ValueError:
@@ -80,7 +81,8 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     """Returns the model with adapters. Only the adapters train.
 
     Raises:
-        ConfigError: the model contains no such layers, or peft does not know its family.
+        ConfigError: a target matches no layer, there are no targets and peft does not know the model's family, or peft
+            is not installed.
     """
     peft = require_peft()
     _check_targets(model, lora.targets)
@@ -107,7 +109,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     """Raises `ConfigError` for a target that no module's name ends with."""
     names = [name for name, _ in model.named_modules()]
     for target in targets if targets != ("all-linear",) else ():
-        # The same rule by which peft matches names, so that the error names the choices before peft fails.
+        # peft matches names by the same rule, but its error does not list the choices.
         if not any(name == target or name.endswith(f".{target}") for name in names):
             linear = {
                 name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)

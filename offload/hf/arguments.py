@@ -16,7 +16,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _OPTIMIZER_KINDS = {"adagrad": "Adagrad", "sgd": "SGD"}
 _SCHEDULE_KINDS = {"constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-"""Config types by the names of the arguments."""
+"""Values of `scheduler.type` by those of `lr_scheduler_type`; above, of `optimizer.type` by those of `optim`."""
 
 _REFUSED = {
     "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
@@ -30,13 +30,13 @@ _REFUSED = {
 
 
 def check_arguments(args: Any) -> None:
-    """Raises `ConfigError` if an argument is not compatible with an engine.
+    """Checks that the arguments are compatible with an engine.
 
     Args:
         args: transformers' `TrainingArguments`.
 
     Raises:
-        ConfigError: with the argument and the reason.
+        ConfigError: if an argument is not compatible; the message names the argument and the reason.
     """
     for name, reason in _REFUSED.items():
         value = getattr(args, name, None)
@@ -51,10 +51,10 @@ def check_arguments(args: Any) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raises `ConfigError` if an engine cannot take the model over.
+    """Checks that an engine can be built for the model.
 
     Args:
-        model: the Trainer's model; None if `model_init` makes it later.
+        model: the Trainer's model; None if `model_init` makes the model later.
 
     Raises:
         ConfigError: if `model` is an engine, or is under one.
@@ -68,7 +68,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optim(name: str) -> None:
-    """Raises `ConfigError` for an optimizer of the arguments that an engine does not support."""
+    """Raises `ConfigError` if `name`, a value of the argument `optim`, is not an optimizer that an engine supports."""
     if name not in OPTIMIZERS:
         raise ConfigError(
             f'optim="{name}" is not supported on paged states; expected one of {", ".join(OPTIMIZERS)}, or a '
@@ -79,14 +79,14 @@ def check_optim(name: str) -> None:
 def check_kinds(content: Mapping[str, Any], args: Any) -> None:
     """Checks that config and arguments name the same optimizer and the same schedule.
 
-    A default of the arguments is compatible with everything.
+    An argument with its default value is compatible with every config.
 
     Args:
         content: the config.
         args: transformers' `TrainingArguments`.
 
     Raises:
-        ConfigError: if the config has a block, and the arguments name another kind.
+        ConfigError: if a block of the config names another kind than the arguments.
     """
     for block, argument, defaults, kinds in (
         ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
@@ -113,7 +113,7 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
         args: transformers' `TrainingArguments`.
 
     Raises:
-        ConfigError: if the config asks the engine to commit or resume, which the Trainer's checkpoints do.
+        ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
     """
     _check_resume(content.get("offload") or {})
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
@@ -133,7 +133,7 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
 def _check_resume(block: Mapping[str, Any]) -> None:
     """Raises `ConfigError` if the config asks for commits, or for a resume from swap files."""
     # [Note: two ways to resume] A Trainer resumes from a folder that it has written itself, with its own counters, log
-    # and callbacks. Swap files hold none of them, so their commits would cost writes and be of no use.
+    # and callbacks. Swap files contain none of these, so commits would cost writes and be of no use.
     for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
         if block.get(key) not in fine:
             raise ConfigError(

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A row of a table; with a CSS variable as `color` the row shows the legend's mark."""
+    """A row of a table. `color` is a CSS variable; if set, the first cell begins with a mark of that colour."""
 
     cells: tuple[str, ...]
     color: str = ""
@@ -61,7 +61,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of a section; that of a step's phases is headed by the limiting phase and advice."""
+    """A table of a section. `bound_by` and `advice` stand above the table of a step's phases; others have neither."""
 
     head: tuple[str, ...]
     rows: tuple[Row, ...]
@@ -85,7 +85,8 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
     Args:
         log: the log, for the charts.
         found: the numbers of `figures`.
-        window: one step of a time line; None without a time line.
+        window: the part of a time line to draw, which is one step if the time line has steps; None without a time
+            line.
     """
     sections = [
         Section("Learning", _learning(log)),
@@ -184,7 +185,7 @@ def _series(log: Log, name: str, color: str, field: str, over: str | None = None
         name: the series' name in the legend.
         color: a CSS variable.
         field: key of the log.
-        over: key of a divisor, such as "seconds" for a rate; None for none.
+        over: key of a divisor, such as "seconds" for a rate; None to divide by nothing.
     """
     found: list[float | None] = []
     for values in log.steps:
@@ -207,7 +208,7 @@ def _learning(log: Log) -> list[Block]:
 
 
 def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
-    """Returns charts and table of the phases of a step."""
+    """Returns the table and the charts of a step's phases, and the chart of the update worker."""
     steps = _steps(log)
     each = [parts(values) for values in log.steps]
     # A stack needs all phases of a step: steps without measurements give empty columns.
@@ -241,7 +242,7 @@ def _legend(name: str) -> str:
 
 
 def _parts_table(found: Mapping[str, Any]) -> Block:
-    """Returns the table of a mean step's phases; a hint if phases were not measured."""
+    """Returns the table of a mean step's phases, or a hint on how to measure the phases if the log lacks them."""
     spent = found["step_parts_seconds"]
     if not spent:
         return Markup('<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>')
@@ -323,8 +324,8 @@ def _drive_row(each: Mapping[str, Any]) -> Row:
 
 
 def _window(window: Window) -> list[Block]:
-    """Returns the drawing of one step and the busy time of each row, in microseconds of the time line."""
-    # In microseconds, while the busy times are in seconds.
+    """Returns the drawing of a time line's window, and a table of the time in which each row was busy."""
+    # The window counts in microseconds, `Window.seconds` in seconds.
     took = window.end - window.start
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
@@ -333,7 +334,7 @@ def _window(window: Window) -> list[Block]:
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:
-    """Returns sentences on steps and lines that the numbers leave out."""
+    """Returns sentences on the steps and lines that the numbers leave out, and on where the run resumed."""
     truncated_lines = count_of(found["torn_lines"], "line of the log is", "lines of the log are")
     again = count_of(found["repeated_steps"], "step was", "steps were")
     skipped = count_of(found["skipped_steps"], "step was", "steps were")

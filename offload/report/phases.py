@@ -1,7 +1,7 @@
 """Phases of a step: compute, waits by cause, and the phase that limits the step.
 
-A wait for an update is a wait for the update worker's kernels, or for the worker's own reads and writes. The time is
-divided among these in proportion to the worker's time.
+A wait for an update is a wait for the update worker's kernels, or for the worker's own reads and writes. The time of
+the wait is divided among kernels, reads and writes in proportion to the time that the worker spends on each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADVICE: Mapping[str, str] = {
     "uploads": 'more "device_memory", so that weights stay on the device',
     "loop": "a loader with workers; less to do between steps (evaluations, saves)",
 }
-"""Advice for a step that is limited by a phase."""
+"""Advice for faster steps, by the phase that limits a step; the keys are those of `PARTS`."""
 
 
 class Bound(NamedTuple):
@@ -56,7 +56,7 @@ class Bound(NamedTuple):
 
 
 def parts(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the seconds of each phase of a step, which sum to the step's seconds.
+    """Returns the seconds of each phase of a step, which sum to the step's seconds but for noise of the clock.
 
     Args:
         values: a step's measurements, by the log's keys.
@@ -72,19 +72,20 @@ def parts(values: Mapping[str, Any]) -> dict[str, float]:
 
     phases = sum(map(seconds, ("forward", "backward", "step")))
     waits = {name: seconds(f"wait_for_{name}") for name in ("reads", "updates", "commits", "memory", "uploads")}
-    # The worker's own copies are part of the update, and `PARTS` has no phase for them.
+    # The worker's own copies count as the optimizer's time, since `PARTS` has no phase for them.
     worker = {
         "optimizer": seconds("update_kernels") + seconds("update_copies"),
         "reads": seconds("update_waits_for_reads"),
         "writes": seconds("update_waits_for_writes"),
     }
     busy = sum(worker.values())
-    # Without measurements of the worker the whole wait counts as the optimizer's.
+    # Without measurements of the worker, the complete wait counts as the optimizer's.
     of_updates = {
         name: waits["updates"] * (part / busy if busy else name == "optimizer") for name, part in worker.items()
     }
     return {
-        # Waits happen inside the phases, so the rest is compute. Clock noise could make the rest negative.
+        # Waits happen inside of forward, backward and step, so the rest of the three is compute. Noise of the clock
+        # could make the rest negative.
         "compute": max(phases - sum(waits.values()), 0.0),
         "optimizer": of_updates["optimizer"],
         "reads": waits["reads"] + of_updates["reads"],

@@ -25,17 +25,17 @@ _STEP: Mapping[str, str] = {
     "host_peak_bytes": "peak of RAM",
     "device_peak_bytes": "peak of device memory",
 }
-"""Keys of the log that may be predicted, with a description of each."""
+"""Keys of the log, except the phases, whose numbers may be predicted, with a description of each."""
 
 
 def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per predicted number with the measured one.
+    """Returns a row for each number that was both predicted and measured.
 
-    The measured number is the median over `steps`, for a peak the maximum, for a phase the mean. Phases of `PARTS` that
-    are 0 in both are left out.
+    The measured number of a peak is the maximum over `steps`, that of a phase is the mean, and any other is the median.
+    Phases of `PARTS` that are 0 in the prediction and in the measurement are left out.
 
     Args:
-        said: the prediction by the log's keys; anything but a mapping gives no rows.
+        said: the predicted numbers by the log's keys; anything but a mapping gives no rows.
         steps: the measured steps.
     """
     if not isinstance(said, Mapping):
@@ -56,13 +56,13 @@ def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 
 
 def _row(name: str, label: str, expected: float, came: float) -> dict[str, Any]:
-    """Returns a row: key, description, predicted and measured number, and their ratio."""
+    """Returns a row: key, description, predicted and measured number, and measured divided by predicted."""
     ratio = came / expected if expected else None
     return {"name": name, "what": label, "predicted": expected, "measured": came, "ratio": ratio}
 
 
 def words(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns a row as texts: predicted, measured, and difference in percent."""
+    """Returns a row's predicted number, measured number and difference in percent as texts."""
     predicted, measured = (_format(row["name"], row[key]) for key in ("predicted", "measured"))
     return predicted, measured, "" if row["ratio"] is None else f"{row['ratio'] - 1:+.1%}"
 
@@ -75,16 +75,16 @@ def _format(name: str, value: float) -> str:
 
 
 def time_of(seconds: float) -> str:
-    """Returns a time with four significant digits and unit."""
+    """Returns a time as a text with four significant digits and a unit."""
     unit = seconds_unit(seconds)
     return f"{format_number(seconds / unit.size)} {unit.name}"
 
 
 def read_plan(path: Path) -> dict[str, Any]:
-    """Returns the prediction in a file of `offload plan --json`, by the log's keys.
+    """Reads the output of `offload plan --json` from a file and returns the predicted numbers by the log's keys.
 
     Raises:
-        ConfigError: the file cannot be read, or is not a plan.
+        ConfigError: if the file cannot be read or is not a plan.
     """
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["step"]

@@ -63,7 +63,7 @@ def report(
 
 
 def _write(target: Path, text: str) -> None:
-    """Writes the page atomically: after an error the former file is unchanged."""
+    """Writes the page atomically: after an error the file that it would replace is unchanged."""
     try:
         atomic_write(target, text, durable=False)
     except OSError as error:

@@ -2,8 +2,8 @@
 
     micro-batch   first ─► stored    further ─► added    last, or a read ─► copied to the host
 
-Once a total has been copied to the host it is dropped from the device; later gradients accumulate on the host. Each
-addition is rounded once, as by the host's kernel, so the place of a sum changes no bit.
+Once the copy of a total to the host has begun, the total is dropped here; later gradients accumulate on the host. Each
+addition is rounded once, as by the host's kernel, so a sum has the same bits on the device and on the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping
 import torch
 
 SegmentRange = tuple[int, int]
-"""A range of a gradient: a segment of a unit, and the first element within the segment."""
+"""Key of a range of a unit's gradient: the segment, and the range's first element within the segment."""
 
 
 class DeviceTotals:
-    """The totals on the device for some units. Belongs to the thread that adds gradients, or makes the step."""
+    """The totals on the device for some units.
+
+    Called by the thread that adds gradients or by the one that makes the step, never by both at once.
+    """
 
     def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory for the totals.
@@ -28,7 +31,7 @@ class DeviceTotals:
         """
         self._memory = dict(memory)
         self._here: dict[int, dict[SegmentRange, range]] = {unit: {} for unit in memory}
-        """The positions in the unit's memory of each range that is on the device."""
+        """By unit: for each range whose total is on the device, its positions in the unit's memory."""
 
     def have(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory for the totals of more units, between steps."""
@@ -44,7 +47,7 @@ class DeviceTotals:
         return segment_range in self._here.get(unit, ())
 
     def segments(self, unit: int) -> set[int]:
-        """Returns the segments of which a total is on the device."""
+        """Returns the segments of `unit` that have a total on the device."""
         return {segment for segment, _ in self._here.get(unit, ())}
 
     def add(self, unit: int, segment_range: SegmentRange, start: int, values: torch.Tensor) -> None:
@@ -57,7 +60,7 @@ class DeviceTotals:
             self._here[unit][segment_range] = range(start, start + len(values))
 
     def values(self, unit: int, segment_range: SegmentRange) -> torch.Tensor:
-        """Returns a total as (n,) on the device. Later totals reuse the memory."""
+        """Returns a total, (n,) on the device, as a view of memory that later totals reuse."""
         place = self._here[unit][segment_range]
         return self._memory[unit][place.start : place.stop]
 

@@ -1,7 +1,8 @@
 """Replacement of transformers' `from_pretrained` inside `offload.init`, which streams a folder unit by unit.
 
-The original loads the whole model into memory at once. It still serves calls that `load_pretrained` cannot: a name of
-the hub, weights in another format, keywords about how to read. The model then has the same values, all in memory.
+The original loads the complete model into memory at once. Calls that `load_pretrained` cannot serve still reach the
+original: a name of the hub, weights in another format, keywords about how to read. Their models have the same values,
+all of them in memory.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ _NO_VALUES = frozenset(
     "low_cpu_mem_usage use_safetensors local_files_only cache_dir force_download token proxies trust_remote_code "
     "revision code_revision adapter_kwargs _commit_hash _from_auto _fast_init weights_only disable_mmap".split()
 )
-"""Keywords that do not change the values that are read from a folder."""
+"""Keywords that do not change the values that are read from a folder; `load_pretrained` does not receive them."""
 _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_file", "key_mapping", "fusion_config")
-"""Keywords that `load_pretrained` does not have. Keywords that `load_pretrained` refuses itself are not listed."""
+"""Keywords that are left to the original if they are set. A keyword in neither set goes to `load_pretrained`."""
 
 
 @contextlib.contextmanager
@@ -54,7 +55,7 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
             model, info = load(cls, name, output_loading_info=True, **fit)
         return (model, info._asdict()) if wants_info else model
 
-    patched.from_pretrained = classmethod(from_pretrained)  # AutoModel classes call it too
+    patched.from_pretrained = classmethod(from_pretrained)  # AutoModel classes call this method too
     try:
         yield
     finally:
@@ -71,7 +72,7 @@ _depth = _Depth()
 
 
 def _is_inside() -> bool:
-    """Returns whether `load_pretrained` is building a model in this thread; the model may load others."""
+    """Returns True if `load_pretrained` is building a model in this thread, whose code may load other models."""
     return _depth.inside
 
 

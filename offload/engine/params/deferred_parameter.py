@@ -1,9 +1,10 @@
 """Parameters whose values come later, one unit at a time, in models of `offload.init` and `load_pretrained`.
 
-A `DeferredParameter` is a parameter on the meta device. It answers questions about itself and refuses to compute: on
-meta a forward would return a result without values and an edit would be lost, both without an error. Its `device` is
-the CPU, where its values will first be created. So code that makes a module beside it, such as an adapter, makes the
-module on the CPU as well.
+A `DeferredParameter` is a parameter on the meta device, without values. Its shape, dtype and other properties can be
+read; a function that needs values raises an error. Without that error a forward would return a result without values,
+and an edit would be lost. A deferred parameter becomes real when it gets values and memory of its own. Its `device` is
+the CPU, where the values will first be created, so code that copies the device of a parameter for a new module, such
+as an adapter, makes that module on the CPU as well.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Origin(Protocol):
         ...
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the values in order, (n,) at a time on the CPU, each with the position of its first element.
+        """Yields the values in order, as tensors (n,) on the CPU, each with the position of its first element.
 
-        A yielded tensor is valid until the next one.
+        A yielded tensor is valid until the next one is yielded.
 
         Raises:
             IoError: if the source cannot be read.
@@ -45,7 +46,7 @@ class Origin(Protocol):
 
 
 class _Building(threading.local):
-    """State of the calling thread: the depth of `building` contexts, and `building_a_model`."""
+    """State of the calling thread: the depth of its `building` contexts, and whether `building_a_model` is open."""
 
     depth = 0
     model = False
@@ -59,7 +60,7 @@ _building = _Building()
 def building() -> Iterator[None]:
     """Allows computation with deferred parameters, on the meta device and without effect, inside of the context.
 
-    Constructors and initializers compute with their parameters.
+    Constructors and initializers need this, because they compute with their parameters.
     """
     _building.depth += 1
     try:
@@ -89,16 +90,16 @@ class DeferredParameter(nn.Parameter):
 
     origin: Origin | None = None
     whole: DeferredParameter | None = None
-    """For an alias or a view: the parameter that a write to it changes."""
+    """The parameter whose values a write to this alias or view changes; None for a parameter."""
     is_part = False
-    """True for a view, which may contain other elements than the parameter, or another order of them."""
+    """True for a view, which may contain only some elements of the parameter, or all of them in another order."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # as torch.nn.init passes it
+        if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # torch.nn.init passes keywords
             args = (kwargs.pop("tensor"),)
-        # Whatever torch.nn.init asks of a tensor first, in the end it sets every element.
+        # A function of torch.nn.init may read the tensor's shape first, but in the end the function sets every element.
         if (
             _building.model
             and sys._getframe(1).f_code.co_filename == nn.init.__file__
@@ -111,7 +112,7 @@ class DeferredParameter(nn.Parameter):
         if rule is not None and isinstance(args[0], DeferredParameter):
             return rule(func, *args, **kwargs)
         # While a model is built, a write outside of an initializer cannot be repeated later. So the parameter becomes
-        # real now, if the write sets all of it.
+        # real now if the write sets every element; another write is an error.
         if is_building() or asks_for_no_element(func) or func in _ALLOWED:
             if (
                 _building.model
@@ -162,7 +163,7 @@ def make_deferred(parameter: nn.Parameter, origin: Origin) -> None:
 
 
 def forget(parameter: nn.Parameter) -> None:
-    """Leaves a parameter without values and memory, once they have been copied. Identity and ties stay."""
+    """Frees the memory of a parameter whose values have been copied elsewhere. Identity and ties stay."""
     if parameter.is_meta:
         # Swapped, since `.data` of a deferred parameter cannot become a tensor of another shape.
         empty = nn.Parameter(torch.empty(0, dtype=parameter.dtype, device="cpu"), parameter.requires_grad)
@@ -188,13 +189,13 @@ _INITIALIZERS = frozenset(
 
 
 def _writes(func: Any) -> bool:
-    """Returns True if `func` changes its first argument in place, judged by torch's naming rule."""
+    """Returns True if `func` changes its first argument in place, which torch marks by a trailing underscore."""
     name: str = getattr(func, "__name__", "")
     return (name.endswith("_") and not name.endswith("__") and name != "requires_grad_") or name == "__setitem__"
 
 
 def _writer() -> str | None:
-    """Returns the origin of a write as "file:line"; None if an initializer writes, which will be called again."""
+    """Returns the "file:line" of the code that writes; None if an initializer writes, which will be called again."""
     where = None
     # Skips this function and its caller; further frames of this file are skipped below.
     frame: types.FrameType | None = sys._getframe(2)
@@ -206,7 +207,7 @@ def _writer() -> str | None:
         if where is None and f"{os.sep}torch{os.sep}" not in code.co_filename and code.co_filename != __file__:
             where = f"{code.co_filename}:{frame.f_lineno}"
             if f"{os.sep}transformers{os.sep}" in where:
-                return None  # models of transformers write everything again in _init_weights
+                return None  # `_init_weights`, called later, writes these values again
         frame = frame.f_back
     return where or "torch"
 
@@ -215,16 +216,16 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
     """Makes real the parameter that a function is about to write, and returns the tensor to pass instead of `tensor`.
 
     Args:
-        tensor: the parameter, an alias or a view of one.
+        tensor: the parameter, or an alias or a view of the parameter.
         name: name of the function that writes.
         where: "file:line" of the write, for the error.
         all_of_it: True if the function sets every element.
 
     Raises:
-        ConfigError: if the write does not set the whole parameter, since the other values do not exist yet.
+        ConfigError: if the write does not set every element of the parameter, since the others do not exist yet.
     """
     whole = _whole_of(tensor)
-    if not isinstance(whole, DeferredParameter):  # an earlier write has made it real
+    if not isinstance(whole, DeferredParameter):  # an earlier write has made the parameter real
         if tensor.is_part:
             raise _refused_part(name, where)
         return whole.data
@@ -236,7 +237,7 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
 
 
 def _whole_of(tensor: DeferredParameter) -> Any:
-    """Returns the parameter that an alias belongs to, which may be real by now; a parameter itself."""
+    """Returns the parameter of an alias or view, which may be real by now; for a parameter, `tensor` itself."""
     return tensor if tensor.whole is None else tensor.whole
 
 
@@ -257,7 +258,7 @@ def _as_part(result: Any, tensor: DeferredParameter) -> Any:
 
 
 def _plainly(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `func` without dispatch."""
+    """Calls `func` without dispatch to `__torch_function__`."""
     with plain_tensors():
         return func(*args, **kwargs)
 
@@ -271,7 +272,7 @@ def _refusal(what: str) -> UsageError:
 
 
 def _like(tensor: DeferredParameter, meta: torch.Tensor, requires_grad: bool) -> DeferredParameter:
-    """Returns another deferred tensor of the same origin."""
+    """Returns a deferred parameter over `meta`, with the same origin as `tensor`."""
     new = DeferredParameter(meta, requires_grad)
     new.origin = tensor.origin
     return new
@@ -291,7 +292,7 @@ def _device(func: Any, tensor: DeferredParameter) -> torch.device:
 
 
 def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> None:
-    """Implements the assignment to `.data`, by which conversions change the dtype; a constructor's values are kept."""
+    """Implements `.data = values`: a conversion changes the dtype, and real values from a constructor are kept."""
     if isinstance(values, DeferredParameter) and values.shape == tensor.shape:
         _plainly(func, tensor, _plainly(values.detach).as_subclass(torch.Tensor))
     elif is_building() and values.is_meta:
@@ -303,7 +304,7 @@ def _set_data(func: Any, tensor: DeferredParameter, values: torch.Tensor) -> Non
 
 
 def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwargs: Any) -> Any:
-    """Implements `copy_`: real values that a model's code writes by hand while it is built are kept."""
+    """Implements `copy_`: real values that code copies by hand while a model is built are kept."""
     if not is_building():
         raise _refusal("copy_")
     absent = isinstance(source, torch.Tensor) and source.is_meta
@@ -322,7 +323,7 @@ def _is_meta(func: Any, tensor: DeferredParameter) -> bool:
 
 def _convert(func: Any, tensor: DeferredParameter, *args: Any, **kwargs: Any) -> Any:
     """Implements `to`, `half`, `cuda` …: the dtype may change; the device is set by the engine's config."""
-    # torch parses the many signatures of `to`: an element on the CPU shows the dtype and the device that result.
+    # `to` has many signatures: the same call on one element on the CPU shows the resulting dtype and device.
     probe = _plainly(func, torch.empty((), dtype=tensor.dtype, device="cpu"), *args, **kwargs)
     if probe.device.type not in ("cpu", "meta"):
         raise _refusal(f"moving a model to {probe.device}, which the engine's config says,")

@@ -23,7 +23,7 @@ logger = logging.getLogger("offload")
 
 
 def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tensor]:
-    """Lets the device arena take memory that the first step has left free. Between steps.
+    """Grows the device arena into memory that the first step has left free. Must be called between steps.
 
     Args:
         pager: owner of the device arena.
@@ -40,9 +40,8 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tens
     added = need.added(before + nbytes)
     try:
         memory = pager.grow_device(nbytes, [each for _, each in added])
-    # `room()` was read before the allocation: another process may have taken the memory in between. The engine works
-    # without the growth.
-    except BudgetError as error:  # somebody else was faster
+    # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
+    except BudgetError as error:
         logger.info("the device budget stays %s: %s", format_size(before), error)
         return {}
     logger.info(
@@ -58,10 +57,10 @@ def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tens
 
 @contextlib.contextmanager
 def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
-    """Appends advice on what to change to torch's out-of-memory error of the device. The error keeps its type.
+    """Adds advice to the message of an out-of-memory error that torch raises in the context. The error keeps its type.
 
     Args:
-        arena: the device arena, whose size the advice names.
+        arena: the device arena, whose size the advice contains.
         need: bounds of the arena; `need.least` is the smallest size that works.
     """
     try:
@@ -72,10 +71,10 @@ def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
 
 
 def advice(nbytes: int, least: int) -> str:
-    """Returns what to change if activations do not fit beside a device arena of `nbytes`.
+    """Returns advice for a device on which activations do not fit beside the arena.
 
     Args:
-        nbytes: size of the arena.
+        nbytes: size of the arena, in bytes.
         least: the smallest size that works, in bytes.
     """
     ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() leave more room"

@@ -29,6 +29,7 @@ class RegisteredObjects:
         self._objects: list[Any] = []
         self._waiting: list[Mapping[str, Any]] = []
         """States from the resumed commit or checkpoint whose objects are not registered yet."""
+        # True if objects may be registered for which the commit contains no state.
         self._may_grow = True
 
     def check_fits(self, states: Sequence[Mapping[str, Any]], what: str) -> None:
@@ -36,7 +37,7 @@ class RegisteredObjects:
 
         Args:
             states: states of registered objects in a checkpoint.
-            what: the checkpoint, in words for the message.
+            what: name of the checkpoint for the message.
         """
         for position, (thing, held) in enumerate(zip(self._objects, states, strict=False), 1):
             if held["type"] != type(thing).__name__:
@@ -50,7 +51,7 @@ class RegisteredObjects:
         """Gives each object its state; returns the number of objects without one, which stay as they are.
 
         Args:
-            states: states of the commit or checkpoint; those without an object wait for one.
+            states: states of the commit or checkpoint; those without an object are stored until one is registered.
             may_grow: True if objects without a state may be registered before the next step.
         """
         for thing, held in zip(self._objects, states, strict=False):
@@ -62,7 +63,7 @@ class RegisteredObjects:
 
     @property
     def complete(self) -> bool:
-        """True if no object of the resumed run is missing."""
+        """True if all objects of the resumed run or loaded checkpoint are registered."""
         return not self._waiting
 
     @property
@@ -75,7 +76,7 @@ class RegisteredObjects:
         """Registers `objects`, and on a resumed run loads their states.
 
         Raises:
-            UsageError: an object cannot be registered; none of them is.
+            UsageError: one of `objects` cannot be registered; then none of them is registered.
         """
         for position, thing in enumerate(objects, len(self._objects) + 1):
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
@@ -101,7 +102,7 @@ class RegisteredObjects:
                     f"the loaded commit or checkpoint contains {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
-        # All checks have passed, so nothing is registered in part.
+        # All checks have passed; from here on only `load_state_dict` of an object can fail.
         for thing in objects:
             if self._waiting:
                 thing.load_state_dict(from_plain(self._waiting[0]["state"]))
@@ -119,11 +120,11 @@ class RegisteredObjects:
             )
 
     def stepped(self) -> None:
-        """Allows new objects, once the first step of a resumed run was made."""
+        """Allows new objects after a step, also in a resumed run."""
         self._may_grow = True
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Returns the states for the next commit as JSON; states without an object are kept."""
+        """Returns the states for the next commit as JSON, including those whose objects are not registered yet."""
         return [_state(thing, number) for number, thing in enumerate(self._objects, 1)] + self._waiting
 
 

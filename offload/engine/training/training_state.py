@@ -1,8 +1,8 @@
 """State of training besides weights and moments: all that a commit contains, taken and restored as a `Snapshot`.
 
-A commit of step n must contain the state as of the first engine call after step n. Between both calls the loop may step
-a schedule or change `client_state`, which belongs to step n. Random generators are the exception: a batch may be loaded
-between both calls, so their states before the load are kept apart (`before_next`).
+A commit of step n must contain the state as of the first engine call after step n: before that call the loop may step a
+schedule or change `client_state`, which belongs to step n. Random generators are the exception: the next batch may be
+loaded before that call too, so their states before the load are stored in addition (`before_next`).
 
 Threads. Everything runs on the thread that runs the model.
 """
@@ -35,9 +35,9 @@ from offload.sizes import count_of
 
 _LABELS = {"lr": "learning rates", "weight_decay": "weight decay"}
 _BEFORE_NEXT = "before_next."
-"""Prefix of the generators' names in a blob, for states before the next batch was loaded, if different.
+"""Prefix of a generator's name in a blob, for the state before the next batch was loaded, if that differs.
 
-Without a loader of ours they are the states at the end of the step.
+If user code loads the batches, the state at the end of the step is stored instead.
 """
 _OF_SCHEDULE = "the schedule's "
 """Prefix of the names of settings that are parameters of the schedule."""
@@ -67,14 +67,14 @@ class TrainingState:
             loader: the loader of `training_data`, or None.
             settings: settings of a step.
             layouts: the layout of each unit.
-            commits: True if steps are committed at all.
+            commits: True if the run makes commits.
         """
         self._module, self._device, self.optimizer, self.settings = module, device, optimizer, settings
         self.commits = commits
         self.scaler = settings.scaler
         self.lr_scheduler, self.loader = lr_scheduler, loader
         self.global_steps, self.skipped_steps, self.micro_steps, self.global_samples = 0, 0, 0, 0
-        """See the engine's."""
+        """Counters, described at the engine's properties of the same names."""
         self._micro_steps = 0
         """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
@@ -82,19 +82,19 @@ class TrainingState:
         self.client_state: dict[str, Any] = {}
         self.registered = RegisteredObjects()
         self._generators: Mapping[str, torch.Tensor] | None = None
-        """States of the generators to restore at the next entry."""
+        """States of the generators to restore at the next engine call."""
         self._before_next: Mapping[str, torch.Tensor] | None = None
-        """States that `restore_generators` restores; None from the first step on."""
+        """States that `restore_generators` restores; None in a new run, and from the first step on."""
         self._at_end: Mapping[str, torch.Tensor] | None = None
         """States at the end of the last step, if user code loads the batches."""
         self._after_step: Snapshot | None = None
-        """Content of a commit of the last step: the state as of the first call after it."""
-        self.after_step_is_due = False
+        """Content of a commit of the last step: the state as of the first engine call after that step."""
+        self.after_step_is_due = False  # True from a step to the next engine call, if the run makes commits
         self.edited = False
-        """True if the user has set weights or states since the last step."""
+        """True if the user has set weights or states since the last step or commit."""
         self._configured = optimizer.configured()
         self._due: Mapping[str, Any] | None = None
-        """Facts of the resumed run, whose values go to the groups once all registered objects are there."""
+        """Facts of the resumed run until `put_values` has given their values to the groups; None afterwards."""
         self._schedule_changed = False
         """True if the schedule continues with other parameters than in the resumed run."""
         self._data = None if loader is None else loader.where()
@@ -138,7 +138,7 @@ class TrainingState:
         return Snapshot(facts, generators, buffers)
 
     def notices(self) -> list[str]:
-        """Returns notices, before the first step, about state that no commit will contain."""
+        """Returns notices for the start of a run, about state that no commit will contain."""
         if not self.commits or self.lr_scheduler is None or is_held(self.lr_scheduler):
             return []
         return [
@@ -150,11 +150,12 @@ class TrainingState:
     def restore(self, progress: Snapshot, schedule: bool = True) -> list[str]:
         """Continues from `progress`; returns notices for the user.
 
-        Random generators are restored at the entry of the next engine call, or before its batch is loaded.
+        Random generators are restored at the next engine call, or earlier, before the loader loads a batch; those of a
+        snapshot at step 0 are restored at once.
 
         Args:
             progress: the snapshot of a commit or checkpoint.
-            schedule: False to keep the schedule of `initialize`, and the groups' values that it sets.
+            schedule: False to keep the schedule of `initialize`, and the groups' values that this schedule sets.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
         same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
@@ -191,8 +192,8 @@ class TrainingState:
                 f"the last {count_of(more, 'registered object was', 'registered objects were')} not saved and stay "
                 "unchanged"
             )
-        # Under another schedule the present one sets the values, from its own position.
-        # Values of another optimizer's groups have no meaning here.
+        # If the schedule was another one, the present one sets the values, from its own position. Values of the groups
+        # of another optimizer have no meaning here.
         same_rule = then["optimizer"] == mine["optimizer"]
         self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
@@ -203,7 +204,7 @@ class TrainingState:
             self._generators = generators
             self._before_next = {**generators, **before}
         else:
-            write_generators(generators, self._device)  # a new run has taken its first snapshot at this same point
+            write_generators(generators, self._device)  # a new run takes its first snapshot at this point too
         if self.loader is not None and facts["data"] is None and self.global_steps:
             notices.append("the run had no training_data: the training_data of this engine begins at its first pass")
         if self.loader is None:
@@ -219,9 +220,9 @@ class TrainingState:
         return notices
 
     def enter(self) -> None:
-        """Prepares a call of the engine: restores generators that are due, and takes the state after a step, if due."""
+        """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # A loader that was iterated since has restored them before its first batch, which may have drawn numbers.
+            # A loader that was iterated meanwhile has restored them, and numbers may have been drawn for its batch.
             if self.loader is None or not self.loader.restored:
                 write_generators(self._generators, self._device)
             self._generators = None
@@ -229,33 +230,33 @@ class TrainingState:
             self._after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
-        """Restores the generators of the resumed run as before its next batch was loaded; see the engine's method."""
+        """Restores the generators as they were before the next batch of the resumed run was loaded; see the engine."""
         if self._before_next is not None:
             write_generators(self._before_next, self._device)
-            self._generators = None  # the next entry must not restore them again
+            self._generators = None  # the next engine call must not restore generators again
 
     def ended(self) -> None:
-        """Reads the generators at the end of a step: a resumed run repeats all later draws of the user's loader."""
+        """Reads the generators at the end of a step, because a resumed run repeats later draws of the user's loader."""
         if self.loader is None and self.after_step_is_due:
             self._at_end = read_generators(self._device)
 
     @property
     def after_step(self) -> Snapshot | None:
-        """Content of a commit of the last step; None if it is not taken yet, or if nothing is ever committed."""
+        """Content of a commit of the last step; None until an engine call takes it, or in a run without commits."""
         return self._after_step
 
     def for_commit(self) -> Snapshot:
         """Returns the content of a commit made now.
 
-        A forward that was abandoned since the step has drawn random numbers and changed buffers, so the state after the
-        step counts. If weights were edited since, the present state counts, except for the generators.
+        This is the state after the last step: a forward that was abandoned since may have drawn random numbers and
+        changed buffers. If weights were edited since, it is the present state, except for the generators.
         """
         if self._after_step is None:
             return self.take()
         return self.take()._replace(generators=self._after_step.generators) if self.edited else self._after_step
 
     def stepped(self, micro_batches: int, overflow: bool) -> None:
-        """Counts an optimizer step.
+        """Counts an optimizer step, and drops the snapshot that was taken after the step before.
 
         Args:
             micro_batches: micro-batches of the step.
@@ -277,11 +278,11 @@ class TrainingState:
             self._data = self.loader.trained()
 
     def mark_edited(self, edited: bool = True) -> None:
-        """Records if the user has set weights or states since the last commit."""
+        """Records whether the user has set weights or states since the last step or commit."""
         self.edited = edited
 
     def count_micro_steps(self, passed: int) -> None:
-        """Counts the micro-batches of a `step()`."""
+        """Adds the micro-batches of a `step()` to the count."""
         self.micro_steps += passed
 
     def change_settings(self, settings: StepSettings) -> None:
@@ -297,9 +298,10 @@ class TrainingState:
         self.lr_scheduler = value
 
     def put_values(self) -> None:
-        """Gives the groups the committed values, once all registered objects, which may be schedules, are there.
+        """Gives the groups the committed values if all objects of the resumed run are registered, else does nothing.
 
-        The constructor of a schedule changes the groups' learning rates, so values that were set before would be lost.
+        Registered objects may be schedules, and the constructor of a schedule changes the groups' learning rates, so
+        values that were set before would be lost.
         """
         if self._due is not None and self.registered.complete:
             # A schedule continues from its own state, whatever learning rate is configured now.
@@ -321,8 +323,7 @@ class TrainingState:
         groups, schedule = self.optimizer.param_groups, self.lr_scheduler
         if self._due is not None:
             raise UsageError("a resumed run restores its groups once all objects are registered; add groups after that")
-        # Our schedules can adapt to a new group. A schedule of torch has one learning rate for each group from the
-        # start.
+        # Our schedules adapt to a new group; one of torch has a fixed list of learning rates, one for each group.
         if isinstance(schedule, Schedule):
             schedule.take_in()
         elif schedule is not None and len(getattr(schedule, "base_lrs", groups)) != len(groups):
@@ -337,7 +338,7 @@ class TrainingState:
         """Returns the user's own state as JSON.
 
         Raises:
-            UsageError: it contains objects that JSON cannot represent.
+            UsageError: `client_state` is not a dict, or a state contains objects that JSON cannot represent.
         """
         if not isinstance(self.client_state, dict):
             raise UsageError(f"engine.client_state must be a dict, got {type(self.client_state).__name__}")

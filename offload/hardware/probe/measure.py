@@ -1,4 +1,4 @@
-"""The probe: drives, memory, the device in each dtype, then some of the measurements once more."""
+"""The probe of a machine: drives, memory and the device in each dtype; some measurements are repeated at the end."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from offload.swapper.memory.device import compute_device
 SECONDS = 30.0
 """Approximate duration of the whole probe on a machine of any speed."""
 _OF_DRIVES = 0.3
-"""Fraction of the seconds that the drives take."""
+"""Fraction of the probe's seconds that the drives take, all together."""
 _OF_THE_FIRST_WRITE = 0.15
 """Fraction of a drive's seconds that its first write takes."""
 _REQUEST = 16 * MIB
 _CHECKED = "fp32"
-"""Dtype of the products that are measured twice: every machine multiplies it well."""
+"""Dtype of the measurements that are repeated at the end: no machine is slow in it."""
 
 Tell = Callable[[str, float], None]
 """Receives the name of the next measurement, and the fraction of the work that is done, from 0 to 1."""
@@ -52,7 +52,7 @@ def probe(
 
     Args:
         folders: folders on the drives to measure; each holds a file of at most `nbytes` temporarily.
-        device: compute device as in `--device`.
+        device: name of the compute device, as in `--device`.
         nbytes: bytes of the file on each drive.
         tell: receives the progress.
         seconds: approximate duration.
@@ -75,7 +75,7 @@ def probe(
 
 
 def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: float = SECONDS) -> DriveRates:
-    """Measures the drive under `folder` with the queue that will use it. Removes its file afterwards.
+    """Measures the drive under `folder` with the I/O queue that runs use, on a temporary file.
 
     Args:
         folder: a folder on the drive.
@@ -113,9 +113,10 @@ def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: 
 
 
 def _written(queue: IoQueue, file: DirectFile, buffer: memoryview, request: int, seconds: float) -> int:
-    """Writes the beginning of the buffer once, untimed, and returns its length. First writes of blocks are slower.
+    """Writes the beginning of the buffer, because first writes of blocks are slower; returns the bytes written.
 
-    Starts with two requests, and doubles until `seconds` have passed or the whole buffer is written.
+    Starts with the bytes of two requests, and writes twice as many, again from the start, until `seconds` have passed
+    or the buffer is written completely.
     """
     start, written = time.perf_counter(), 0
     while written < len(buffer) and (not written or time.perf_counter() - start < seconds):
@@ -139,7 +140,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
 
     report("memory")
     host, compute = Host(Pace.of(seconds)), Compute(device, Pace.of(seconds))
-    # The first measurements are repeated at the end: a machine that others use, or that throttles, gives other rates.
+    # Some measurements are repeated at the end: if others use the machine, or if it throttles, the rates differ.
     memory, copy = host.memory(), host.copy()
     products, elementwise, stepped = {}, {}, {}
     for name in DTYPES:
@@ -176,7 +177,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
 
 
 def check_size(nbytes: int) -> None:
-    """Raises `ConfigError` if a file is too short to measure, or its buffer would take over half of the free memory."""
+    """Raises `ConfigError` if a file of `nbytes` is too short, or its buffer needs more than half of free memory."""
     if nbytes < 2 * PAGE:
         raise ConfigError(f"expected a size of at least {2 * PAGE} bytes, got {nbytes}")
     free = psutil.virtual_memory().available
@@ -195,7 +196,7 @@ def check_folders(folders: Sequence[str]) -> None:
 
 
 def device_of(name: str) -> torch.device:
-    """Returns the device that `--device` names. Raises `ConfigError`, in the command line's words, if there is none."""
+    """Returns the device called `name`. Raises `ConfigError`, which mentions `--device`, if it does not exist."""
     return compute_device(name, "--device")
 
 

@@ -12,15 +12,15 @@ from offload.sizes import PAGE, align_up
 class Allocator:
     """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
 
-    With `scatter`, each block is placed at a random end of a random hole that fits. Best fit returns to the same
-    address so often that a stale view would go unnoticed.
+    With `scatter`, each block is placed at a random end of a random hole that fits, so that the use of a stale view is
+    noticed. Best fit returns to the same address so often that a stale view would go unnoticed.
     """
 
     def __init__(self, nbytes: int, scatter: random.Random | None = None) -> None:
         self.nbytes = nbytes
         self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
-        # (start, stop) of each free block, sorted and never adjacent: `give` merges neighbours.
+        # A hole is a free block, (start, stop). Holes are sorted and never adjacent: `give` merges neighbours.
         self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
         self._stop = nbytes
 
@@ -61,7 +61,7 @@ class Allocator:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
     def free_regions(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Returns the free regions, (start, stop), as if the blocks `given`, (offset, nbytes), were freed."""
+        """Returns (start, stop) of each free region, once the blocks in `given`, (offset, nbytes) each, were freed."""
         found: list[tuple[int, int]] = []
         for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
             if found and found[-1][1] == start:
@@ -71,11 +71,11 @@ class Allocator:
         return found
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
-        """Returns True if `take` would find a block after the blocks `given`, (offset, nbytes), were freed."""
+        """Returns True if `take` would succeed once the blocks in `given`, (offset, nbytes) each, were freed."""
         return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.free_regions(given))
 
     def give(self, offset: int, nbytes: int) -> None:
-        """Frees a block that `take` returned, with the same `nbytes`."""
+        """Frees the block at `offset` that `take` or `take_at` has allocated with the same `nbytes`."""
         nbytes = align_up(max(nbytes, 1))
         start, stop = offset, offset + nbytes
         position = bisect_left(self._holes, (start, stop))

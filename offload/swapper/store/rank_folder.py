@@ -1,4 +1,4 @@
-"""The folder of a rank on one drive: private, locked by one process, with small files that are replaced atomically."""
+"""The folder of a rank on one drive, private and locked by one process; its small files; bytes that two files share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process, write_all
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
-"""Names of all files that a rank's folder may hold, beside temporary files that replace one of them (`*.tmp`)."""
+"""Names of all files that a rank's folder may hold, besides temporary files that replace one of them (`*.tmp`)."""
 
 
 class Lock:
@@ -58,10 +58,10 @@ class Lock:
 
 
 def lock_folders(folders: Sequence[Path]) -> list[Lock]:
-    """Makes the folders of a rank and locks all of them, in order.
+    """Creates the folders of a rank and locks all of them, in order.
 
     Raises:
-        StoreError: If one is named twice, cannot be made, or is in use.
+        StoreError: if a folder is named twice, cannot be created, or is in use.
     """
     if len({folder.parent.parent.resolve() for folder in folders}) < len(folders):
         raise StoreError(f"nvme_path names a folder twice: {', '.join(str(f.parent.parent) for f in folders)}")
@@ -75,7 +75,7 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
         except BaseException as error:
             for lock in locks:
                 lock.release()
-            # A process that removed its run may have deleted the folder after it was made here: make it again.
+            # A process that removes its run may have deleted a folder between `make_folders` and the lock: try again.
             if not isinstance(error, FileNotFoundError):
                 raise
 
@@ -87,7 +87,10 @@ def _in_use(folder: Path, who: str) -> StoreError:
 
 
 def holder(folder: Path) -> str | None:
-    """Returns the holder of the rank's folder as recorded in its lock file; None if nobody holds it. Takes no lock."""
+    """Returns the holder of the rank's folder, as recorded in its lock file; None if the lock is free.
+
+    Tests the lock with a shared one, which is released at once.
+    """
     return holder_of(folder / "lock")
 
 
@@ -98,7 +101,7 @@ def make_folders(folders: Sequence[Path]) -> None:
     """Creates the folder of a rank on each drive, mode 0700.
 
     Raises:
-        StoreError: with advice, if a folder cannot be created or written.
+        StoreError: with advice, if a folder cannot be created or written to.
     """
     for folder in folders:
         try:
@@ -113,7 +116,10 @@ def make_folders(folders: Sequence[Path]) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Creates one rank's folder and its missing parents, durably."""
+    """Creates one rank's folder and its missing parents.
+
+    The parents are durable afterwards; `SwapFiles.create` syncs the entry of the folder itself.
+    """
     while True:
         new = [each for each in folder.parents if not each.exists()]
         folder.parent.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +151,7 @@ def remove_files(folder: Path) -> None:
 def read_whole(path: Path) -> bytes:
     """Returns the bytes of a regular file; raises `OSError` for anything else, symbolic links included.
 
-    Never blocks.
+    Never waits for another process.
     """
     # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -159,12 +165,13 @@ def read_whole(path: Path) -> bytes:
 
 
 def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
-    """Writes `data` at byte `offset` of `path` and makes them durable. Creates the file if need be.
+    """Writes `data` durably at byte `offset` of `path`. Creates the file if it does not exist.
 
-    The write is not atomic: the reader detects an incomplete write by a checksum.
+    The write is not atomic: readers detect an incomplete write by a checksum.
 
     Raises:
         IoError: if the write fails.
+        OSError: if the file cannot be opened.
     """
     new = not path.exists()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -181,7 +188,7 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
 
 
 def reserve(path: Path, nbytes: int) -> None:
-    """Allocates `nbytes` bytes of `path` on the drive, so that a disk that fills up later does not fail the write.
+    """Allocates `nbytes` bytes of `path` on the drive, so that a later write does not fail on a full drive.
 
     Raises:
         IoError: if there is not enough room.
@@ -227,6 +234,8 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+# -- shared bytes -------------------------------------------------------------------------------------
+
 # FICLONERANGE of linux/fs.h: _IOW(0x94, 13, struct file_clone_range), see ioctl_ficlonerange(2).
 _FICLONERANGE = 0x4020940D
 
@@ -247,6 +256,6 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
     try:
         fcntl.ioctl(destination, _FICLONERANGE, _RANGE.pack(source, start, nbytes, offset))
     except OSError:
-        # Another file system, or one that cannot share. The caller copies instead, and that reports a real error.
+        # Two file systems, or one that cannot share. The caller copies instead, and the copy reports a real error.
         return False
     return True
