@@ -1,4 +1,4 @@
-"""Generator of docs/reference/configuration.md from the descriptions and tables of all blocks."""
+"""Generator of docs/reference/configuration.md from the fields and the lists of other keys of all blocks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def document() -> str:
     for path, model in all_blocks(Config, ""):
         title = f"`{path}`" if path else "Top level"
         tables.append(_section(title, model))
-        # `params` is a dict in the block itself; each schedule has a model of its own for it.
+        # `params` is a plain dict in this block; the keys inside are those of the schedule's own block class.
         if model is SchedulerBlock:
             tables.extend(_section(f"`{path}.params` of {name}", params) for name, params in SCHEDULES.items())
         for lines, keys in ((tuning, (*model.TUNING, *model.UNSUPPORTED)), (refused, model.REFUSED)):
@@ -55,7 +55,7 @@ def _section(title: str, model: type[Block]) -> str:
 
 
 def _table(model: type[Block]) -> str:
-    """Returns the table of a block's keys in Markdown."""
+    """Returns a Markdown table of the keys of a block that have an effect."""
     if not model.model_fields:
         return "No key has an effect."
     rows = ["| key | default | meaning |", "|---|---|---|"]

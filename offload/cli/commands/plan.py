@@ -76,7 +76,7 @@ def probe(
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """Options of `offload plan` as they are typed; None where nothing was."""
+    """Options of `offload plan` as they are typed. None stands for an option that was not given."""
 
     model: Annotated[
         str | None,
@@ -187,11 +187,11 @@ def plan(typed: PlanOptions) -> None:
         wanted = report.Asked(
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
-        # Advice repeats the prediction for every change, so this takes the longest.
+        # This takes the longest: it repeats the prediction for every change that could be advised.
         advice = choice.advise(planned)
     with errors(FAILED):
         if typed.write is not None:
-            # The default learning rate depends on weights in the model folder, as in `offload train`.
+            # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
             # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
@@ -213,7 +213,7 @@ def plan(typed: PlanOptions) -> None:
 
 
 def _planned(typed: PlanOptions) -> Planned:
-    """Returns the plan that the options ask for. With `--measure` the model runs for a moment first."""
+    """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
     from offload.planner import request as ask
 
     model = ask.Model(
@@ -234,11 +234,11 @@ def _planned(typed: PlanOptions) -> Planned:
         sequence=typed.seq_len,
         accumulation=typed.accumulation,
         recompute=typed.recompute,
-        # "auto" and an absent option mean the same for the planner.
+        # The planner takes None for "auto".
         dtype=None if typed.dtype == "auto" else typed.dtype,
         durability=typed.durability,
     )
-    # The target is checked before the model is measured, which may take minutes.
+    # The file to write is checked before the model is timed: a bad path must not cost minutes.
     ask.check_target(typed.write)
     if not typed.measure:
         return ask.planned(model, machine, step, typed.config)

@@ -1,4 +1,4 @@
-"""`offload train`: the options in groups. `train_run` runs the job."""
+"""The command `offload train`: its options, in groups. `train_run` runs the job."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from offload.finetune.options import Options
 
 TierName = Literal["none", "cpu", "nvme"]
-# Groups of the help, in the order of the fields below. Each option lists its own name first, then the names of Hugging
-# Face's arguments, which work but do not appear in the help.
+# Groups of the help, in the order of the fields below. Each option lists its name in the help first, then aliases,
+# most of them Hugging Face's arguments, which are accepted but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACEMENT, _RUN, _LOGGING = "Placement", "Run and resume", "Logging"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """Options of `offload train` as they are typed; None and no path where nothing was."""
+    """Options of `offload train` as they are typed. None stands for an option that was not given."""
 
     model: Annotated[
         str,
@@ -289,7 +289,7 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     from offload.finetune.options import Options
 
     values: dict[str, Any] = dict(vars(typed))
-    # The job knows nothing of the form of the output.
+    # `Options` has no such field: the form of the output is decided by this command, not by the job.
     del values["json_output"]
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())

@@ -28,7 +28,7 @@ class AllOrNothing:
     def settle(self, action: Callable[[], Any]) -> list[Any]:
         """Runs `action` on every rank, and returns the results of all ranks, as JSON conveys them.
 
-        If `action` fails on one rank it fails on all.
+        If `action` fails on one rank, this method raises on all ranks.
 
         Raises:
             Exception: the error of `action`, on a rank where it failed.
@@ -55,7 +55,7 @@ class AllOrNothing:
         return self.settle(lambda: action() if self.rank == 0 else None)[0]
 
     def same(self, facts: dict[str, Any]) -> None:
-        """Raises `RankError` on all ranks if their `facts` differ."""
+        """Raises `RankError` on all ranks if the `facts` of any rank differ from those of rank 0."""
         everyone = self.settle(lambda: facts)
         for rank, others in enumerate(everyone):
             for name, value in everyone[0].items():
@@ -68,7 +68,7 @@ class AllOrNothing:
 
 @contextlib.contextmanager
 def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Iterator[AllOrNothing]:
-    """Waits until every rank is about to do this work, and yields its common side.
+    """Waits until every rank is about to do this work, and yields this rank's side of the work.
 
     Args:
         rounds: this rank's agreement with the others; None for a process that trains alone.

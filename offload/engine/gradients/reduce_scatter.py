@@ -1,12 +1,12 @@
 """Gradients of several ranks: reduced and scattered, so that each rank keeps the mean of its own partition.
 
-    .grad ─► bucket, a unit's whole gradient ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
+    .grad ─► bucket: the gradients of a unit ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
 
 The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
-moves the bytes of a ring, rounds once instead of at every hop, and gives the same bits whatever the network does. One
-bucket is enough: it is reduced when it contains all of a unit's parameters, when another unit's gradient arrives, when
-a parameter's second one arrives, or when the backward ends. Ranks need not agree on that moment, nor have the same
-gradients (see `agreement`).
+moves as many bytes as a ring, rounds once instead of at every hop, and gives the same bits whatever the network does.
+One bucket is enough: it is reduced when it contains gradients of all of a unit's parameters, when a gradient of another
+unit arrives, when a second gradient of the same parameter arrives, or when the backward ends. Ranks need not reach that
+moment together, nor have gradients of the same parameters (see `agreement`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from offload.timeline import OFF, Timeline
 class ReduceScatterAccumulator(GradientAccumulator):
     """The mean of all ranks' gradients; see `GradientAccumulator` for the threads that may call each method.
 
-    Takes two buckets of the device arena, each as large as the largest unit's gradients in the dtype of a backward.
+    Takes two buffers of the device arena: the bucket, and the values received from other ranks. Each is as large as the
+    largest unit's gradients in the dtype of a backward.
     """
 
     def __init__(
@@ -50,13 +51,13 @@ class ReduceScatterAccumulator(GradientAccumulator):
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
-        """Allocates two buckets in the device arena. Arguments not listed are those of `GradientAccumulator`.
+        """Allocates both buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
 
         Args:
             device_arena: the memory of the device.
             bucket_dtype: dtype of the gradients that a backward makes.
             ranks: the processes that train together.
-            rounds: this rank's side of their agreement.
+            rounds: this rank's side of the agreement between the ranks.
             timeline: records each gradient as it arrives.
             compute: records the unit to which a gradient belongs.
         """
@@ -101,7 +102,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Sums the gradients of `unit` from the ranks `holders`, and keeps this rank's partition of the mean.
 
-        Every rank calls this at the same time.
+        The mean is over all ranks: those that are no holders contribute zeros. Every rank calls this at the same time.
         """
         layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
         received = self._received[: len(holders) * len(part)].view(len(holders), len(part))
@@ -123,7 +124,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._filled = set()
 
     def _present(self) -> list[set[int]]:
-        """Returns the segments of which this rank produced a gradient, whichever rank keeps it."""
+        """Returns, for each unit, the segments for which this rank produced a gradient, whichever rank keeps it."""
         return [set(segments) for segments in self._seen]
 
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:

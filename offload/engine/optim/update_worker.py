@@ -1,18 +1,20 @@
 """The update worker: one thread that reads states, runs the kernel and writes states, tile by tile.
 
 A few tile buffers form the pipeline. While one tile is computed, the next ones are read and earlier ones are written,
-across the borders of units. `step()` schedules; a thread that needs a unit's weights waits in the pager.
+across the borders of units. `step()` schedules updates; a thread that needs a unit's weights waits in the pager.
 
     schedule ─► queue ─► reading ─► compute ─► writing ─► flushed ─► (last one) commit
                   ▲ awaited unit first        │
                                               └ last tile of a unit: weights_ready, its weights may be used
 
-`weights_ready` precedes `flushed`: weights are used from their host buffer while the write is in flight. A read of a
-slot waits for the slot's last write, because a unit's newest slot changes only then.
+`weights_ready` precedes `flushed`: weights are used from their host buffer while the write is in flight. Without a host
+buffer they may be used only after the last write, which also makes the written slot the unit's newest one. So no read
+sees bytes that are being written.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
-every change that the other side must see at once, and `notify` announces it. Without the lock the worker removes what
-only it removes, and `wants_blob` reads. Tiles and jobs belong to the worker alone.
+every change that the other side must see at once, and `notify` announces it. Two accesses need no lock: the worker's
+removal of an update from the queue, since no other thread removes any, and the reads of `wants_blob`. Tiles and jobs
+belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -60,7 +62,7 @@ class UpdateWorker:
             gradients: the gradients of the units.
             strategy: the arithmetic of an update.
             tile_numel: largest number of elements of a tile.
-            tile_buffers: number of tiles in flight.
+            tile_buffers: largest number of tiles in flight.
             commit_every: steps between two commits; 0 for no commits.
             timeline: records waits, kernels and updates.
         """
@@ -89,14 +91,14 @@ class UpdateWorker:
     # -- the caller's thread ------------------------------------------------------------------------
 
     def schedule(self, updates: Sequence[UnitUpdate], step: int | None) -> None:
-        """Enqueues the updates of an optimizer step. The step before must be finished.
+        """Enqueues the updates of an optimizer step. Updates and commit of the step before must be finished.
 
         Args:
             updates: one for each unit, in the order of their next use.
             step: number of the step, which is committed if it is a multiple of `commit_every`; None for edits, which
                 the next commit contains.
         """
-        # Uses of the units are forbidden before the worker can see any of the updates.
+        # Done first: the worker may begin as soon as it sees an update, and no thread may use the units then.
         self._pager.begin_updates([update.unit for update in updates])
         mine = [update for update in updates if update.segments or update.edits]
         self._gradients.give([update.unit for update in mine if update.segments])
@@ -124,13 +126,13 @@ class UpdateWorker:
         return self._commit_step is not None and self._blob is None
 
     def finish(self, commit: bool = True) -> None:
-        """Waits until every scheduled update is written and, with `commit`, the step is durable.
+        """Waits until every scheduled update is written and, with `commit`, until a commit that is due has been made.
 
         Raises:
             EngineFailed: the worker or another background thread has failed.
         """
         with self._pager.lock:
-            # Tells the worker not to wait for a host buffer, which this thread might be the one to free.
+            # From here on the worker does not wait for a host buffer: perhaps only this thread could free one.
             self._flushing += 1
             self._pager.notify()
             try:
@@ -154,7 +156,7 @@ class UpdateWorker:
             return tuple(self._free)
 
     def drop_spare(self) -> None:
-        """Frees the memory of promoted states: from now on they are read from DISK.
+        """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
 
         The caller holds the pager's lock, and no update is in flight.
         """
@@ -164,7 +166,7 @@ class UpdateWorker:
                 resident.spare.release()
 
     def close(self) -> None:
-        """Ends what is scheduled, or what an error has left of it, and joins the thread. May be called again."""
+        """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent."""
         with self._pager.lock:
             self._closing = True
             self._pager.notify()
@@ -187,8 +189,8 @@ class UpdateWorker:
 
         Order: take back written tiles, start reads, compute, wait for a write, commit, sleep.
         """
-        # Read before all checks: a change that comes after one of them makes the version differ, so this thread does
-        # not sleep through it.
+        # The version is read before all checks: a change after any of them makes it differ, so this thread does not
+        # sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
         self._retire(wait=False)
@@ -229,7 +231,10 @@ class UpdateWorker:
         return tile
 
     def _next_job(self) -> Job | None:
-        """Takes the unit a thread waits for, else the first; None if none is queued or no host buffer is free yet."""
+        """Takes the update that a thread waits for, else the first, and returns its job.
+
+        Returns None if no update is queued, or if no host buffer is free yet.
+        """
         with self._pager.lock:
             if not self._queue:
                 return None
@@ -239,7 +244,7 @@ class UpdateWorker:
         if self._pager.weight_updates.delivers(update.unit):
             host_buffer = self._pager.weight_updates.buffer_for(update.unit)
             if host_buffer is None and (self._reading or self._writing or not self._must_not_wait()):
-                return None  # tiles in flight end by themselves, and may free a buffer
+                return None  # tiles in flight need no further buffer, and may free one when they end
         self._queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
         return self._job_of(update, host_buffer)
@@ -272,8 +277,7 @@ class UpdateWorker:
     def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
         with self._pager.lock:
-            # Otherwise both would wait: the thread for the update, and the worker for a buffer that the thread has in
-            # use.
+            # Otherwise both could wait: the thread for an update, and the worker for a buffer that the thread uses.
             return bool(
                 self._flushing
                 or self._closing
@@ -292,7 +296,8 @@ class UpdateWorker:
                 self._copy(tile_state.work, tile_state.away)
         with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
             job.steps.run(tile.content, tile.last)
-        # A rule may pass over a unit several times. Only the last pass writes; the buffers of others are just reused.
+        # An optimizer may pass over a unit several times. Only the last pass writes its tiles; the buffers of tiles of
+        # earlier passes are free at once.
         if not tile.last:
             self._reading.popleft()
             self._free.append(tile.buffer)
@@ -305,14 +310,18 @@ class UpdateWorker:
                     tile_state.first,
                     self._start_write(job.unit, tile_state, tile_state.buffer),
                 )
-        # In one of the two queues at any time, so that `_drain` finds the requests of a tile that fails in between.
+        # Appended before it is removed: a tile is in a queue at any time, so that `_drain` finds its requests after an
+        # error in between.
         self._writing.append(tile)
         self._reading.popleft()
         if tile.cut.stop == job.update.numel:
             self._finish_kernels(tile)
 
     def _finish_kernels(self, tile: Tile) -> None:
-        """Frees the gradient of a unit whose last tile is computed, and publishes weights that are being written."""
+        """Frees the gradient of a unit whose last tile is computed.
+
+        Weights in a host buffer or on the device may be used from here on, while they are being written.
+        """
         job = tile.job
         # The next backward may now write the gradient: the kernel has read all of it.
         if tile.gradient is not None:
@@ -344,7 +353,7 @@ class UpdateWorker:
             if not wait and not all(write.done() for _, write in tile.writes.values()):
                 return
             wait = False
-            # `wait` raises the error of a failed write; `done` does not.
+            # `write.wait` raises the error of a failed write; `write.done` does not.
             for _, write in tile.writes.values():
                 write.wait()
             self._writing.popleft()
@@ -362,10 +371,10 @@ class UpdateWorker:
         self._pager.weight_updates.flushed(job.unit)
 
     def _commit(self) -> bool:
-        """Makes the step durable if all of it is written and its blob is there; returns True if it has."""
+        """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
-            # All three under one lock: a queue that was empty before may have been filled since, and the blob may
-            # belong to the step that has not begun.
+            # All three are read under one lock: since the worker last saw an empty queue, `schedule` may have filled
+            # it, and the blob may belong to that step, whose updates have not begun.
             if self._queue or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob

@@ -1,18 +1,18 @@
-"""Hooks that fetch a unit's weights when its modules run, take gradients as they arrive, and track backwards.
+"""Hooks that fetch a unit's weights when its modules run, take gradients, and notice when a backward begins and ends.
 
-    forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook. Any other
-               parameter that is asked for meanwhile is fetched on demand, until the outermost site ends or the memory
-               is needed.
-    backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). A unit that Python
-               code of a backward asks for by name stays until the backward ends or the memory is needed.
+    forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook. If a
+               parameter of another unit is used meanwhile, its unit is fetched on demand and stays until the outermost
+               site ends or the memory is needed.
+    backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). If Python code in
+               a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
 The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks act
 only for the module on which they were installed: a deep copy, which carries them along, is an ordinary module.
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
-[Note: casts] Under autocast torch keeps the cast of each fp32 weight until the context ends: on the device, for all
-units together. So the cache is off while a site runs, and a weight that a forward uses twice is cast twice.
+[Note: casts] Under autocast torch caches the cast of each fp32 weight on the device until the context ends, which would
+keep the casts of all units there. So the cache is off while a site runs, and a weight used twice is cast twice.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Nesting(threading.local):
 
 
 class ModuleHooks:
-    """All hooks of an engine on a model; `remove` takes them away. Parameters stay placeholders."""
+    """All hooks of an engine on a model. `remove` takes them away and leaves the parameters placeholders."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ModuleHooks:
             saved: the hooks for tensors that autograd saves.
             gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
-            callbacks: the engine.
+            callbacks: the engine, as its components see it.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
@@ -108,7 +108,7 @@ class ModuleHooks:
         self._in_backward = self._gradient_seen = False
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
-        """For each module, by id: the units of foreign parameters that the user has registered with the module."""
+        """For each module, by id: the units of other modules' parameters that the user has registered with it."""
         self._hooked: set[int] = set()
         modules = dict(model.named_modules())
         # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
@@ -148,7 +148,7 @@ class ModuleHooks:
                 f"read its weights"
             )
         self.leave_all()
-        if self._in_backward:  # the callback at its end never ran
+        if self._in_backward:  # `_end_backward` never ran
             self._in_backward = self._gradient_seen = False
             self.forget_gradients()
         self._unit_views.reset()
@@ -176,8 +176,8 @@ class ModuleHooks:
 
         Args:
             unit: index of the unit.
-            stays: True to hold the unit until the innermost site ends; otherwise it may be released when memory is
-                needed.
+            stays: True to hold the unit until the innermost site ends. If it is False, or if a backward runs outside of
+                any site, the unit may be released when memory is needed.
 
         Returns:
             False if neither a forward nor a backward runs.
@@ -194,7 +194,7 @@ class ModuleHooks:
         return True
 
     def use_in(self, module: nn.Module, unit: int) -> None:
-        """Materializes `unit` as well whenever `module` runs."""
+        """Adds `unit` to the units that are materialized whenever `module` runs."""
         if id(module) not in self._hooked:
             self._hook_module(module, ())
         self._external.setdefault(id(module), []).append(unit)
@@ -224,12 +224,15 @@ class ModuleHooks:
             return self._leave(output) if self._is_innermost(called, module) else output
 
         # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
-        # exception, or a failed forward would leave its units pinned.
+        # exception, since otherwise a failed forward would leave its units pinned.
         self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
         self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
 
     def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
-        """Returns True if `called` is the site to leave. torch calls the post-hook even if a pre-hook raised."""
+        """Returns True if `called` is the site to leave.
+
+        torch also calls the post-hook of a site that was not entered, because a pre-hook raised.
+        """
         frames = self._local.frames
         return called is module and bool(frames) and frames[-1].module is module
 
@@ -238,7 +241,7 @@ class ModuleHooks:
         """Enters a site: begins a pass at the outermost one, then materializes the site's units."""
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
-        # A Ctrl-C has ended the outermost call without its post-hook: its frame is no longer on the stack.
+        # If the Python frame of the outermost call is no longer on the stack, a Ctrl-C ended it without its post-hook.
         if again and local.frames and not _is_running(local.frames[0].call):
             self.reset_aborted()
         if not local.frames:
@@ -277,7 +280,7 @@ class ModuleHooks:
         return output
 
     def _let_go(self, frame: _Frame) -> None:
-        """Restores the state from before a site, and releases the site's units; ends the pass at the outermost one."""
+        """Undoes `_enter`: autocast cache, saved-tensor hooks, the site's units; ends the pass at the outermost."""
         torch.set_autocast_cache_enabled(frame.casts_kept)
         if frame.pushed:
             self._saved.pop()
@@ -306,7 +309,7 @@ class ModuleHooks:
     # -- backward -----------------------------------------------------------------------------------
 
     def _watch_outputs(self, output: Any) -> None:
-        """Makes the nodes of the outermost outputs report the begin of a backward, in which they run first."""
+        """Makes the autograd nodes of the outermost site's output report a backward, in which they run first."""
         for leaf in _tensors(output):
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
@@ -316,7 +319,7 @@ class ModuleHooks:
         """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
         if not self._in_backward:
             self._timeline.begin_phase(Phase.BACKWARD)
-            # If this raises, the backward has not started, and its next sign tries again.
+            # If this call raises, the backward has not started, and its next sign calls again.
             self._callbacks.begin_backward()
             self._in_backward = True
             call_after_backward(self._end_backward)
@@ -347,12 +350,12 @@ class ModuleHooks:
 
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the foreign parameters that the user has registered with `module`."""
+    """Returns the parameters of other modules that the user has registered with `module`."""
     return list(module.__dict__.get(_EXTERNAL, ()))
 
 
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Stores the list of foreign parameters in the module itself, so that a deep copy of a model has its own."""
+    """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
 
 

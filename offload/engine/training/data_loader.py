@@ -1,12 +1,12 @@
-"""The loader of `training_data`: micro-batches on the device, in an order given by the seed, each rank its rows.
+"""The loader of `training_data`: micro-batches of this rank's samples, on the device, in an order given by the seed.
 
 The order of a pass over the data is a function of the seed and the pass's number. A position is therefore two numbers,
 and a resumed run continues after the last trained batch without loading the earlier ones.
 
     a new run        each `iter` begins the next pass, as with any DataLoader
-    a resumed run    until the first step, each `iter` continues the interrupted pass: a loop that looks at a batch and
+    a resumed run    until its first step, each `iter` continues the interrupted pass: a loop that looks at a batch and
                      stops changes nothing
-    a load           as a resumed run; an iteration in progress continues from the checkpoint's position too
+    after a load     as in a resumed run; an iteration in progress also continues at the checkpoint's position
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def load(
 
 
 def check_data(data: Any, collate_fn: Any) -> None:
-    """Raises `ConfigError` if `data`, unless None, cannot be shuffled, or if `collate_fn` is no function."""
+    """Raises `ConfigError` if `data` is no data set with a length, or `collate_fn` no function; both may be None."""
     if collate_fn is not None and not callable(collate_fn):
         raise ConfigError(
             "collate_fn= expects a function that makes a batch from a list of samples, got "
@@ -84,7 +84,7 @@ def check_data(data: Any, collate_fn: Any) -> None:
 
 
 class Position(NamedTuple):
-    """Position in the data: completed passes, and batches of the next pass."""
+    """Position in the data: the number of completed passes, and of completed batches in the pass after them."""
 
     epoch: int
     batch: int
@@ -119,11 +119,11 @@ class Loader(DataLoader[Any]):
         self.restored = False
         """True if the generators passed to `go_on` were restored, because a batch was loaded since."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
-        """States of the generators before the first batch since the last step was loaded; None if none was."""
+        """States of the generators before the first load of a batch since the last step; None if there was none."""
 
     @property
     def epoch(self) -> int:
-        """Number of the pass, from 0, that the next `iter` yields; on a resumed run the pass that it continues."""
+        """Number of the pass, from 0, that the next `iter` begins or, after a resume, continues."""
         return self._next.epoch
 
     def __iter__(self) -> Any:
@@ -136,7 +136,7 @@ class Loader(DataLoader[Any]):
         if not self._resuming:
             self._next = Position(at.epoch + 1, 0)
         self._batches.begin_at = at
-        # Workers of a DataLoader are seeded from this generator: a resumed pass seeds them as the first run did.
+        # Workers of a DataLoader are seeded from this generator: a resumed pass seeds them as the interrupted run did.
         self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
         return super().__iter__(), at
 
@@ -146,16 +146,16 @@ class Loader(DataLoader[Any]):
         Args:
             batches: batches on the CPU.
             at: position of the first batch.
-            loads: calls of `go_on` so far.
+            loads: number of calls of `go_on` before this iteration.
         """
         begins = True
         while True:
-            # A checkpoint was loaded during the iteration: its position counts from here on.
+            # If a checkpoint was loaded during the iteration, the iteration continues at the checkpoint's position.
             if loads != self._loads:
                 loads, begins = self._loads, True
                 batches, at = self._begin()
-            # A data set or a `collate_fn` may draw random numbers, as maskings do. Before the first batch of a resumed
-            # run the generators are therefore put back to where they were before that batch.
+            # A data set or a `collate_fn` may draw random numbers, for example to mask tokens. Before the first batch
+            # of a resumed run, the generators are therefore restored as they were when that batch was first loaded.
             if begins and self._resuming and self.before_next is not None:
                 write_generators(self.before_next, self._device)
                 self.restored = True
@@ -170,12 +170,12 @@ class Loader(DataLoader[Any]):
                 if noted:
                     self.before_next = None
                 return
-            # Before the yield: while the model runs on this batch, it counts as handed out.
+            # Set before the yield: the batch counts as handed out while the model runs on it.
             at = self._handed_out = Position(at.epoch, at.batch + 1)
             yield to_device(batch, self._device)
 
     def trained(self) -> dict[str, int]:
-        """Marks all batches so far as trained, at the end of a step; returns the position as JSON."""
+        """Marks all batches handed out so far as trained, at the end of a step; returns the result of `where`."""
         self.before_next = None
         # The resumed pass is now in progress for good, so the next `iter` begins the pass after it.
         if self._resuming and self._handed_out != self._next:
@@ -184,7 +184,7 @@ class Loader(DataLoader[Any]):
         return self.where()
 
     def where(self) -> dict[str, int]:
-        """Returns the position of the last batch handed out, and the facts on which its meaning depends, as JSON."""
+        """Returns the position after the last batch handed out, and the settings it depends on, as a JSON object."""
         batches = self._batches
         return {
             "epoch": self._handed_out.epoch,
@@ -196,7 +196,7 @@ class Loader(DataLoader[Any]):
         }
 
     def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
-        """Continues after a position; returns a notice if the order or the size of batches differs from that run's.
+        """Continues at the position of a resumed run; returns a notice if its order, batch size or pass length differs.
 
         Args:
             where: the result of `trained` in the run that is resumed.
@@ -204,7 +204,7 @@ class Loader(DataLoader[Any]):
                 in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
-        dropped = bool(where.get("drop_last", True))  # older versions always dropped it, and did not store the key
+        dropped = bool(where.get("drop_last", True))  # older versions always did, without the key
         its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
         # Another order would repeat some samples of the pass and skip others, so the pass is given up.
@@ -230,7 +230,7 @@ class Loader(DataLoader[Any]):
                 f"training_data: a pass contains {len(self)} batches, {its_length} in the run: the last incomplete "
                 f"one is {'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
             )
-        # Position at the end of a pass: the same place as the start of the next one.
+        # The end of a pass is the start of the next one.
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         self._next = self._handed_out = Position(epoch, batch)
@@ -242,9 +242,9 @@ class Loader(DataLoader[Any]):
 class RankBatches(Sampler[list[int]]):
     """Sampler of one rank's micro-batches: all ranks shuffle alike, and each takes its rows of every global batch.
 
-    `drop_last` leaves out an incomplete last batch. Otherwise the batch is filled up with the first samples of the
-    pass, to equally many rows on every rank, so that the mean over ranks is the mean over samples. `begin_at` sets the
-    pass and the first batch of the next `iter`.
+    `drop_last` leaves out an incomplete last batch. Otherwise the first samples of the pass are added to it until
+    every rank has equally many rows, so that the mean over ranks is the mean over samples. `begin_at` sets the pass and
+    the first batch of the next `iter`.
     """
 
     def __init__(self, length: int, micro: int, rank: int, world_size: int, seed: int, drop_last: bool) -> None:
@@ -291,6 +291,6 @@ def batches_of(length: int, samples: int, drop_last: bool) -> int:
 def _seed_of(seed: int, epoch: int, what: str) -> int:
     """Returns a seed for each combination of seed, pass and purpose.
 
-    A hash, and not a sum: otherwise run seed 1 would begin with the second pass of run seed 0.
+    A hash, and not a sum: otherwise a run with seed 1 would begin with the second pass of a run with seed 0.
     """
     return int.from_bytes(hashlib.sha256(f"{seed} {epoch} {what}".encode()).digest()[:8], "little")

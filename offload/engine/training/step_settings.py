@@ -1,4 +1,4 @@
-"""Settings of an optimizer step, and their change by `set_train_batch_size`."""
+"""Settings of an optimizer step, and the change of them that `set_train_batch_size` makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from offload.layout.device_need import DeviceNeed
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The config's settings of an optimizer step."""
+    """The config's settings of an optimizer step.
+
+    `micro_batch_size` counts samples of one rank, `accumulation` the micro-batches of a step, and `total_batch_size`
+    the samples of a step over all ranks.
+    """
 
     micro_batch_size: int
     accumulation: int
@@ -27,7 +31,7 @@ class StepSettings:
     overlap: bool
     """True if updates run during the next forward; False only for debugging."""
     config: Config
-    """All other settings."""
+    """The config, for all other settings."""
     scaler: LossScaler | None = None
     """Loss scaler in fp16, else None."""
     device_need: DeviceNeed
@@ -40,7 +44,7 @@ def resized(settings: StepSettings, total: int, ranks: int, gradients: torch.dty
         settings: the current settings.
         total: samples of a step over all ranks.
         ranks: number of ranks.
-        gradients: dtype in which gradients are kept, unless the config names one.
+        gradients: dtype that the engine chose for the gradients; None if the config names one.
 
     Raises:
         UsageError: `total` is no multiple of a micro-batch of all ranks, or several micro-batches would accumulate in

@@ -1,7 +1,7 @@
 """The swap files of one rank on all of its drives: folders, locks, manifests and the states file.
 
-`SwapFiles` makes, opens, closes and deletes the files as a whole. Records, blobs and the contents of slots belong to
-`Store`. One thread at a time may call its methods; any thread may use `states` while the files are open.
+`SwapFiles` makes, opens, closes and deletes all the files together. `Store` reads and writes records, blobs and slots.
+One thread at a time may call the methods of `SwapFiles`; any thread may use `states` while the files are open.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from offload.swapper.store.recovery import check_drives, check_sizes
 
 
 class SwapFiles:
-    """The files of one rank, locked from construction to `close`. `create` or `open` opens the states."""
+    """The files of one rank, locked from construction to `close`. `create` or `open` opens the states file."""
 
     def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec) -> None:
         """Makes and locks the rank's folder on each drive.
 
         Args:
-            paths: The folder for swap files of each drive. The first holds records and blobs.
+            paths: The folder for swap files of each drive. The first contains records and blobs.
             run: The name of the run.
             rank: The rank whose files they are.
             spec: The contents that the files must have.
@@ -42,7 +42,7 @@ class SwapFiles:
         Raises:
             StoreError: If a folder cannot be made, or is in use.
         """
-        # The process may change its folder later.
+        # Absolute, since the process may change its working folder later.
         self.folders = [Path(os.path.abspath(path)) / run / f"rank{rank}" for path in paths]
         self.notes = RunNotes(self.folders[0])
         self._run, self._rank, self._spec = run, rank, spec
@@ -73,9 +73,11 @@ class SwapFiles:
     def create(self) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
 
+        After an error the caller must delete the files made so far, by `unlink`.
+
         Raises:
             StoreError: If there is no room.
-            OSError: If a file cannot be written. The caller must delete what is there by `unlink`.
+            OSError: If a file cannot be written.
         """
         self._forget()
         drives = [folder.parent.parent for folder in self.folders]
@@ -86,13 +88,13 @@ class SwapFiles:
         self._states.reserve(self._spec.nbytes)
         write_in_place(self.folders[0] / "commit", bytes(2 * PAGE))
         self._write_manifests()
-        for folder in self.folders:  # also if another rank has made the folders
+        for folder in self.folders:  # even if another rank has made the parents, which may not be durable yet
             sync_folder(folder)
             sync_folder(folder.parent)
             sync_folder(folder.parent.parent)
 
     def _forget(self) -> None:
-        """Deletes the remainders of an earlier start, a record before what the record names. The notes of an end stay.
+        """Deletes the remainders of an earlier start, records before the files they name. Notes of the run's end stay.
 
         A kill in between leaves either a run that can be resumed or remainders that can be deleted again.
         """
@@ -101,7 +103,7 @@ class SwapFiles:
             (first / name).unlink(missing_ok=True)
             sync_folder(first)
         sync_folder(first.parent)
-        for folder in reversed(self.folders):  # the manifest of the first drive tells to whom the others belong
+        for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
             for name in ("blob.0", "states", "suspect", "manifest.json"):
                 (folder / name).unlink(missing_ok=True)
             sync_folder(folder)
@@ -111,14 +113,14 @@ class SwapFiles:
             raise no_room(short, self._spec.slots)
 
     def open(self, copy: Manifest, step: int) -> list[str]:
-        """Opens the states of a commit and rewrites manifests that are missing or damaged.
+        """Opens the states file of a commit and, if any manifest is missing or damaged, rewrites all manifests.
 
         Args:
-            copy: The manifest that the commit's blob holds.
+            copy: The manifest in the commit's blob.
             step: The commit's step.
 
         Returns:
-            A line for the user for each manifest that was rewritten.
+            A line for the user for each manifest that was missing or damaged.
 
         Raises:
             StoreError: If the files are of another run, of other drives, or cut short.
@@ -150,19 +152,19 @@ class SwapFiles:
     # -- closing and deleting -----------------------------------------------------------------------
 
     def close_states(self) -> None:
-        """Closes the states file and keeps the locks; idempotent. All requests must have ended."""
+        """Closes the states file and keeps the locks; idempotent. All I/O requests must have ended."""
         if self._states is not None:
             self._states.close()
         self._states = None
 
     def close(self) -> None:
-        """Closes the states file and releases the locks; idempotent. All requests must have ended."""
+        """Closes the states file and releases the locks; idempotent. All I/O requests must have ended."""
         self.close_states()
         for lock in self._locks:
             lock.release()
 
     def close_in_child(self) -> None:
-        """Closes descriptors in a forked child, which would keep the locks and the room of deleted files."""
+        """Closes the descriptors of a forked child: open, they would keep the locks, and the room of deleted files."""
         if self._states is not None:
             for part in self._states.parts():
                 part.descriptors.close()
@@ -170,19 +172,21 @@ class SwapFiles:
             lock.release()
 
     def unlink_states(self) -> None:
-        """Deletes the names of the states files, which are freed however this process ends."""
+        """Deletes the names of the open states files, so that their room is freed however this process ends."""
         for folder in self.folders:
             (folder / "states").unlink()
 
     def unlink(self, notes: bool = False) -> None:
-        """Deletes all files that can be deleted. The locks must still be held: another process may start the run again.
+        """Deletes all files that can be deleted.
+
+        The locks must still be held: another process may start the run again once they are released.
 
         Args:
-            notes: True if the last rank also deletes the notes of the end.
+            notes: True if the last rank also deletes the notes of the run's end.
         """
-        for folder in reversed(self.folders):  # the manifest of the first drive tells to whom the others belong
+        for folder in reversed(self.folders):  # the first drive last: its manifest identifies the others' store
             with contextlib.suppress(OSError):
                 remove_files(folder)
                 if notes and folder == self.folders[0] and not any(folder.parent.glob("rank*")):
                     self.notes.unlink_end()
-                folder.parent.rmdir()  # fails while the folder holds other ranks
+                folder.parent.rmdir()  # fails while folders of other ranks are in it
