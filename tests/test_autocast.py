@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.config import load_config
-from offload.engine.params.module_hooks import ModuleHooks
 from offload.errors import ConfigError
 from tests.support import models, rounding_bounds
 from tests.support.oracle import (
@@ -127,21 +126,16 @@ def test_after_an_error_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> 
     engine.destroy(remove=True)
 
 
-def test_after_an_interrupt_between_a_site_and_its_end_torch_keeps_casts_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_ctrl_c_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> None:
     engine = start(models.MIXTURE, DISK, tmp_path)
 
-    let_go = ModuleHooks._let_go
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
 
-    def interrupted(self: ModuleHooks, frame: Any) -> None:
-        if not self._local.frames:
-            raise KeyboardInterrupt
-        let_go(self, frame)
-
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(ModuleHooks, "_let_go", interrupted)
+    hook = next(engine.module.children()).register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
         engine(torch.zeros(1, 2, dtype=torch.int64))
+    hook.remove()
     engine(torch.zeros(1, 2, dtype=torch.int64))
     assert torch.is_autocast_cache_enabled()
     engine.destroy(remove=True)

@@ -157,7 +157,7 @@ def test_what_is_not_of_a_checkpoint_keeps_it_from_being_pruned(
     before = everything(folder / "one")
     engine.save_checkpoint(folder, tag="three", keep_last=1)
     assert everything(folder / "one") == before and names(folder) == {"one", "three", "latest"}
-    assert "the checkpoint one stays: thesis.txt" in caplog.text
+    assert "the checkpoint one is kept: thesis.txt" in caplog.text
 
 
 def test_latest_that_is_a_folder_is_refused(engine: offload.Engine, folder: Path) -> None:
@@ -307,7 +307,7 @@ def test_a_prune_that_fails_is_a_warning(
     monkeypatch.setattr(checkpoint_folder.os, "rename", refuses)
     assert engine.save_checkpoint(folder, tag="two", keep_last=1)
     assert (folder / "latest").read_text() == "two" and names(folder) == {"one", "two", "latest"}
-    assert "the checkpoint one stays: cannot remove" in caplog.text
+    assert "the checkpoint one is kept: cannot remove" in caplog.text
 
 
 # -- what a kill has left -----------------------------------------------------------------------------

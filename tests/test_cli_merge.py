@@ -13,7 +13,8 @@ from offload import schedules
 from offload.cli.commands.train import TrainOptions
 from offload.config import load_config, resolve_batch
 from offload.errors import ConfigError
-from offload.finetune.options import Options, Start, chooses_dtype, decay_groups, merge, schedule
+from offload.finetune.model import decay_groups
+from offload.finetune.options import Options, Start, chooses_dtype, merge, schedule
 
 FILE: dict[str, Any] = {
     "train_batch_size": 32,

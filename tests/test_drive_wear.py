@@ -127,7 +127,7 @@ def test_a_life_is_warned_of_once_with_numbers(caplog: pytest.LogCaptureFixture)
         counts.add(0, 20 * 10**9)
         counts.add(0, 20 * 10**9)
     (message,) = [each.getMessage() for each in caplog.records]
-    assert message.startswith("/mnt/a: this run has written 120 GB to it, 12.0 % of the 1 TB")
+    assert message.startswith("/mnt/a: this run has written 120 GB to this drive, 12.0 % of its rated 1 TB")
 
 
 def test_two_threads_that_exceed_a_life_at_once_warn_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,5 +171,7 @@ def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyP
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN), "pthread_create")
 
     monkeypatch.setattr(backend, "Queue", refuses)
-    with pytest.raises(ConfigError, match=r"no io_uring: .*; no libaio: .*; no threads: "):
+    with pytest.raises(
+        ConfigError, match=r"io_uring is not available: .*; libaio is not available: .*; threads is not available: "
+    ):
         info.io()

@@ -154,7 +154,7 @@ def test_looking_at_what_lies_there_needs_no_torch(made: Path) -> None:
     assert about["ranks"][0]["written_bytes"][0] > 0
     (checkpoint,) = json.loads(found[scripts[2]][1])["checkpoints"]
     assert checkpoint["epoch"] == 1 and not checkpoint["damaged"]
-    assert "whole" in found[("verify", run)][1]
+    assert "intact" in found[("verify", run)][1]
 
 
 def test_a_run_is_deleted_without_torch(made: Path) -> None:

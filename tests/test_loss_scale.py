@@ -169,7 +169,7 @@ def test_the_scale_is_resumed(tmp_path: Path) -> None:
 def test_at_the_least_scale_an_overflow_is_an_error(tmp_path: Path) -> None:
     engine = engine_of(tmp_path, {"initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 2})
     before = weights(engine)
-    with pytest.raises(NumericsError, match="The loss scale is 2 already, the least"):
+    with pytest.raises(NumericsError, match="The loss scale is 2 already, its minimum"):
         step(engine, 60000.0)
     assert torch.equal(weights(engine), before) and engine.global_steps == 0
     step(engine, 1.0)

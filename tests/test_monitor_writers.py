@@ -72,7 +72,7 @@ def test_a_writer_that_fails_is_one_warning_and_the_others_go_on(caplog: pytest.
     assert (broken.seen, intact.seen) == ([1, 2], [1, 2, 3, 4, 5])
     assert (broken.closed, intact.closed) == (1, 1)
     first, last = (each.getMessage() for each in caplog.records)
-    assert '"broken" after step 2' in first and "No space left" in first
+    assert '"broken" stopped after step 2' in first and "No space left" in first
     assert '"whole" was not closed' in last
 
 
@@ -85,7 +85,7 @@ def test_training_goes_on_when_its_folder_is_gone(tmp_path: Path, caplog: pytest
     engine.destroy(remove=True)
     assert losses == plain.losses
     (warning,) = [each for each in caplog.records if each.levelno == logging.WARNING]
-    assert "csv_monitor" in warning.getMessage() and "training goes on" in warning.getMessage()
+    assert "csv_monitor" in warning.getMessage() and "training continues" in warning.getMessage()
 
 
 class Slow(Broken):

@@ -151,7 +151,7 @@ def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> Non
         victim = (kill + int(100 * late)) % 2
         run.kill(victim)
         run.end()
-        message = run.said(1 - victim)
+        message = run.output_of(1 - victim)
         assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
         one, other = run.resumed()
         assert one == other
@@ -168,7 +168,7 @@ def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) 
         run.end()
         assert run.resumed() == [begins, begins]
         if dies is not None:
-            assert f"rank {dies[0]} " in run.said(1 - dies[0])
+            assert f"rank {dies[0]} " in run.output_of(1 - dies[0])
     check(run, unbroken)
 
 
@@ -182,7 +182,7 @@ def test_killed_within_a_window(unbroken: Any, tmp_path: Path) -> None:
         done = run.steps()[-1][0] + 1
         run.kill(victim)
         run.end()
-        assert f"rank {victim} " in run.said(1 - victim)
+        assert f"rank {victim} " in run.output_of(1 - victim)
         begun = run.resumed()[0]
         assert run.resumed() == [begun, begun]
         assert done - begun >= 8

@@ -251,7 +251,7 @@ def test_other_objects_than_the_run_had_are_errors(tmp_path: Path) -> None:
         script.engine.register_for_checkpointing(step_schedule(script.optimizer))
     script.engine.destroy()
     script = Script(tmp_path, Setup(registered=multi_step))
-    with pytest.raises(UsageError, match=r"holds 1 registered object, and this would be number 2.*after the first"):
+    with pytest.raises(UsageError, match=r"contains 1 registered object, and this would be number 2.*after the first"):
         script.engine.register_for_checkpointing(Counter())
     script.step()
     script.engine.register_for_checkpointing(Counter(4))
@@ -324,7 +324,7 @@ def test_plain_values_come_back_as_they_were(value: Any) -> None:
 def test_a_value_that_holds_itself_is_an_error() -> None:
     value: list[Any] = []
     value.append(value)
-    with pytest.raises(UsageError, match="nested more than 100 deep, or contains itself; no"):
+    with pytest.raises(UsageError, match="nested more than 100 levels deep, or contains itself; no"):
         to_plain(value, "it", "no")
 
 

@@ -100,7 +100,7 @@ def different_places(folder: Path) -> list[str]:
 
 def test_ranks_at_different_places(ranks: RankPool, tmp_path: Path) -> None:
     for messages in ranks.run(different_places, tmp_path):
-        assert "with other parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in messages[0]
+        assert "with different values of parameter: rank 0 with 'scale', rank 1 with 'embedding.weight'" in messages[0]
         assert "rank 0 is at step(); rank 1 accesses a state of a parameter" in messages[1]
 
 

@@ -99,7 +99,7 @@ def test_a_model_that_is_not_of_transformers_has_weights_alone(
     engine = start(models.MIXTURE, DISK, tmp_path / "swap")
     with caplog.at_level(logging.WARNING, "offload"):
         engine.save_pretrained(tmp_path / "out")
-    assert listed(tmp_path / "out") == {"model.safetensors"} and "weights alone" in caplog.text
+    assert listed(tmp_path / "out") == {"model.safetensors"} and "only weights are saved" in caplog.text
     model = models.Mixture()
     safetensors.torch.load_model(model, tmp_path / "out" / "model.safetensors")
     assert_same_tensors(model.state_dict(), engine.module.state_dict())

@@ -125,17 +125,17 @@ WARMUP_BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     **{name: ({"type": "WarmupLR", "params": params}, message) for name, (params, message) in WARMUP_BAD.items()},
-    "no type": ({"params": {}}, "scheduler.type is needed"),
+    "no type": ({"params": {}}, "scheduler.type is required"),
     "a typo in the type": ({"type": "WarmupRL"}, 'scheduler.type should be WarmupLR, .*did you mean "WarmupLR"'),
     "a typo in one of torch": ({"type": "StepRL"}, 'did you mean "StepLR"'),
     "no such type": ({"type": "Noam"}, r"got 'Noam'; Any other schedule.*lr_scheduler=$"),
     "one that needs a function": ({"type": "LambdaLR"}, "got 'LambdaLR'.*lr_scheduler="),
     "a type that is a number": ({"type": 3}, "scheduler.type should be a valid string, got 3"),
     "params that are a list": ({"type": "WarmupLR", "params": [1]}, r"scheduler.params should be a block.*got \[1\]"),
-    "no end": ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps is needed; give the steps"),
+    "no end": ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps is required; give the steps"),
     "an end that is auto": (
         {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
-        'scheduler.params.total_num_steps is needed; give the steps of the whole training; "auto" is for',
+        "scheduler.params.total_num_steps is required; give the steps of the complete training",
     ),
     "an end at 0": (
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 0}},
@@ -145,7 +145,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, "cos_min_ratio": 2}},
         "cos_min_ratio should be less than or equal to 1",
     ),
-    "no bounds": ({"type": "OneCycle"}, "scheduler.params.cycle_min_lr is needed"),
+    "no bounds": ({"type": "OneCycle"}, "scheduler.params.cycle_min_lr is required"),
     "a cycle upside down": (
         {"type": "OneCycle", "params": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.01}},
         "cycle_min_lr 0.1 is above scheduler.params.cycle_max_lr 0.01; exchange them",

@@ -32,7 +32,7 @@ def test_a_store_over_three_drives_comes_back(tmp_path: Path, queue: IoQueue, mo
     store = Store([paths[0], paths[2], paths[1]], "run", 0, SPEC, queue)
     with pytest.raises(StoreError, match=r"holds drive 2 of store .* expected drive 1"):
         store.open()
-    with pytest.raises(StoreError, match="lies on 3 drives"):
+    with pytest.raises(StoreError, match="is stored on 3 drives"):
         Store(paths[:2], "run", 0, SPEC, queue).open()
 
 

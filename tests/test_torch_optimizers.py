@@ -298,7 +298,7 @@ def test_a_schedule_moves_its_groups(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Adafactor", "states of many kinds"])
 def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path) -> None:
-    with pytest.raises(offload.BudgetError, match="whole units") as error:
+    with pytest.raises(offload.BudgetError, match="complete units") as error:
         _start(name, tmp_path, dtype="bf16", host_memory=1)
     least = int(str(error.value).split("the least that works is ")[1].split("(")[1].split(" bytes")[0])
     results = []
@@ -313,7 +313,7 @@ def test_the_budget_is_kept_and_the_least_of_it_works(name: str, tmp_path: Path)
 def test_the_torch_fallback_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "offload"):
         engine = _start("Adafactor", tmp_path)
-    assert sum("Adafactor has no kernel here" in line for line in caplog.messages) == 1
+    assert sum("has no kernel here" in line for line in caplog.messages) == 1
     assert engine.get_type() == ["Adafactor"]
     engine.destroy(remove=True)
 
@@ -332,7 +332,9 @@ def test_states_are_looked_at_by_name(tmp_path: Path) -> None:
             assert found is not None and torch.equal(found, value), name
             local = offload.safe_get_local_optimizer_state(parameter, name)
             assert local is not None and torch.equal(local, value.view(-1))
-    with pytest.raises(UsageError, match=r'keeps no state \'exp_avg\'; it keeps .*"col_var", "row_var", "step"'):
+    with pytest.raises(
+        UsageError, match=r'keeps no state \'exp_avg\'; the states of a parameter are: .*"col_var", "row_var", "step"'
+    ):
         offload.safe_get_full_optimizer_state(weight, "exp_avg")
     with pytest.raises(UsageError, match="can be read but not set"):
         offload.safe_set_full_optimizer_state(bias, torch.zeros(40), "variance")

@@ -27,6 +27,7 @@ from offload.finetune.lora import Lora, adapt, parse_lora, require_peft
 from offload.finetune.model import (
     build_model,
     check_model,
+    decay_groups,
     find_folder,
     keeps_documents_apart,
     make_ready,
@@ -39,7 +40,6 @@ from offload.finetune.options import (
     Start,
     check,
     chooses_dtype,
-    decay_groups,
     keep,
     merge,
     schedule,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +141,17 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 def keeps_documents_apart(folder: Path | None) -> bool:
     """Returns True if documents of one row do not attend to each other when positions restart; true for all presets."""
     return folder is None or json.loads((folder / "config.json").read_text()).get("model_type") in APART
+
+
+def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Returns the trainable parameters in groups: weight decay applies to matrices, not to biases and norms.
+
+    Args:
+        parameters: tensors with `requires_grad` and `ndim`; frozen ones are left out.
+        weight_decay: weight decay of matrices.
+    """
+    training = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices = [parameter for parameter in training if parameter.ndim > 1]
+    others = [parameter for parameter in training if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ DEFAULT_STEPS = 200
 DEFAULT_WARMUP = 0.03
 DEFAULT_CLIP = 1.0
 DEFAULT_DECAY = 0.1
-"""Weight decay of matrices; see `decay_groups`."""
+"""Weight decay of matrices; see `offload.finetune.model.decay_groups`."""
 
 
 class Start(enum.Enum):
@@ -285,20 +285,6 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
-
-
-def decay_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in groups: weight decay applies to matrices, not to biases and norms.
-
-    Args:
-        parameters: tensors with `requires_grad` and `ndim`; frozen ones are left out.
-        weight_decay: weight decay of matrices.
-    """
-    training = [parameter for parameter in parameters if parameter.requires_grad]
-    matrices = [parameter for parameter in training if parameter.ndim > 1]
-    others = [parameter for parameter in training if parameter.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
 
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:

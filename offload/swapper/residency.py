@@ -27,7 +27,7 @@ The other states stay in their tier; an update streams them through tiles and wr
          │ │           weights_ready              │ │ ▼                  │                   │
          │ └────────────────────────────────────► WRITING ───────────────┤                   │
          ├──────────────────────────── stream ───────────────────────────┘                   │
-         ├──────────────── take_lease ────────────── HOST                                    │
+         ├──────────────── evict ────────────── HOST                                    │
          └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 
 A device copy is always clean: only an update writes weights, and only in HOST. Leaving the device is therefore a drop
@@ -62,7 +62,7 @@ ARROWS: Final[dict[tuple[Residency, Residency], str]] = {
     (_R.WRITING, _R.UPLOADING): "upload",
     (_R.DISK, _R.UPLOADING): "stream",
     (_R.UPLOADING, _R.DEVICE): "upload",
-    (_R.HOST, _R.DISK): "take_lease",
+    (_R.HOST, _R.DISK): "evict",
     (_R.WRITING, _R.HOST): "flushed",
     (_R.DEVICE, _R.DISK): "drop",
     (_R.DEVICE, _R.HOST): "drop",

@@ -126,7 +126,7 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (
                 'start again with "resume": "auto", which checks every byte and falls back to the previous commit if '
-                "that one is intact; otherwise go back to a checkpoint"
+                "its bytes are right; otherwise go back to a checkpoint"
             )
         error = error.__cause__
     return "the last committed step is intact"
