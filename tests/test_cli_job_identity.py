@@ -156,7 +156,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
     [
         ("--steps 1 --epochs 1", "give one of them"),
         ("--epochs 0", "--epochs must be a number above 0"),
-        ("--warmup 1.5", "--warmup must be a fraction of the steps below 1, or a number of steps"),
+        ("--warmup 1.5", "--warmup must be a fraction of the steps below 1, or a number, got"),
         ("--warmup -1", "--warmup must be a number of at least 0"),
         ("--accumulation 0", "--accumulation must be at least 1"),
         ("--weight-decay nan", "--weight-decay must be a number of at least 0"),

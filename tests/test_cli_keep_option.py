@@ -15,7 +15,7 @@ __all__ = ["run_folder"]
 
 def test_keep_without_durability_is_an_error() -> None:
     result = call("--steps", "1", "--keep", "--durability", "none")
-    assert result.exit_code == 2 and "could be exported or resumed" in result.stderr and not swap_files()
+    assert result.exit_code == 2 and "exclude each other: no commit would be kept" in result.stderr and not swap_files()
 
 
 def test_keep_on_a_disk_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

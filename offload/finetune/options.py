@@ -254,9 +254,7 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
     if rise > steps:
-        raise ConfigError(
-            f"--warmup {rise} is more than the {steps} steps: the learning rate would never reach its peak"
-        )
+        raise ConfigError(f"--warmup {rise} is more than the {steps} steps: the rate would never reach its peak")
     first = 1 / rise if rise > 1 else 1.0
     params: dict[str, Any] = {"warmup_num_steps": max(rise, 1), "warmup_type": "linear"}
     if options.schedule == "constant":
@@ -351,9 +349,7 @@ def check(options: Options) -> None:
     if options.seq_len < 2:
         raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
     if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
-        raise ConfigError(
-            f"--warmup must be a fraction of the steps below 1, or a number of steps, got {options.warmup}"
-        )
+        raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
     if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
         raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
     if options.steps is not None and options.epochs is not None:
@@ -383,9 +379,7 @@ def keep(content: dict[str, Any]) -> tuple[str, ...]:
     path = ("offload", "durability")
     durability = _get(content, path)
     if durability == "none":
-        raise ConfigError(
-            "--keep does not go with durability none: nothing could be exported or resumed; leave one of them out"
-        )
+        raise ConfigError("--keep and durability none exclude each other: no commit would be kept; leave one out")
     if durability not in (None, "auto"):
         return ()
     _set(content, path, "step")
