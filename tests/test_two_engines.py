@@ -12,6 +12,7 @@ import torch
 
 import offload
 from offload.aio import shared_queue
+from offload.engine.optim.update_worker import UpdateWorker
 from offload.errors import BudgetError
 from offload.swapper.memory.host_arena import process_memory
 from tests.support import models

@@ -61,8 +61,8 @@ class AllOrNothing:
             for name, value in everyone[0].items():
                 if others[name] != value:
                     raise RankError(
-                        f"the ranks were asked to {self._what} with different values of {name}: rank 0 with {value!r}, rank "
-                        f"{rank} with {others[name]!r}; give every rank the same value"
+                        f"the ranks were asked to {self._what} with different values of {name}: rank 0 with "
+                        f"{value!r}, rank {rank} with {others[name]!r}; give every rank the same value"
                     )
 
 
