@@ -96,9 +96,9 @@ def values(folder: Path) -> dict[tuple[str, State], torch.Tensor]:
 
 
 def checkpoint_pieces(*arguments: Any) -> Any:
-    from offload.layout.flat_layout import pieces
+    from offload.layout.flat_layout import segment_shards
 
-    return pieces(*arguments)
+    return segment_shards(*arguments)
 
 
 @pytest.mark.sample(3)

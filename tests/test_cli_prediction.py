@@ -68,7 +68,7 @@ def test_the_report_shows_what_was_foreseen_beside_what_came() -> None:
     by_name = {row["name"]: row for row in found}
     assert by_name.keys() >= {"seconds", "tokens", "read_bytes", "written_bytes", "host_peak_bytes", "compute"}
     assert by_name["tokens"]["ratio"] == 1.0
-    assert by_name["written_bytes"]["ratio"] == pytest.approx(1.0, abs=0.3)  # a late write is of the step after
+    assert by_name["written_bytes"]["ratio"] == pytest.approx(1.0, abs=0.5)  # a late write is of the step after
     (predicted,) = (json.loads(line)["about"]["predicted"] for line in Path("log").read_text().splitlines()[:1])
     assert sum(predicted["parts_seconds"].values()) == pytest.approx(predicted["seconds"])
     call_report = CliRunner().invoke(app, ["report", "log", "-o", "page.html"])

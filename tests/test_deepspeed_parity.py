@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import offload
-from tests import models
+from tests.support import models
 from tests.support.oracle import Job, config
 
 JOB = models.MIXTURE

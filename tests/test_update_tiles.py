@@ -30,7 +30,7 @@ class Passes:
 
 def job_of(numel: int, passes: int, tile_numel: int) -> Job:
     update = UnitUpdate(unit=0, numel=numel)
-    return Job(update=update, steps=Passes(passes), lease=None, delivered=False, tile_numel=tile_numel)
+    return Job(update=update, steps=Passes(passes), host_buffer=None, delivered=False, tile_numel=tile_numel)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])

@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "have biases and norms decay",
-        "offload.finetune.options",
+        "offload.finetune.model",
         "if parameter.ndim <= 1]",
         "if parameter.ndim < 0]",
         "tests/test_cli_merge.py",

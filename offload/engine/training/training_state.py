@@ -162,8 +162,8 @@ class TrainingState:
         then = {name: value for name, value in facts["settings"].items() if name in mine}
         changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
-            goes_on = " (a schedule continues from the former)"
-            changed = [line + goes_on if line.startswith("learning rates") else line for line in changed]
+            remark = " (a schedule continues from the former)"
+            changed = [line + remark * line.startswith("learning rates") for line in changed]
         # Until the first step a commit contains exactly what was restored.
         self._after_step = progress
         if changed:
@@ -210,8 +210,7 @@ class TrainingState:
         if self.loader is None:
             self._data = facts["data"]
         elif facts["data"] is not None:
-            notice = self.loader.go_on(facts["data"], self._before_next)
-            notices += [] if notice is None else [notice]
+            notices += filter(None, [self.loader.go_on(facts["data"], self._before_next)])
             self._data = self.loader.where()
         buffers = persistent_buffers(self._module)
         with torch.no_grad():
