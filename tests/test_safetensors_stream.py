@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from offload.errors import IoError, StoreError
 from offload.fileio.safetensors_stream import DTYPES, Tensor, Writer, read_header, shard
-from offload.layout.flat_layout import Segment, UnitLayout, pieces
+from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
 from offload.sizes import PAGE
 from tests.support.oracle import assert_same_tensors
 
@@ -113,7 +113,7 @@ def test_chunks_make_up_a_parameter(world_size: int, sizes: list[tuple[int, bool
     for segment in segments:
         start = data.draw(st.integers(0, segment.numel))
         stop = data.draw(st.integers(start, segment.numel))
-        found = list(pieces(layout, world_size, segment, start, stop))
+        found = list(segment_shards(layout, world_size, segment, start, stop))
         values = [partitions[p.rank][p.start : p.start + p.numel] for p in found]
         whole = torch.cat(values) if values else flat[:0]
         assert torch.equal(whole, flat[segment.start + start : segment.start + stop])
