@@ -266,6 +266,35 @@ def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_pat
     assert done.returncode == 0 or name in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("obstacle", ["run", "rank0"])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_folder_of_a_rank_that_cannot_be_made(obstacle: str, kind: str, tmp_path: Path) -> None:
+    """A link to a folder is one; all else in the way ends with an error, in a process that would not end in a loop."""
+    path = tmp_path / "drive" / "run" if obstacle == "run" else tmp_path / "drive" / "run" / "rank0"
+    path.parent.mkdir(parents=True)
+    if kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(tmp_path / "away")
+    if kind == "folder":
+        (tmp_path / "away").mkdir()
+    script = f"""
+from pathlib import Path
+from offload.errors import StoreError
+from offload.swapper.store.rank_folder import lock_folders
+try:
+    lock_folders([Path({str(tmp_path / "drive" / "run" / "rank0")!r})])[0].release()
+except StoreError as error:
+    print(error)
+"""
+    done = warm_process.python(script, timeout=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if kind == "folder":
+        assert not done.stdout and (tmp_path / "drive" / "run" / "rank0" / "lock").exists()
+    else:
+        assert f"{path} exists and is not a folder; remove it, or choose another run name" in done.stdout
+
+
 # -- damage of the last commit ------------------------------------------------------------------------
 
 

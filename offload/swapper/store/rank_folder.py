@@ -119,6 +119,10 @@ def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents.
 
     The parents are durable afterwards; `SwapFiles.create` syncs the entry of the folder itself.
+
+    Raises:
+        StoreError: if a file, or a link that names no folder, is in the way.
+        OSError: if a folder cannot be created.
     """
     while True:
         new = [each for each in folder.parents if not each.exists()]
@@ -131,8 +135,22 @@ def _make_folder(folder: Path) -> None:
                 sync_folder(each.parent)
             return
         except (FileNotFoundError, FileExistsError):
-            if folder.parent.exists() and not folder.parent.is_dir():
-                raise  # otherwise another rank has just removed the empty folder of an earlier run: try again
+            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
+            for each in (folder.parent, folder):
+                if _is_obstacle(each):
+                    raise StoreError(
+                        f"cannot make the swap folder {folder}: {each} exists and is not a folder; remove it, or "
+                        f"choose another run name or another nvme_path"
+                    ) from None
+
+
+def _is_obstacle(path: Path) -> bool:
+    """Returns True if `path` exists and is neither a folder nor a link to one. A link that names nothing exists."""
+    try:
+        mode = path.lstat().st_mode  # one look, since another process may remove the folder between two
+    except FileNotFoundError:
+        return False
+    return not path.is_dir() if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)
 
 
 def remove_files(folder: Path) -> None:
