@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.errors import StoreError
+from offload.errors import IoError, StoreError
 from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
 from offload.swapper.store.format.commit_record import was_committed
-from offload.swapper.store.rank_folder import Lock
+from offload.swapper.store.rank_folder import Lock, reserve, write_in_place
 from tests.support import models, rank_pool, warm_process
 from tests.support.fault_injection import flip_bit
 from tests.support.oracle import config, start, train_step
@@ -293,6 +294,15 @@ except StoreError as error:
         assert not done.stdout and (tmp_path / "drive" / "run" / "rank0" / "lock").exists()
     else:
         assert f"{path} exists and is not a folder; remove it, or choose another run name" in done.stdout
+
+
+@pytest.mark.parametrize("write", [lambda path: write_in_place(path, b"x"), lambda path: reserve(path, 4096)])
+def test_a_small_file_that_cannot_be_opened_is_an_error_of_io(write: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "blob.0").symlink_to(tmp_path / "away")
+    for path in (tmp_path / "blob.0", tmp_path / "none" / "blob.0", tmp_path):
+        with pytest.raises(IoError, match=f"cannot open {path}: "):
+            write(path)
+    assert not (tmp_path / "away").exists()
 
 
 # -- damage of the last commit ------------------------------------------------------------------------

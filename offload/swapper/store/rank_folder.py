@@ -188,11 +188,10 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
     The write is not atomic: readers detect an incomplete write by a checksum.
 
     Raises:
-        IoError: if the write fails.
-        OSError: if the file cannot be opened.
+        IoError: if the file cannot be opened or written.
     """
     new = not path.exists()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open_for_writing(path)
     try:
         write_all(descriptor, offset, data)
         os.fsync(descriptor)
@@ -205,13 +204,21 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
         sync_folder(path.parent)
 
 
+def _open_for_writing(path: Path) -> int:
+    """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "open") from error
+
+
 def reserve(path: Path, nbytes: int) -> None:
     """Allocates `nbytes` bytes of `path` on the drive, so that a later write does not fail on a full drive.
 
     Raises:
-        IoError: if there is not enough room.
+        IoError: if the file cannot be opened, or there is not enough room.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open_for_writing(path)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         os.fsync(descriptor)
