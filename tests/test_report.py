@@ -418,6 +418,11 @@ def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -
         done.output
     )
     assert "of somebody else" in place.read_text()
+    place.rename(log.with_suffix(".html"))
+    assert call(log).exit_code == 2 and call(log, "--json").exit_code == 0, "without a page nothing is replaced"
+    log.rename(tmp_path / "log.html")
+    assert call(tmp_path / "log.html").exit_code == 2 and call(tmp_path / "log.html", "--json").exit_code == 0
+    (tmp_path / "log.html").rename(log)
     place.write_text("")
     assert call(log, "-o", place).exit_code == 0
 
