@@ -28,7 +28,7 @@ class OptimizerStates:
     """Access to all optimizer states of a parameter. Every rank calls each method for the same parameters."""
 
     def __init__(
-        self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState
+        self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, training_state: TrainingState
     ) -> None:
         """Stores the components.
 
@@ -36,9 +36,10 @@ class OptimizerStates:
             param_access: access to the states of one parameter.
             layouts: the segments of each unit.
             mode: the states that the optimizer keeps.
-            moment: the training state (not an optimizer's moment), which counts the updates of each parameter.
+            training_state: the state that counts the updates of each parameter.
         """
-        self._param_access, self._layouts, self._mode, self._moment = param_access, layouts, mode, moment
+        self._param_access, self._layouts, self._mode = param_access, layouts, mode
+        self._training_state = training_state
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Returns copies of the states on the CPU, by name; none before the first update and for a frozen parameter."""
@@ -104,11 +105,11 @@ class OptimizerStates:
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
             self._param_access.write(handle, moment, value)
         # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
-        self._moment.parameter_steps[handle.unit][handle.position] = int(state.get(_STEP, 1)) if state else 0
+        self._training_state.parameter_steps[handle.unit][handle.position] = int(state.get(_STEP, 1)) if state else 0
 
     def _steps(self, handle: ParamHandle) -> int:
         """Returns the number of updates of a parameter; 0 if it is frozen."""
-        return self._moment.parameter_steps[handle.unit][handle.position]
+        return self._training_state.parameter_steps[handle.unit][handle.position]
 
     @property
     def _moments(self) -> tuple[State, ...]:
