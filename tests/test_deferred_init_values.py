@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import offload
+from offload.engine.model_io.from_pretrained import _LEFT_OUT_IF_NONE
 from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
 from tests.support import models
@@ -96,6 +97,15 @@ def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch
     assert not model.training
     assert_same_tensors(begins_with(model, tmp_path), tensors)
     assert not isinstance(kind.from_pretrained(folder).lm_head.weight, DeferredParameter), "outside it is as ever"
+
+
+@pytest.mark.parametrize("name", sorted(_LEFT_OUT_IF_NONE))
+def test_a_keyword_that_is_none_is_as_if_left_out(
+    name: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    with offload.init():
+        model = transformers.GPT2LMHeadModel.from_pretrained(given[0], **{name: None})
+    assert all(origin_of(parameter) is not None for parameter in model.parameters()), "nothing is read yet"
 
 
 def test_from_pretrained_of_what_cannot_be_streamed(
