@@ -164,7 +164,7 @@ class Timeline:
         at = now()
         if at >= self._first and self._last.get(name) != value and self._has_room(at):
             self._last[name] = value
-            self._samples.append(_Sample(name, now(), value))
+            self._samples.append(_Sample(name, at, value))
 
     def begin_phase(self, phase: Phase) -> None:
         """Marks the start of a phase for listeners. The file shows its modules, so the phase is not recorded."""

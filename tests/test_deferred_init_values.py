@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import offload
+from offload.engine.model_io.from_pretrained import _LEFT_OUT_IF_NONE
 from offload.engine.params.deferred_parameter import DeferredParameter, origin_of
 from offload.errors import ConfigError
 from tests.support import models
@@ -98,6 +99,15 @@ def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch
     assert not isinstance(kind.from_pretrained(folder).lm_head.weight, DeferredParameter), "outside it is as ever"
 
 
+@pytest.mark.parametrize("name", sorted(_LEFT_OUT_IF_NONE))
+def test_a_keyword_that_is_none_is_as_if_left_out(
+    name: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
+) -> None:
+    with offload.init():
+        model = transformers.GPT2LMHeadModel.from_pretrained(given[0], **{name: None})
+    assert all(origin_of(parameter) is not None for parameter in model.parameters()), "nothing is read yet"
+
+
 def test_from_pretrained_of_what_cannot_be_streamed(
     given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
@@ -142,6 +152,58 @@ def test_what_a_constructor_writes_by_hand(tmp_path: Path) -> None:
     assert torch.allclose(weights[5] @ weights[5].t(), torch.eye(4), atol=1e-5)
     assert bool((weights[6][1] == 7).all()) and int(weights[6].count_nonzero()) == 4
     assert bool(found["layers.0.bias"].isfinite().all()) and bool(found["layers.0.bias"].any())
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        lambda weight: nn.init._calculate_fan_in_and_fan_out(weight),
+        lambda weight: nn.init._calculate_fan_in_and_fan_out(weight.data),
+        lambda weight: nn.init._calculate_fan_in_and_fan_out(weight.view(16, 1)),
+        lambda weight: nn.init._calculate_correct_fan(weight, "fan_in"),
+        lambda weight: _fails(nn.init.xavier_uniform_, weight[0].detach()),
+        lambda weight: _fails(nn.init.kaiming_uniform_, weight, mode="none"),
+        lambda weight: _fails(nn.init.normal_, weight, std=-1.0),
+        lambda weight: _fails(weight.data.normal_, std=-1.0),
+        lambda weight: _fails(weight.data.copy_, torch.ones(3)),
+    ],
+)
+def test_a_question_and_a_failed_write_leave_a_weight_to_its_module(
+    question: Callable[[torch.Tensor], Any], tmp_path: Path
+) -> None:
+    """Such a weight would otherwise be whatever is in new memory."""
+
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            with torch.no_grad():
+                question(self.layer.weight)
+
+    with offload.init():
+        model = Asks()
+    assert isinstance(model.layer.weight, DeferredParameter)
+    weight = begins_with(model, tmp_path)["layer.weight"]
+    assert bool(weight.any()) and float(weight.abs().max()) <= 0.5, "as reset_parameters of a Linear makes it"
+
+
+def _fails(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.data], ids=["weight", "data"])
+def test_initializers_that_ask_before_they_write(of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    with offload.init():
+        eye, dirac, sparse, orthogonal = nn.Linear(3, 3), nn.Conv1d(2, 2, 3), nn.Linear(4, 4), nn.Linear(4, 4)
+        nn.init.eye_(of(eye.weight))
+        nn.init.dirac_(of(dirac.weight))
+        nn.init.sparse_(of(sparse.weight), 0.5, std=1.0)
+        nn.init.orthogonal_(of(orthogonal.weight))
+    assert torch.equal(eye.weight, torch.eye(3))
+    assert int(dirac.weight.count_nonzero()) == 2 and float(dirac.weight.detach().sum()) == 2
+    assert int(sparse.weight.count_nonzero()) == 8
+    assert torch.allclose(orthogonal.weight @ orthogonal.weight.t(), torch.eye(4), atol=1e-5)
 
 
 def _part(model: nn.Linear) -> None:

@@ -17,6 +17,8 @@ from tests.support.models import gpt2
 
 def test_options_are_parsed() -> None:
     assert parse_lora("r=16") == Lora(16, 32.0)
+    assert parse_lora("r=4,targets=all-linear").targets == ("all-linear",)
+    assert parse_lora("r=4,targets=q_proj + v_proj").targets == ("q_proj", "v_proj")
     assert parse_lora("r=4, alpha=2.5,dropout=0.05,targets=q_proj+v_proj") == Lora(4, 2.5, 0.05, ("q_proj", "v_proj"))
 
 
@@ -31,6 +33,9 @@ WRONG = {
     "r=lots": "r must be a number, got lots",
     "r=4,alpha=nan": "alpha must be a number",
     "r=4,alpha=0": "alpha must be above 0",
+    "r=4,targets=+": r"targets are names joined by \+, got '\+'",
+    "r=4,targets=q_proj++v_proj": r"targets are names joined by \+, got",
+    "r=4,targets=all-linear+q_proj": "all-linear is every linear layer and stands alone, got 'all-linear[+]q_proj'",
     "r=4,dropout=1": "dropout must be at least 0 and below 1",
 }
 

@@ -167,6 +167,38 @@ def test_what_is_no_state_changes_nothing(state: Any, message: str, tmp_path: Pa
     engine.destroy(remove=True)
 
 
+@pytest.mark.parametrize(
+    "wrong", ["many", None, math.nan, math.inf, -1, 1.5, torch.ones(2), torch.tensor(-3.0)], ids=str
+)
+def test_a_count_that_is_none_changes_nothing(wrong: Any, tmp_path: Path) -> None:
+    """Not even the state of a parameter before it."""
+    engine = _start(tmp_path)
+    _train(engine, 0)
+    before = engine.optimizer.state_dict()
+    state = copy.deepcopy(before)
+    state["state"][0]["exp_avg"] += 1
+    state["state"][2]["step"] = wrong
+    with pytest.raises(UsageError, match=r"state 2, of parameter 2.weight, .*step.* whole number of updates, got"):
+        engine.optimizer.load_state_dict(state)
+    after = engine.optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    for number, theirs in before["state"].items():
+        assert_same_tensors(after["state"][number], theirs)
+    engine.destroy(remove=True)
+
+
+def test_a_state_of_a_frozen_parameter_changes_nothing(tmp_path: Path) -> None:
+    plain, model = _model(), _model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    _plain(plain, optimizer, 0)
+    model[2].weight.requires_grad_(False)
+    engine = _start(tmp_path, model=model)
+    with pytest.raises(UsageError, match=r"state 2, of parameter 2.weight, cannot be set: the parameter is frozen"):
+        engine.optimizer.load_state_dict(optimizer.state_dict())
+    assert engine.optimizer.state_dict()["state"] == {} and engine.optimizer.param_groups[0]["lr"] == 1e-2
+    engine.destroy(remove=True)
+
+
 def test_states_of_an_optimizer_without_a_kernel_are_read_and_not_set(tmp_path: Path) -> None:
     model = _model()
     engine = _start(tmp_path, torch.optim.NAdam(model.parameters()), model)

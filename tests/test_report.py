@@ -178,6 +178,12 @@ def test_one_of_a_kind_is_singular(tmp_path: Path) -> None:
     assert "1 parameter," in shown
 
 
+def test_steps_without_any_time_have_a_page(tmp_path: Path) -> None:
+    nothing = dict.fromkeys((name for name in step(1) if name.endswith("seconds")), 0.0)
+    found = read_log(written(tmp_path / "log", *(step(number, **nothing) for number in (1, 2, 3))))
+    assert re.search(r"forward and backward.*0(\.0)? .s.*0\.0%", page(found, figures(found), None), re.DOTALL)
+
+
 WEIRD: tuple[Any, ...] = (
     *(None, True, "", "\ud800", [1], {}, {"/p": None}, {"/p": 5}, float("nan"), float("inf"), 1e308, -1e308, 1e-320),
     *(0, -1, 10**400, 2**63, {"seconds": "a"}, {"seconds": float("nan")}, {"parts_seconds": {"compute": 10**400}}),
@@ -412,6 +418,11 @@ def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -
         done.output
     )
     assert "of somebody else" in place.read_text()
+    place.rename(log.with_suffix(".html"))
+    assert call(log).exit_code == 2 and call(log, "--json").exit_code == 0, "without a page nothing is replaced"
+    log.rename(tmp_path / "log.html")
+    assert call(tmp_path / "log.html").exit_code == 2 and call(tmp_path / "log.html", "--json").exit_code == 0
+    (tmp_path / "log.html").rename(log)
     place.write_text("")
     assert call(log, "-o", place).exit_code == 0
 

@@ -180,6 +180,11 @@ def alone_and_wrong(folder: Path) -> list[str]:
     if rank:
         assert offload.safe_get_local_fp32_param(weight) is not None
         assert offload.safe_get_local_optimizer_state(weight, "exp_avg") is not None
+    # With an edit that is pending the call waits for the others, who come to it with their forward.
+    offload.safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25))
+    if rank:
+        edited = offload.safe_get_local_fp32_param(weight)
+        assert edited is not None and bool((edited == 0.25).all())
     backward(engine, ROWS, 0)
     mine = offload.safe_get_local_grad(weight)
     assert mine is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from typer.testing import CliRunner
 import offload
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.errors import StoreError
+from offload.errors import IoError, StoreError
 from offload.fileio import locked_dir
 from offload.swapper.store import Store, find_removal, remove_run, run_status
 from offload.swapper.store.format.commit_record import was_committed
-from offload.swapper.store.rank_folder import Lock
+from offload.swapper.store.rank_folder import Lock, reserve, write_in_place
 from tests.support import models, rank_pool, warm_process
 from tests.support.fault_injection import flip_bit
 from tests.support.oracle import config, start, train_step
@@ -264,6 +265,44 @@ def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_pat
     done = warm_process.python(script, timeout=120)
     assert done.returncode in ((0, 1) if name.startswith("blob") else (1, 2)), done.stdout
     assert done.returncode == 0 or name in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("obstacle", ["run", "rank0"])
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_a_folder_of_a_rank_that_cannot_be_made(obstacle: str, kind: str, tmp_path: Path) -> None:
+    """A link to a folder is one; all else in the way ends with an error, in a process that would not end in a loop."""
+    path = tmp_path / "drive" / "run" if obstacle == "run" else tmp_path / "drive" / "run" / "rank0"
+    path.parent.mkdir(parents=True)
+    if kind == "file":
+        path.touch()
+    else:
+        path.symlink_to(tmp_path / "away")
+    if kind == "folder":
+        (tmp_path / "away").mkdir()
+    script = f"""
+from pathlib import Path
+from offload.errors import StoreError
+from offload.swapper.store.rank_folder import lock_folders
+try:
+    lock_folders([Path({str(tmp_path / "drive" / "run" / "rank0")!r})])[0].release()
+except StoreError as error:
+    print(error)
+"""
+    done = warm_process.python(script, timeout=20)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if kind == "folder":
+        assert not done.stdout and (tmp_path / "drive" / "run" / "rank0" / "lock").exists()
+    else:
+        assert f"{path} exists and is not a folder; remove it, or choose another run name" in done.stdout
+
+
+@pytest.mark.parametrize("write", [lambda path: write_in_place(path, b"x"), lambda path: reserve(path, 4096)])
+def test_a_small_file_that_cannot_be_opened_is_an_error_of_io(write: Callable[[Path], None], tmp_path: Path) -> None:
+    (tmp_path / "blob.0").symlink_to(tmp_path / "away")
+    for path in (tmp_path / "blob.0", tmp_path / "none" / "blob.0", tmp_path):
+        with pytest.raises(IoError, match=f"cannot open {path}: "):
+            write(path)
+    assert not (tmp_path / "away").exists()
 
 
 # -- damage of the last commit ------------------------------------------------------------------------

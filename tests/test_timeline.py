@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,19 @@ def test_dropout_and_a_real_model(tmp_path: Path) -> None:
     content = read(tmp_path / "trace.json.gz")
     assert {f"forward transformer.h.{n}" for n in range(3)} <= names(content, Row.COMPUTE)
     assert {f"transformer.h.{n} residual" for n in range(3)} <= names(content, Row.READS)
+
+
+def test_a_change_of_a_counter_has_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment that decides whether it is recorded is the one that is written."""
+    clock = itertools.count(1_000_000, 1_000_000)
+    monkeypatch.setattr("offload.timeline.now", lambda: next(clock))
+    timeline = Timeline(tmp_path / "trace.json", 0)
+    for value in (5, 6):
+        timeline.count("cache", value)
+    timeline.close()
+    assert [
+        event["ts"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] == "C"
+    ] == [1000.0, 2000.0]
 
 
 # -- what it costs ------------------------------------------------------------------------------------

@@ -105,6 +105,7 @@ def test_an_optimizer_that_no_kernel_does(optim: str, tmp_path: Path) -> None:
 
 
 SGD = {"optimizer": {"type": "SGD"}}
+ADAMW: dict[str, Any] = {"optimizer": {"params": {"lr": "auto"}}}
 DECAY = {"scheduler": {"type": "WarmupDecayLR"}}
 
 
@@ -113,6 +114,14 @@ DECAY = {"scheduler": {"type": "WarmupDecayLR"}}
     [
         (SGD, {"optim": "adafactor"}, 'optimizer.type is "SGD" in .*optim is "adafactor" .*: take optim out of'),
         ({"optimizer": {"type": "AdamW"}}, {"optim": "adamw_bnb_8bit"}, 'is "adamw_bnb_8bit" in the script'),
+        (ADAMW, {"optim": "adafactor"}, 'optimizer.type is "AdamW", the default, in .*optim is "adafactor" .*: take'),
+        (
+            {"optimizer": {"type": None}},
+            {"optim": "sgd"},
+            'optimizer.type is "AdamW", the default, in .*optim is "sgd"',
+        ),
+        ({"optimizer": {"type": "auto"}}, {"optim": "rmsprop"}, 'optimizer.type is "AdamW", the default, in'),
+        (ADAMW, {"optim": "adamw_torch_fused"}, None),
         (DECAY, {"lr_scheduler_type": "cosine"}, 'type is "WarmupDecayLR" .*lr_scheduler_type is "cosine"'),
         (SGD, {"optim": "sgd"}, None),
         (SGD, {}, None),

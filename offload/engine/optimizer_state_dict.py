@@ -7,6 +7,7 @@ states that exceed the RAM.
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,13 +23,15 @@ from offload.states import State
 from offload.swapper.modes import Mode
 
 _STEP = "step"
+_MOST_STEPS = 2**53
+"""Bound of a count: torch's optimizers keep it as a float, which is exact below."""
 
 
 class OptimizerStates:
     """Access to all optimizer states of a parameter. Every rank calls each method for the same parameters."""
 
     def __init__(
-        self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, moment: TrainingState
+        self, param_access: ParamAccess, layouts: Sequence[UnitLayout], mode: Mode, training_state: TrainingState
     ) -> None:
         """Stores the components.
 
@@ -36,9 +39,10 @@ class OptimizerStates:
             param_access: access to the states of one parameter.
             layouts: the segments of each unit.
             mode: the states that the optimizer keeps.
-            moment: the training state (not an optimizer's moment), which counts the updates of each parameter.
+            training_state: the state that counts the updates of each parameter.
         """
-        self._param_access, self._layouts, self._mode, self._moment = param_access, layouts, mode, moment
+        self._param_access, self._layouts, self._mode = param_access, layouts, mode
+        self._training_state = training_state
 
     def read(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Returns copies of the states on the CPU, by name; none before the first update and for a frozen parameter."""
@@ -59,7 +63,7 @@ class OptimizerStates:
         return values
 
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
-        """Checks that `state` contains each moment of the optimizer in the parameter's shape.
+        """Checks that `state` contains each moment of the optimizer in the parameter's shape, and a valid count.
 
         Args:
             parameter: a parameter of the model.
@@ -68,7 +72,8 @@ class OptimizerStates:
             number: the parameter's number in the state dict, for the error.
 
         Raises:
-            UsageError: if a moment is missing or has another shape, or if the optimizer has no kernel.
+            UsageError: if a moment is missing or has another shape; if "step" is not a whole number of at least 0; if
+                the parameter is frozen, or the optimizer has no kernel.
         """
         handle = self._handle(parameter)
         if not state and not self._steps(handle):
@@ -88,6 +93,17 @@ class OptimizerStates:
                     f"state {number}, of parameter {handle.name}, must contain {', '.join(names)}, each a tensor of "
                     f"shape {list(shape)}; its {name} is {got}"
                 )
+        if names and not handle.trainable:
+            raise UsageError(
+                f"state {number}, of parameter {handle.name}, cannot be set: the parameter is frozen and has no "
+                "optimizer states; leave its state out of the dict"
+            )
+        # Here and not in `write`, which would have replaced moments by the time that it reads the count.
+        if state and _count(state) is None:
+            raise UsageError(
+                f"state {number}, of parameter {handle.name}, may contain {_STEP!r}, the whole number of updates, got "
+                f"{state[_STEP]!r}"
+            )
 
     def write(self, parameter: nn.Parameter, state: Mapping[str, Any]) -> None:
         """Replaces the states of a parameter. Entries of other names have no effect.
@@ -100,15 +116,17 @@ class OptimizerStates:
         if not state and not self._steps(handle):
             return
         shape = self._layouts[handle.unit].segments[handle.position].shape
-        for moment in self._moments:
+        # A parameter that trained in an earlier run and is frozen now has a count to reset, but no moments.
+        for moment in self._moments if handle.trainable else ():
             value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
             self._param_access.write(handle, moment, value)
-        # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
-        self._moment.parameter_steps[handle.unit][handle.position] = int(state.get(_STEP, 1)) if state else 0
+        count = _count(state) if state else 0
+        assert count is not None, "check has accepted the state"
+        self._training_state.parameter_steps[handle.unit][handle.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
         """Returns the number of updates of a parameter; 0 if it is frozen."""
-        return self._moment.parameter_steps[handle.unit][handle.position]
+        return self._training_state.parameter_steps[handle.unit][handle.position]
 
     @property
     def _moments(self) -> tuple[State, ...]:
@@ -119,3 +137,20 @@ class OptimizerStates:
         handle = self._param_access.handle(parameter)
         assert handle is not None, "the groups contain the parameters of the engine"
         return handle
+
+
+def _count(state: Mapping[str, Any]) -> int | None:
+    """Returns the number of updates in a state that is not empty; None if its "step" is not a whole number >= 0."""
+    # A state without a count, such as that of SGD, counts as one update, so that `read` finds it again.
+    count = state.get(_STEP, 1)
+    if isinstance(count, torch.Tensor) and count.numel() == 1:
+        count = count.item()
+    number: float
+    if isinstance(count, numbers.Integral):
+        number = int(count)
+    elif isinstance(count, numbers.Real):
+        number = float(count)
+    else:
+        return None
+    # The bound is first: it is False for NaN and inf, of which there is no integer.
+    return int(number) if 0 <= number < _MOST_STEPS and number == int(number) else None

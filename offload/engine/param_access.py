@@ -193,7 +193,8 @@ class ParamAccess:
     def read_local(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns this rank's partition of the result of `read`, flat.
 
-        No collective, except for a gradient: all ranks must agree whether there is one.
+        No collective, with two exceptions. For a gradient all ranks must agree whether there is one. With a pending
+        edit of this state all ranks write that edit together.
 
         Args:
             handle: handle of the parameter.

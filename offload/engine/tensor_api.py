@@ -135,7 +135,10 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:
-    """Returns this rank's partition of the result of `safe_get_full_fp32_param`. A rank may call this function alone.
+    """Returns this rank's partition of the result of `safe_get_full_fp32_param`.
+
+    A rank may call this function alone, unless the parameter was set since the last forward or step. All ranks write
+    such an edit together: the call then waits until the other ranks call this function too, or use the model again.
 
     A partition is a range of consecutive elements. Joined in the order of the ranks, the partitions are the parameter.
     Partitions may differ in length, because ranks divide units, not parameters.
@@ -170,14 +173,15 @@ def safe_get_local_grad(param: nn.Parameter) -> torch.Tensor | None:
         BudgetError: if the RAM has no room for the copy.
     """
     access, handle = _find(param, "safe_get_local_grad")
-    # All ranks must know whether a gradient exists, so this call is a collective, unlike those for other states.
+    # All ranks must know whether a gradient exists, so this is always a collective, unlike the call for other states.
     return access.read_local(handle, State.GRAD)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> torch.Tensor | None:
     """Returns this rank's partition of the result of `safe_get_full_optimizer_state`.
 
-    A rank may call this function alone.
+    A rank may call this function alone, unless the state was set since the last forward or step. All ranks write such
+    an edit together: the call then waits until the other ranks call this function too, or use the model again.
 
     Args:
         param: a parameter of a model under an engine.

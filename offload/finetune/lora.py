@@ -50,7 +50,17 @@ def parse_lora(text: str) -> Lora:
         raise ConfigError(f"--lora alpha must be above 0, got {values['alpha']}")
     if not 0 <= dropout < 1:
         raise ConfigError(f"--lora dropout must be at least 0 and below 1, got {values['dropout']}")
-    return Lora(int(r), alpha, dropout, tuple(filter(None, values.get("targets", "").split("+"))))
+    return Lora(int(r), alpha, dropout, _targets(values["targets"]) if "targets" in values else ())
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    """Returns the names in `text`. Raises `ConfigError` for an empty name, and for "all-linear" beside another name."""
+    names = tuple(name.strip() for name in text.split("+"))
+    if not all(names):
+        raise ConfigError(f"--lora targets are names joined by +, got {text!r}; example: {_EXAMPLE}")
+    if "all-linear" in names and len(names) > 1:
+        raise ConfigError(f"--lora targets: all-linear is every linear layer and stands alone, got {text!r}")
+    return names
 
 
 def _number(values: dict[str, str], name: str, default: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from offload.engine.engine import Engine
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
-from offload.hf.auto_values import ScriptValue, batch_values, optimizer_values, value_of
+from offload.hf.auto_values import DEFAULT_OPTIMIZER, ScriptValue, batch_values, optimizer_values, value_of
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
@@ -92,16 +92,20 @@ def check_kinds(content: Mapping[str, Any], args: Any) -> None:
         ("optimizer", "optim", _ADAMW, _OPTIMIZER_KINDS),
         ("scheduler", "lr_scheduler_type", ("linear",), _SCHEDULE_KINDS),
     ):
-        asked, there = getattr(args, argument), content.get(block)
+        asked = getattr(args, argument)
         # The arguments hold an enum or a string, depending on how they were set.
         name = str(getattr(asked, "value", asked))
-        if not isinstance(there, Mapping) or name in defaults:
+        if not isinstance(content.get(block), Mapping) or name in defaults:
             continue
-        kind = str(there.get("type", ""))
-        if kinds.get(name, "").lower() != kind.lower():
+        kind, remark = value_of(content, f"{block}.type"), ""
+        if kind is None:
+            if block == "scheduler":
+                continue  # the config is checked later, and a schedule needs a type
+            kind, remark = DEFAULT_OPTIMIZER, ", the default,"
+        if kinds.get(name, "").lower() != str(kind).lower():
             raise ConfigError(
-                f'{block}.type is "{kind}" in the config, and {argument} is "{name}" in the script, which would not '
-                f'be used: take {argument} out of the script, or the block "{block}" out of the config'
+                f'{block}.type is "{kind}"{remark} in the config, and {argument} is "{name}" in the script, which '
+                f'would not be used: take {argument} out of the script, or the block "{block}" out of the config'
             )
 
 

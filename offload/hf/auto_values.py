@@ -14,6 +14,9 @@ from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES, read_json
 from offload.errors import ConfigError
 from offload.sizes import count_of
 
+DEFAULT_OPTIMIZER = "AdamW"
+"""The config's `optimizer.type` where the block has none."""
+
 
 class ScriptValue(NamedTuple):
     """A value that the script determines for one key of the config."""
@@ -112,7 +115,8 @@ def optimizer_values(content: Mapping[str, Any], args: Any) -> list[ScriptValue]
     if not isinstance(block, Mapping):
         return []
     # Types may be written in any case.
-    kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(block.get("type", "AdamW")).lower(), "")
+    chosen = value_of(content, "optimizer.type") or DEFAULT_OPTIMIZER
+    kind = {name.lower(): name for name in OPTIMIZER_DEFAULTS}.get(str(chosen).lower(), "")
     values = [
         ScriptValue("optimizer.params.lr", args.learning_rate, "learning_rate"),
         ScriptValue("optimizer.params.weight_decay", args.weight_decay, "weight_decay"),

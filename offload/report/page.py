@@ -248,6 +248,7 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
         return Markup('<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>')
     whole = sum(spent.values())
     unit = seconds_unit(whole)
+    whole = whole or 1.0  # steps that took no time: each phase is 0 % of them
     rows = tuple(
         Row(
             (PARTS[name], f"{format_number(spent[name] / unit.size)} {unit.name}", f"{spent[name] / whole:.1%}"),

@@ -44,16 +44,17 @@ def report(
 
     with errors(BAD_INPUT):
         target = output or log.parent / f"{log.stem}.html"
-        if target.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
+        writes_page = output is not None or not json_output
+        if writes_page and target.resolve() in {each.resolve() for each in (log, trace, plan) if each is not None}:
             raise ConfigError(f"the page would replace {target}; give another --output")
-        if _is_foreign(target):
+        if writes_page and _is_foreign(target):
             raise ConfigError(
                 f"{target} exists and is not a page of offload report; give another --output, or remove it"
             )
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
         found = figures(steps, None if plan is None else read_plan(plan))
-    if output is not None or not json_output:
+    if writes_page:
         with errors(FAILED), signals():
             _write(target, page(steps, found, window))
     if json_output:

@@ -20,7 +20,12 @@ _NO_VALUES = frozenset(
 )
 """Keywords that do not change the values that are read from a folder; `load_pretrained` does not receive them."""
 _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_file", "key_mapping", "fusion_config")
-"""Keywords that are left to the original if they are set. A keyword in neither set goes to `load_pretrained`."""
+"""Keywords that are left to the original if they are set. Other keywords go to `load_pretrained`."""
+_LEFT_OUT_IF_NONE = frozenset(
+    "device_map quantization_config max_memory offload_folder generation_config distributed_config device_mesh tp_plan "
+    "tp_size kernel_config tqdm_class".split()
+)
+"""Keywords of the original that mean nothing if they are None. A None in any other is a value for the model's config."""
 
 
 @contextlib.contextmanager
@@ -49,7 +54,11 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
             return theirs(name, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
-        fit = {key: value for key, value in kwargs.items() if key not in (*_NO_VALUES, *_THEIRS)}
+        fit = {
+            key: value
+            for key, value in kwargs.items()
+            if key not in (*_NO_VALUES, *_THEIRS) and not (value is None and key in _LEFT_OUT_IF_NONE)
+        }
         fit["model_config"] = fit.pop("config", None)
         with _inside():
             model, info = load(cls, name, output_loading_info=True, **fit)

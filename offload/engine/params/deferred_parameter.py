@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -99,14 +99,14 @@ class DeferredParameter(nn.Parameter):
         kwargs = dict(kwargs or {})
         if not args and isinstance(kwargs.get("tensor"), DeferredParameter):  # torch.nn.init passes keywords
             args = (kwargs.pop("tensor"),)
-        # A function of torch.nn.init may read the tensor's shape first, but in the end the function sets every element.
-        if (
-            _building.model
-            and sys._getframe(1).f_code.co_filename == nn.init.__file__
-            and isinstance(args[0], DeferredParameter)
-        ):
-            if by_hand := _writer():
-                return func(_real(args[0], "torch.nn.init", by_hand, all_of_it=True), *args[1:], **kwargs)
+        # A function of torch.nn.init sets every element in the end, unless it only computes with the shape.
+        if _building.model and sys._getframe(1).f_code.co_filename == nn.init.__file__:
+            target = kwargs.get("out", args[0] if args else None)
+            if isinstance(target, DeferredParameter) and _begins_init(func, target, kwargs) and (by_hand := _writer()):
+                with _real(target, "torch.nn.init", by_hand, all_of_it=True) as real:
+                    if "out" in kwargs:
+                        return func(*args, **{**kwargs, "out": real})
+                    return func(real, *args[1:], **kwargs)
         # Rules come before the general cases: `detach` and others must keep the link to the parameter's origin.
         rule = _RULES.get(func)
         if rule is not None and isinstance(args[0], DeferredParameter):
@@ -125,7 +125,8 @@ class DeferredParameter(nn.Parameter):
                     func.__name__,
                     func.__name__ in _OVERWRITES or getattr(func, "__module__", "") == nn.init.__name__,
                 )
-                return func(_real(args[0], name, by_hand, all_of_it), *args[1:], **kwargs)
+                with _real(args[0], name, by_hand, all_of_it) as real:
+                    return func(real, *args[1:], **kwargs)
             result = _plainly(func, *args, **kwargs)
             return (
                 _as_part(result, args[0])
@@ -212,8 +213,30 @@ def _writer() -> str | None:
     return where or "torch"
 
 
-def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Any:
-    """Makes real the parameter that a function is about to write, and returns the tensor to pass instead of `tensor`.
+def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if a call by a function of torch.nn.init shows that the function is about to set every element.
+
+    Questions about the shape do not: `_calculate_fan_in_and_fan_out` asks them too, and writes nothing.
+
+    Args:
+        func: the function of torch that is called.
+        target: the tensor of the call.
+        kwargs: keywords of the call.
+    """
+    if "out" in kwargs or _writes(func):
+        return True
+    # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question.
+    if func == _TENSOR.is_meta.__get__:
+        return True
+    # The parameter of this alias is real by now, and the function may copy the device for its temporary tensors.
+    return not target.is_part and not isinstance(_whole_of(target), DeferredParameter)
+
+
+@contextlib.contextmanager
+def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> Iterator[Any]:
+    """Makes real the parameter that the body is about to write, and yields the tensor to pass instead of `tensor`.
+
+    If the body raises an exception, the parameter is deferred again: its memory may not contain values.
 
     Args:
         tensor: the parameter, or an alias or a view of the parameter.
@@ -228,12 +251,18 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
     if not isinstance(whole, DeferredParameter):  # an earlier write has made the parameter real
         if tensor.is_part:
             raise _refused_part(name, where)
-        return whole.data
+        yield whole.data
+        return
     if tensor.is_part or not all_of_it:
         raise _refused_part(name, where)
     empty = _plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
-    torch.utils.swap_tensors(whole, nn.Parameter(empty, whole.requires_grad))
-    return whole if tensor is whole else whole.data
+    new = nn.Parameter(empty, whole.requires_grad)
+    torch.utils.swap_tensors(whole, new)
+    try:
+        yield whole if tensor is whole else whole.data
+    except BaseException:
+        torch.utils.swap_tensors(whole, new)
+        raise
 
 
 def _whole_of(tensor: DeferredParameter) -> Any:
@@ -309,7 +338,8 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
         raise _refusal("copy_")
     absent = isinstance(source, torch.Tensor) and source.is_meta
     if _building.model and not absent and (by_hand := _writer()):
-        return func(_real(tensor, "copy_", by_hand, all_of_it=True), source, *args, **kwargs)
+        with _real(tensor, "copy_", by_hand, all_of_it=True) as real:
+            return func(real, source, *args, **kwargs)
     return _plainly(func, tensor, source, *args, **kwargs)
 
 

@@ -76,7 +76,8 @@ class RegisteredObjects:
         """Registers `objects`, and on a resumed run loads their states.
 
         Raises:
-            UsageError: one of `objects` cannot be registered; then none of them is registered.
+            UsageError: one of `objects` cannot be registered. After this and any error of an object's own
+                `load_state_dict` none of them is registered, so that the same call may be repeated.
         """
         for position, thing in enumerate(objects, len(self._objects) + 1):
             missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(thing, name, None))]
@@ -102,12 +103,11 @@ class RegisteredObjects:
                     f"the loaded commit or checkpoint contains {_names(self._waiting)} next, got a "
                     f"{type(thing).__name__}: register the same objects in the same order"
                 )
-        # All checks have passed; from here on only `load_state_dict` of an object can fail.
-        for thing in objects:
-            if self._waiting:
-                thing.load_state_dict(from_plain(self._waiting[0]["state"]))
-                del self._waiting[0]
-            self._objects.append(thing)
+        # All checks have passed; only `load_state_dict` of an object can fail, and nothing is registered before that.
+        for thing, held in zip(objects, self._waiting, strict=False):
+            thing.load_state_dict(from_plain(held["state"]))
+        self._waiting = self._waiting[len(objects) :]
+        self._objects.extend(objects)
 
     def check_complete(self) -> None:
         """Raises `UsageError` if the next step would lose the state of an object that is not registered."""

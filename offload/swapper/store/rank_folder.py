@@ -119,6 +119,10 @@ def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents.
 
     The parents are durable afterwards; `SwapFiles.create` syncs the entry of the folder itself.
+
+    Raises:
+        StoreError: if a file, or a link that names no folder, is in the way.
+        OSError: if a folder cannot be created.
     """
     while True:
         new = [each for each in folder.parents if not each.exists()]
@@ -131,8 +135,22 @@ def _make_folder(folder: Path) -> None:
                 sync_folder(each.parent)
             return
         except (FileNotFoundError, FileExistsError):
-            if folder.parent.exists() and not folder.parent.is_dir():
-                raise  # otherwise another rank has just removed the empty folder of an earlier run: try again
+            # Nothing in the way: another rank has just removed the empty folder of an earlier run, so try again.
+            for each in (folder.parent, folder):
+                if _is_obstacle(each):
+                    raise StoreError(
+                        f"cannot make the swap folder {folder}: {each} exists and is not a folder; remove it, or "
+                        f"choose another run name or another nvme_path"
+                    ) from None
+
+
+def _is_obstacle(path: Path) -> bool:
+    """Returns True if `path` exists and is neither a folder nor a link to one. A link that names nothing exists."""
+    try:
+        mode = path.lstat().st_mode  # one look, since another process may remove the folder between two
+    except FileNotFoundError:
+        return False
+    return not path.is_dir() if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)
 
 
 def remove_files(folder: Path) -> None:
@@ -170,11 +188,10 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
     The write is not atomic: readers detect an incomplete write by a checksum.
 
     Raises:
-        IoError: if the write fails.
-        OSError: if the file cannot be opened.
+        IoError: if the file cannot be opened or written.
     """
     new = not path.exists()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open_for_writing(path)
     try:
         write_all(descriptor, offset, data)
         os.fsync(descriptor)
@@ -187,13 +204,21 @@ def write_in_place(path: Path, data: bytes, offset: int = 0) -> None:
         sync_folder(path.parent)
 
 
+def _open_for_writing(path: Path) -> int:
+    """Returns the descriptor of a file that is created if it does not exist. Raises `IoError`, also for a link."""
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "open") from error
+
+
 def reserve(path: Path, nbytes: int) -> None:
     """Allocates `nbytes` bytes of `path` on the drive, so that a later write does not fail on a full drive.
 
     Raises:
-        IoError: if there is not enough room.
+        IoError: if the file cannot be opened, or there is not enough room.
     """
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = _open_for_writing(path)
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
         os.fsync(descriptor)
