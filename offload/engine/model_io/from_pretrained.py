@@ -25,7 +25,7 @@ _LEFT_OUT_IF_NONE = frozenset(
     "device_map quantization_config max_memory offload_folder generation_config distributed_config device_mesh tp_plan "
     "tp_size kernel_config tqdm_class".split()
 )
-"""Keywords of the original that mean nothing if they are None. A None in any other is a value for the model's config."""
+"""Keywords of the original without a meaning if they are None. None in any other is a value for the model's config."""
 
 
 @contextlib.contextmanager
