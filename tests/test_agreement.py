@@ -22,7 +22,7 @@ together = st.builds(RankIntent, st.sampled_from(TOGETHER), st.integers(-1, 3))
 
 
 def goes_on(intent: RankIntent, choice: NextCollective) -> bool:
-    """Whether a rank with this wish has what it wanted by the end of the round."""
+    """Returns True if a rank with this intent has what it needs by the end of the round."""
     return intent.kind is Collective.USE if choice.next is None else intent.same(choice.next)
 
 
@@ -55,7 +55,7 @@ def test_every_program_comes_to_its_end(programs: list[list[RankIntent]]) -> Non
     at = [0] * len(programs)
     done: list[RankIntent] = []
     while any(position < len(program) for position, program in zip(at, programs, strict=True)):
-        # A rank cannot be past its end while another is not: the last wish is one that all must have.
+        # A rank cannot be past its end while another is not: the last intent is one that all must have.
         intents = [program[position] for position, program in zip(at, programs, strict=True)]
         choice = next_collective(intents)
         assert choice is not None, f"nothing can be next of {intents}"

@@ -141,13 +141,15 @@ class PersistenceApi(DeepSpeedApi):
         self._core.enter_between_steps("load_checkpoint")
         # A frozen engine keeps neither states nor a schedule: it loads the weights only, whatever was asked for.
         trains = self._core.components.update_worker is not None and not load_module_only
-        wish = LoadOptions(load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains)
-        loaded = self._core.checkpoints.load(load_dir, tag, wish)
+        options = LoadOptions(
+            load_module_strict, trains and load_optimizer_states, load_lr_scheduler_states, not trains
+        )
+        loaded = self._core.checkpoints.load(load_dir, tag, options)
         if loaded is None:
             return None, {}
         # Micro-batches that ran before the load belong to gradients that are gone.
         self._core.accumulation.reset()
-        if not wish.module_only:
+        if not options.module_only:
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
         return loaded.folder, loaded.client_state

@@ -156,14 +156,18 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
 
 
 def check_fits(
-    found: FoundCheckpoint, held: LocalShards, wish: LoadOptions, names: set[str], buffers: Mapping[str, torch.Tensor]
+    found: FoundCheckpoint,
+    held: LocalShards,
+    options: LoadOptions,
+    names: set[str],
+    buffers: Mapping[str, torch.Tensor],
 ) -> None:
     """Checks that the checkpoint is of this model and mode.
 
     Args:
         found: The checkpoint.
         held: This rank's partitions.
-        wish: Choice of what to load.
+        options: Choice of what to load.
         names: Names of all parameters of the model, tied ones included.
         buffers: Persistent buffers of the model.
 
@@ -181,13 +185,13 @@ def check_fits(
     mine |= {name: tuple(value.shape) for name, value in buffers.items()}
     theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
-    difference(mine, names | buffers.keys(), theirs).check(wish.strict, what)
-    if wish.states and found.mode != held.mode:
+    difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
+    if options.states and found.mode != held.mode:
         raise StoreError(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
-    for segment in (segment for layout in held.layouts for segment in layout.segments if wish.states):
+    for segment in (segment for layout in held.layouts for segment in layout.segments if options.states):
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
         kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
         if kept != segment.kept:
@@ -203,12 +207,12 @@ def _names(kept: Sequence[StateField]) -> str:
     return ", ".join(each.name for each in kept) or "none"
 
 
-def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, schedule: Any) -> None:
+def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
     """Checks that the checkpoint's progress is of an equal optimizer and schedule.
 
     Args:
         found: The checkpoint.
-        wish: Choice of what to load.
+        options: Choice of what to load.
         groups: Number of parameter groups of this optimizer.
         schedule: State of this learning-rate schedule.
 
@@ -222,7 +226,7 @@ def check_progress(found: FoundCheckpoint, wish: LoadOptions, groups: int, sched
             "the optimizer the same groups, or load the weights alone (load_module_only=True)"
         )
     saved = facts["scheduler"]
-    if wish.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
+    if options.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
         raise StoreError(
             f"{what} contains the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this "
             f"schedule has {', '.join(sorted(schedule))}: give the same schedule, or pass "
@@ -248,12 +252,12 @@ def fitting(
     return Snapshot(facts, progress.generators, mine)
 
 
-def check_bytes(found: FoundCheckpoint, wish: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
+def check_bytes(found: FoundCheckpoint, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
     """Compares tensors with their checksums: of all tensors that any rank will read, those assigned to this rank.
 
     Args:
         found: The checkpoint.
-        wish: Choice of what to load.
+        options: Choice of what to load.
         queue: Queue for the reads.
         rank: This rank.
         world_size: Number of ranks, which divide the work among them.
@@ -261,7 +265,7 @@ def check_bytes(found: FoundCheckpoint, wish: LoadOptions, queue: Queue, rank: i
     Raises:
         StoreError: If a tensor is damaged or cannot be read.
     """
-    states = found.mode.states if wish.states else KEPT
+    states = found.mode.states if options.states else KEPT
     wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
     # Round robin over all tensors: each is compared by exactly one rank.
     work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]

@@ -69,7 +69,7 @@ class Checkpoints:
             with own_or_shared(components.queue) as queue:
                 save(components.shards, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
 
-    def load(self, load_dir: str | os.PathLike[str], tag: Any, wish: LoadOptions) -> Loaded | None:
+    def load(self, load_dir: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
 
         A failure before the first change leaves the engine as it was; a failure after that stops the pager.
@@ -77,7 +77,7 @@ class Checkpoints:
         Args:
             load_dir: Folder of checkpoints.
             tag: Tag of the checkpoint, or None for the latest.
-            wish: Choice of what to load.
+            options: Choice of what to load.
 
         Returns:
             The result, or None if there is no checkpoint.
@@ -85,7 +85,7 @@ class Checkpoints:
         components = self._components
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
-            ranks.same({"folder": str(load_dir), "tag": str(tag), "wish": list(wish)})
+            ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})
             folder = ranks.by_first(lambda: find(load_dir, tag))
             if folder is None:
                 logger.warning("no checkpoint was loaded: %s is not in %s", LATEST, load_dir)
@@ -93,13 +93,13 @@ class Checkpoints:
             with own_or_shared(components.queue) as queue:
                 found: list[FoundCheckpoint] = []
                 notices: list[str] = []
-                ranks.settle(lambda: found.append(self._inspect(Path(folder), wish)))
+                ranks.settle(lambda: found.append(self._inspect(Path(folder), options)))
                 ranks.settle(
-                    lambda: check_bytes(found[0], wish, queue, self._components.rank, self._components.world_size)
+                    lambda: check_bytes(found[0], options, queue, self._components.rank, self._components.world_size)
                 )
                 try:
                     # Only now, after every rank has found all its data intact, does the engine change.
-                    ranks.settle(lambda: notices.extend(self._take_over(found[0], wish, queue)))
+                    ranks.settle(lambda: notices.extend(self._take_over(found[0], options, queue)))
                 except BaseException as error:
                     # Also if only another rank failed: a half-loaded engine must not train.
                     components.pager.fail(error)
@@ -122,41 +122,43 @@ class Checkpoints:
         layout = describe(self._components.layouts, self._components.shards.mode, self._components.world_size)
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
-    def _inspect(self, folder: Path, wish: LoadOptions) -> FoundCheckpoint:
+    def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""
         self._components.unit_views.settle()
         found = look(folder, self._components.rank, self._components.world_size, about(self._module)["tied"])
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
-        check_fits(found, self._components.shards, wish, names, persistent_buffers(self._module))
-        if not wish.module_only:
+        check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
+        if not options.module_only:
             check_progress(
-                found, wish, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
+                found, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
             self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
         # A state of the user that cannot be committed with the load must fail before anything changes.
         self._state.of_the_user()
         return found
 
-    def _take_over(self, found: FoundCheckpoint, wish: LoadOptions, queue: Queue) -> list[str]:
+    def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
         """Makes the checkpoint the state of the engine and commits it; returns notices for the user."""
         components = self._components
         # Gradients of the weights before the load do not belong to the loaded ones.
         components.hooks.forget_gradients()
         components.gradients.clear()
         components.pager.begin_load()
-        CheckpointRestorer(found, components.shards, wish, queue).run()
+        CheckpointRestorer(found, components.shards, options, queue).run()
         components.pager.end_load()
         steps = (
-            found.steps(components.layouts, self._state.parameter_steps) if wish.states else self._state.parameter_steps
+            found.steps(components.layouts, self._state.parameter_steps)
+            if options.states
+            else self._state.parameter_steps
         )
-        progress = fitting(found.progress, persistent_buffers(self._module), steps, wish.schedule)
+        progress = fitting(found.progress, persistent_buffers(self._module), steps, options.schedule)
         notices: list[str] = []
-        if wish.module_only:
+        if options.module_only:
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._module).items():
                     buffer.copy_(progress.buffers.get(name, buffer))
         else:
-            notices += self._state.restore(progress, wish.schedule)
+            notices += self._state.restore(progress, options.schedule)
             if not found.own:
                 notices.append(
                     f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, this run has "
@@ -171,7 +173,7 @@ class Checkpoints:
             # call of the engine. So the commit receives them from the checkpoint.
             components.store.commit(
                 self._state.global_steps,
-                (held if wish.module_only else held._replace(generators=progress.generators)).pack(),
+                (held if options.module_only else held._replace(generators=progress.generators)).pack(),
             )
             components.pager.mark_rewritten(False)
         self._state.mark_edited(False)

@@ -43,8 +43,8 @@ class _Work(NamedTuple):
 class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
-    def __init__(self, found: FoundCheckpoint, shards: LocalShards, wish: LoadOptions, queue: Queue) -> None:
-        self._found, self._shards, self._states, self._queue = found, shards, wish.states, queue
+    def __init__(self, found: FoundCheckpoint, shards: LocalShards, options: LoadOptions, queue: Queue) -> None:
+        self._found, self._shards, self._states, self._queue = found, shards, options.states, queue
         self._runs = [runs(layout, found.saved) for layout in shards.layouts]
         self._packed_runs = [packed_runs(layout, found.saved) for layout in shards.layouts]
         self._buffers = flow_buffers()

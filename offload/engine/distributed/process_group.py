@@ -125,12 +125,12 @@ class Ranks:
 
     # -- weights and gradients ----------------------------------------------------------------------
 
-    def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
+    def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
         """Fills `whole` with every rank's partition.
 
         Args:
             whole: (nbytes,) uint8 on the device; the caller's memory, which must stay until the returned event is done.
-            share: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
+            shard_ranges: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
             uploaded: event after which this rank's ranges are filled.
 
         Returns:
@@ -138,10 +138,10 @@ class Ranks:
         """
         if not self._on_gpu:
             uploaded.wait()
-            return _All([self._gather(whole, stretch) for stretch in share])
+            return _All([self._gather(whole, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
-            for stretch in share:
-                self._gather(whole, stretch).work.wait()
+            for byte_range in shard_ranges:
+                self._gather(whole, byte_range).work.wait()
         return self._device.uploaded()
 
     def _gather(self, whole: torch.Tensor, mine: range) -> _Work:

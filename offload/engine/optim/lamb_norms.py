@@ -63,7 +63,7 @@ def with_ratios(
     counts = [len(layout.segments) for layout in shards.layouts]
     before = [2 * sum(counts[:unit]) for unit in range(len(counts))]
     sums = [0.0] * (2 * sum(counts))
-    buffers = [lease.buffer for lease in updater.idle_tiles()]
+    buffers = [buffer.buffer for buffer in updater.idle_tiles()]
 
     def begin(chunk: _Chunk, buffer: memoryview) -> list[Future]:
         return [

@@ -350,14 +350,14 @@ def _spill(
     placement, parts = plan.placement, plan.parts
     itemsize = parts.gradient_dtype.itemsize
     buffers = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
-    stretches = {
+    unit_windows = {
         unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
         for unit in placement.spilled
     }
-    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in stretches}
+    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
     # Gradients do not outlive a step, so their file is never committed.
     scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
-    return DiskSpill(stretches, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)
+    return DiskSpill(unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)
 
 
 def _updater(
