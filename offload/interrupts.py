@@ -16,6 +16,7 @@ import _thread
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -28,6 +29,9 @@ _RETRY_S = 0.001
 
 _deferring: dict[CodeType, bool] = {}
 """For the code of each decorated function: True if handlers wait, False if they run."""
+
+_owners: weakref.WeakSet[object] = weakref.WeakSet()
+"""The engines that have called `defer_signals` and are not closed."""
 
 
 def uninterrupted(function: _F) -> _F:
@@ -42,12 +46,16 @@ def interruptible(function: _F) -> _F:
     return function
 
 
-def defer_signals() -> None:
+def defer_signals(owner: object) -> None:
     """Wraps the process's handlers of Ctrl-C and SIGTERM, unless wrapped already. Does nothing on other threads.
 
     Called at the start of each forward and step, since the user may set a handler in between, as Jupyter does for each
     cell.
+
+    Args:
+        owner: the engine, on whose account the handlers stay wrapped until `restore_signals` or its end.
     """
+    _owners.add(owner)
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             handler = signal.getsignal(number)
@@ -55,9 +63,13 @@ def defer_signals() -> None:
                 signal.signal(number, _Deferring(handler))
 
 
-def restore_signals() -> None:
-    """Restores the handlers that `defer_signals` has wrapped. A handler that was set since stays."""
-    if threading.current_thread() is threading.main_thread():
+def restore_signals(owner: object) -> None:
+    """Restores the handlers that `defer_signals` has wrapped, once `owner` was the last owner.
+
+    A handler that was set since stays.
+    """
+    _owners.discard(owner)
+    if not _owners and threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             handler = signal.getsignal(number)
             if isinstance(handler, _Deferring):

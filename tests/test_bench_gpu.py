@@ -266,7 +266,7 @@ GPU = 1 << 30
 """Bytes of the device, which has room enough."""
 
 
-def homes_of(fitted: Fitted) -> tuple[str, str]:
+def placement_of(fitted: Fitted) -> tuple[str, str]:
     zero = fitted.settings["zero_optimization"]
     return zero["offload_param"]["device"], zero["offload_optimizer"]["device"]
 
@@ -274,12 +274,12 @@ def homes_of(fitted: Fitted) -> tuple[str, str]:
 def test_all_layers_are_in_ram_where_they_fit(tmp_path: Path) -> None:
     fitted = fit(small(tmp_path), Room(GIB, GPU, GIB))
     assert fitted.layers == 4 and fitted.words.startswith("all 4 layers of gpt2-tiny") and "0 B of disk" in fitted.words
-    assert homes_of(fitted) == ("cpu", "cpu")
+    assert placement_of(fitted) == ("cpu", "cpu")
 
 
 def test_what_ram_has_no_room_for_goes_to_disk(tmp_path: Path) -> None:
     fitted = fit(small(tmp_path), Room(72 * MIB, GPU, GIB))
-    assert fitted.layers == 4 and "nvme" in homes_of(fitted)
+    assert fitted.layers == 4 and "nvme" in placement_of(fitted)
     assert fitted.settings["offload"]["host_memory"] == 72 * MIB
 
 

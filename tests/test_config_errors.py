@@ -109,7 +109,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "a word for a budget": (
         {"offload": {"host_memory": "16 GB of RAM"}},
-        "offload.host_memory expected a size such as '16GiB', '800MB' or a number of bytes, got '16 GB of RAM'",
+        "offload.host_memory should be a size such as '16GiB', '800MB' or a number of bytes, got '16 GB of RAM'",
     ),
     "an empty folder": (
         {"offload": {"nvme_path": ""}},

@@ -52,7 +52,7 @@ def train(job: Job, placement: tuple[str, str], folder: Path, device: LateDevice
     return Result(losses, norms, weights)
 
 
-def homes_on_device(placement: tuple[str, str]) -> int:
+def resident_on_device(placement: tuple[str, str]) -> int:
     """Bytes of residuals and moments where they live on the device."""
     model = JOB.model()
     units = [[(name, model.get_parameter(name)) for name in unit.parameters] for unit in find_units(model).units]
@@ -76,7 +76,7 @@ def test_random_lateness_changes_no_bit(
     for seed, lateness in enumerate((0.5, 0.95, 1.0)):
         options: dict[str, Any] = {}
         if placement[0] != "none":
-            options["device_memory"] = room_for(JOB, 1 + seed) + homes_on_device(placement)
+            options["device_memory"] = room_for(JOB, 1 + seed) + resident_on_device(placement)
         result, device = runs(monkeypatch, tmp_path / f"{seed}-{lateness}", seed, lateness, placement, **options)
         assert_same(expected, result)
         assert device.broken == [] and device.copies > 100

@@ -202,7 +202,7 @@ def test_no_interrupt_leaves_the_lock_taken(call: str) -> None:
 
     def act() -> None:
         nonlocal whole
-        defer_signals()
+        defer_signals(monitor)
         if call == "a count":
             Pager.counts(pager)  # type: ignore[arg-type]
         else:

@@ -15,7 +15,7 @@ from offload.planner.report import in_short
 from offload.planner.timing import Load
 from offload.sizes import GIB
 
-HOMES = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
 def small(itemsize: int = 2) -> Shape:
@@ -39,7 +39,7 @@ def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **op
     return choice.plan(shape, on, load, memory.settings(*tiers, dtype=on.dtype, batch=load.batch, **options))
 
 
-@pytest.mark.parametrize(("on_cpu", "tiers"), list(itertools.product((True, False), HOMES)))
+@pytest.mark.parametrize(("on_cpu", "tiers"), list(itertools.product((True, False), PLACEMENTS)))
 def test_no_least_is_above_what_is_predicted(
     on_cpu: bool, tiers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +62,7 @@ def test_no_least_is_above_what_is_predicted(
 def test_a_step_that_mostly_computes_is_limited_by_compute() -> None:
     """Whatever it waits for beside: on a CPU the kernel, of an update that is not ready the drive."""
     on = machine(True, "5GB/s")
-    for tiers in HOMES:
+    for tiers in PLACEMENTS:
         step = planned(small(), on, Load(8), tiers).timing
         assert step.compute_seconds > 0.5 * step.seconds and step.limit == "compute", tiers
         assert step.limit_seconds == step.compute_seconds

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a typo in one of torch": ({"type": "StepRL"}, 'did you mean "StepLR"'),
     "no such type": ({"type": "Noam"}, r"got 'Noam'; Any other schedule.*lr_scheduler=$"),
     "one that needs a function": ({"type": "LambdaLR"}, "got 'LambdaLR'.*lr_scheduler="),
-    "a type that is a number": ({"type": 3}, "scheduler.type should be a valid string, got 3"),
+    "a type that is a number": ({"type": 3}, "scheduler.type should be text, got 3"),
     "params that are a list": ({"type": "WarmupLR", "params": [1]}, r"scheduler.params should be a block.*got \[1\]"),
     "no end": ({"type": "WarmupDecayLR"}, "scheduler.params.total_num_steps is required; give the steps"),
     "an end that is auto": (

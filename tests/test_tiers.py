@@ -68,7 +68,7 @@ def test_with_room_every_state_is_in_its_configured_tier() -> None:
     assert set(tiers(found.tiers, State.WEIGHT)) == {Tier.DISK}
     assert {tier for state in STATES for tier in tiers(found.tiers, state)} == {Tier.HOST}
     assert found.spilled == () and found.window_numel == 0 and found.notices == ()
-    assert found.classes.homes == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
+    assert found.classes.resident == 80 * MEGA * 12 and found.classes.weights == 2 * 16 * MIB
 
 
 def test_gradients_leave_the_host_first_then_moments_then_the_rest() -> None:
@@ -167,11 +167,11 @@ def test_gradients_of_what_lives_on_a_gpu_altogether_stay_there_as_far_as_there_
     states, gradients = 80 * MEGA * 12, 8 * MEGA * 2
     whole = PlacementRequest(weights=Tier.DEVICE, states=Tier.DEVICE)
     ample = on_gpu(BLOCKS, whole, 100 * GIB)
-    assert set(tiers(ample.tiers, State.GRAD)) == {Tier.DEVICE} and ample.classes.homes == 0
+    assert set(tiers(ample.tiers, State.GRAD)) == {Tier.DEVICE} and ample.classes.resident == 0
     assert ample.device_nbytes == states + 10 * gradients and ample.device_need.least == states
     some = on_gpu(BLOCKS, replace(whole, device_memory=states + 3 * gradients + 4096), 100 * GIB)
     assert tiers(some.tiers, State.GRAD) == [Tier.DEVICE] * 3 + [Tier.HOST] * 7
-    assert some.classes.homes == 7 * gradients and some.device_need.least == states
+    assert some.classes.resident == 7 * gradients and some.device_need.least == states
     scarce = on_gpu(BLOCKS, whole, states + 10 * gradients)
     assert Tier.DEVICE not in tiers(scarce.tiers, State.GRAD), "activations need room as well"
     with pytest.raises(BudgetError, match=rf"\({states} bytes\)"):
@@ -263,10 +263,10 @@ def test_deepspeeds_numbers_are_inputs() -> None:
 
 
 numels = st.lists(st.integers(1, 40).map(lambda n: n * 2048 * 97), min_size=1, max_size=12)
-homes = st.sampled_from(list(Tier))
+any_tier = st.sampled_from(list(Tier))
 
 
-@given(numels, homes, homes, st.integers(0, 2 * GIB), st.booleans())
+@given(numels, any_tier, any_tier, st.integers(0, 2 * GIB), st.booleans())
 def test_any_budget_is_kept_or_refused_with_the_least_that_works(
     sizes: list[int], weights: Tier, states: Tier, budget: int, drives: bool
 ) -> None:
@@ -289,4 +289,4 @@ def test_any_budget_is_kept_or_refused_with_the_least_that_works(
         for state, nbytes in row.items()
         if home[state] is Tier.HOST and (unit, state) not in found.promoted
     )
-    assert kept == found.classes.homes
+    assert kept == found.classes.resident

@@ -18,7 +18,7 @@ from offload.swapper.memory.limits import free_host_memory
 _HOST_SHARE = 0.8
 """Of what is free: libraries, and what the loop itself takes, need some."""
 _DISK_SHARE = 0.95
-_HOMES = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+_PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 """Of weights and states. What goes to a drive moves up again as far as there is RAM."""
 
 
@@ -65,7 +65,7 @@ def _settled(work: Work, room: Room) -> Memory | None:
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))
-    for tiers in _HOMES:
+    for tiers in _PLACEMENTS:
         try:
             memory = settle(layouts, _wish(work, tiers, room), room, work.accumulation)
         except BudgetError:

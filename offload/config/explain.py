@@ -50,6 +50,7 @@ _EXPECTED = {
     "model_type": "should be a block, as {...}",
     "dict_type": "should be a block, as {...}",
     "tuple_type": "should be a list",
+    "string_type": "should be text",
     "missing": "is required",
     "string_too_short": "should not be empty",
 }
@@ -91,6 +92,8 @@ def explain(error: pydantic.ValidationError, path: str = "") -> str:
         key = key.rpartition(".")[0]  # a single folder may be given without a list
         expected = "should be a folder on the drive, or a list of folders, one for each drive"
     advice = next((f"; {words}" for name, words in _ADVICE.items() if key == name or key.startswith(f"{name}.")), "")
+    if first["type"] == "missing" and isinstance(first["loc"][-1], int):
+        key, expected = key.rpartition(".")[0], f"should be a longer list: item {first['loc'][-1] + 1} is missing"
     if first["type"] == "model_type" and not path:
         advice = _suggestion(key, first["input"]) or advice
     return f"{key} {expected}{got}{advice}"

@@ -161,7 +161,7 @@ class EngineCore(EngineCallbacks):
     @uninterrupted
     def _begin(self) -> None:
         """Checks the engine, clears what an aborted call left, and delivers the state blob for which a commit waits."""
-        defer_signals()
+        defer_signals(self.state)
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()

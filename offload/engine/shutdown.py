@@ -230,7 +230,7 @@ class Shutdown:
         # The registration would keep the memory of the engine alive until the process exits.
         atexit.unregister(self.at_exit)
         self._module.__dict__.pop("zero_grad", None)
-        restore_signals()
+        restore_signals(self._state)
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
         if components.ranks is not None:

@@ -121,7 +121,7 @@ class Placement:
     def settled(self, parts: Partitions) -> Placement:
         """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST for good."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
-        classes = self.classes._replace(homes=self.classes.homes + nbytes, cache=self.classes.cache - nbytes)
+        classes = self.classes._replace(resident=self.classes.resident + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
 
     def stored(self, parts: Partitions, slots: int) -> tuple[Mapping[State, int], ...]:
@@ -257,7 +257,7 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
     needs = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
         f"{format_size(least.weights)} for host buffers of weights, {format_size(least.gradients + least.staging)} for "
-        f"gradients in transit, {format_size(least.homes)} for gradients and states stored in host memory{advice}"
+        f"gradients in transit, {format_size(least.resident)} for gradients and states stored in host memory{advice}"
     )
     if request.host_memory is None:
         return BudgetError(

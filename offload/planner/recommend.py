@@ -21,7 +21,7 @@ from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
 
-HOMES = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
+PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
 """Devices of weights and of optimizer states. If all fit, the first is the fastest."""
 
 _HOST_SHARE = 0.8
@@ -198,7 +198,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
         if not hardware.on_cpu and activations(shape, load._replace(recompute=again)) > hardware.gpu_memory:
             error = error or _too_long(shape, load._replace(recompute=again), hardware.gpu_memory)
             continue
-        for weights, states in HOMES:
+        for weights, states in PLACEMENTS:
             # Without drives these tiers cannot exist; the next candidate is tried.
             if "nvme" in (weights, states) and not hardware.drives:
                 continue

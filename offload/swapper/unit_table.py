@@ -106,8 +106,9 @@ class UnitTable:
     def check(self) -> None:
         """Raises `EngineFailed`, with its cause, after `fail`. May be called without the lock."""
         if self.failure is not None:
+            cause = str(self.failure) or type(self.failure).__name__  # a KeyboardInterrupt has no text
             raise EngineFailed(
-                f"the engine stopped at an earlier error: {self.failure}; {_what_is_left(self, self._committed())}"
+                f"the engine stopped at an earlier error: {cause}; {_what_is_left(self, self._committed())}"
             ) from self.failure
 
 

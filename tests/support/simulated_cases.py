@@ -35,7 +35,7 @@ class Case(NamedTuple):
 
     @property
     def moving(self) -> list[int]:
-        """Bytes of the units that are not at home on the device."""
+        """Bytes of the units that are not stored on the device."""
         return sorted(size.nbytes for size in self.sizes if not size.stays) or [0]
 
     @property

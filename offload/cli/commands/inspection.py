@@ -18,7 +18,7 @@ def inspect(
     ],
     json_output: Json = False,
 ) -> None:
-    """Say what lies in a folder of swap files or checkpoints: model, commits, sizes, who has it, what is damaged.
+    """List what a folder of swap files or checkpoints holds: model, commits, sizes, who uses it, what is damaged.
 
     Changes nothing, and may look at a run that trains. Example: offload inspect /mnt/nvme
     """

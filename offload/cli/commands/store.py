@@ -123,7 +123,7 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete a run's swap files, on every drive that it lies on.
+    """Delete a run's swap files, on every drive that holds a part of it.
 
     Ends with 0 where they are gone, 1 where the answer was no, 2 where PATH is no run, or a process holds it.
     Example: offload rm /mnt/nvme/my-run

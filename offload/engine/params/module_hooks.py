@@ -39,7 +39,7 @@ from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
-from offload.torch_internals import call_after_backward, inside_backward, tree_leaves, tree_map
+from offload.torch_internals import call_after_backward, inside_backward, plain_tensors, tree_leaves, tree_map
 
 _EXTERNAL = "_offload_external_parameters"
 
@@ -221,20 +221,12 @@ class ModuleHooks:
                 self._enter(module, (*units, *self._external.get(id(module), ())))
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return self._leave(output) if self._is_innermost(called, module) else output
+            return self._leave(module, output) if called is module else output
 
         # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
         # exception, since otherwise a failed forward would leave its units pinned.
         self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
         self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
-
-    def _is_innermost(self, called: nn.Module, module: nn.Module) -> bool:
-        """Returns True if `called` is the site to leave.
-
-        torch also calls the post-hook of a site that was not entered, because a pre-hook raised.
-        """
-        frames = self._local.frames
-        return called is module and bool(frames) and frames[-1].module is module
 
     @uninterrupted
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
@@ -262,12 +254,20 @@ class ModuleHooks:
                 self._unit_views.use(unit)
                 frame.units.append(unit)
         except BaseException:
-            self._let_go(local.frames.pop())
+            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
+            if local.frames and local.frames[-1] is frame:
+                self._let_go(local.frames.pop())
             raise
 
     @uninterrupted
-    def _leave(self, output: Any) -> Any:
-        """Leaves the innermost site, and returns the output without views of weights."""
+    def _leave(self, module: nn.Module, output: Any) -> Any:
+        """Leaves the innermost site, and returns the output without views of weights.
+
+        Returns the output as it is if `module` is not that site: torch also calls the post-hook of a site that was not
+        entered, because a pre-hook raised, or that was left, because a signal's handler destroyed the engine.
+        """
+        if not self._local.frames or self._local.frames[-1].module is not module:
+            return output
         frame = self._local.frames[-1]
         try:
             # Cloned while the units are still pinned.
@@ -340,7 +340,8 @@ class ModuleHooks:
         def hook(parameter: torch.Tensor) -> None:
             self._begin_backward()
             # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
-            gradient, parameter.grad = parameter.grad, None
+            with plain_tensors():
+                gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 self._timeline.add_gradient(gradient.numel() * gradient.element_size())
                 self._gradients.add(handle.unit, handle.position, gradient)

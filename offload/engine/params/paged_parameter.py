@@ -160,7 +160,7 @@ class ParamHandle:
     @property
     def materialized(self) -> bool:
         """True if the parameter is an ordinary one now, over real memory."""
-        return not isinstance(self.parameter, PagedParameter)
+        return type(self.parameter) is not PagedParameter  # nn.Parameter's isinstance is slow Python
 
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
@@ -281,7 +281,8 @@ class PagedParameter(nn.Parameter):
 
 def handle_of(tensor: Any) -> ParamHandle | None:
     """Returns the handle of a placeholder, or None for any other object."""
-    return tensor.offload_handle if isinstance(tensor, PagedParameter | PagedParameterView) else None
+    # By type, since nn.Parameter's isinstance is slow Python; neither class has subclasses.
+    return tensor.offload_handle if type(tensor) in (PagedParameter, PagedParameterView) else None
 
 
 # -- dispatch of a torch function --------------------------------------------------------------------------
@@ -289,7 +290,9 @@ def handle_of(tensor: Any) -> ParamHandle | None:
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
-    handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
+    handle = handle_of(args[0]) if args else None
+    if handle is None:
+        handle = next((found for value in (*args, *kwargs.values()) if (found := handle_of(value)) is not None), None)
     rule = None if handle is None else handle.rules.get(func)
     if rule is not None:
         return rule(func, *args, **kwargs)

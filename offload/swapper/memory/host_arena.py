@@ -38,7 +38,7 @@ class Classes(NamedTuple):
     """Two buffers of the largest unit's weights, or of chunks of them if the unit is streamed."""
     gradients: int
     """Windows of gradients that are spilled to disk."""
-    homes: int
+    resident: int
     """Partitions whose tier is HOST, gradients among them."""
     staging: int = 0
     """Gradients on their way from a device whose memory the host cannot address."""
@@ -142,9 +142,9 @@ class HostArena:
         self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
-        sizes = (classes.tiles, classes.gradients, classes.homes, classes.staging, classes.weights + classes.cache)
+        sizes = (classes.tiles, classes.gradients, classes.resident, classes.staging, classes.weights + classes.cache)
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
-        self.tiles, self.gradients, self.homes, self.staging, self.weights = (
+        self.tiles, self.gradients, self.resident, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
         # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
@@ -168,7 +168,7 @@ class HostArena:
     @property
     def regions(self) -> dict[str, Region]:
         """Returns the classes by name; weights and their cache are one."""
-        return {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "homes", "staging")}
+        return {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
 
     @property
     def pinned_bytes(self) -> int:
