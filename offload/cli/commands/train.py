@@ -251,7 +251,7 @@ class TrainOptions:
     trace: Annotated[
         Path | None,
         option(
-            _LOGGING, "--trace", "Write a time line of the run, for ui.perfetto.dev; zipped if the name ends in .gz."
+            _LOGGING, "--trace", "Write a timeline of the run, for ui.perfetto.dev; zipped if the name ends in .gz."
         ),
     ] = None
     json_output: Json = False

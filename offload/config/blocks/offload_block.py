@@ -61,7 +61,7 @@ class OffloadBlock(Block):
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
-        None, description="file for a time line of the run; see guides/find-the-bottleneck.md"
+        None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
     )
     log: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a JSON object a step, for `offload report`; see guides/find-the-bottleneck.md"

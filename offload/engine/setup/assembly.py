@@ -171,7 +171,7 @@ def _hooks(
 
 
 def shown_names(plan: Plan) -> list[str]:
-    """Returns the name of each unit for messages and time lines."""
+    """Returns the name of each unit for messages and timelines."""
     return [layout.name or "the root" for layout in plan.layouts]
 
 

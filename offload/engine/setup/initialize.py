@@ -267,7 +267,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             files = RunFiles(queue=queue, store=store, written=written)
             parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
-            # The time line begins with the first step: the filling of the tiers is not shown.
+            # The timeline begins with the first step: the filling of the tiers is not shown.
             timeline.start()
             return parts
 
