@@ -179,7 +179,7 @@ def _measure(device: torch.device, tell: Tell, seconds: float) -> tuple[Rates, t
 def check_size(nbytes: int) -> None:
     """Raises `ConfigError` if a file of `nbytes` is too short, or its buffer needs more than half of free memory."""
     if nbytes < 2 * PAGE:
-        raise ConfigError(f"should be a size of at least {2 * PAGE} bytes, got {nbytes}")
+        raise ConfigError(f"expected a size of at least {2 * PAGE} bytes, got {nbytes}")
     free = psutil.virtual_memory().available
     if nbytes > free // 2:
         raise ConfigError(
