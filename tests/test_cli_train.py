@@ -198,7 +198,7 @@ BAD = {
     "--log folder": "cannot write the log",
     "--config missing": "cannot read the config",
     "--config text.py": "is not JSON",
-    "--host-memory lots": "expected a size",
+    "--host-memory lots": "should be a size",
     "--host-memory 9KiB": "least that works",
     "--nvme-path text.py/inside": "cannot make the swap folder",
     "--run ../up": "offload.run",
