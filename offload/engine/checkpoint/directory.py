@@ -111,7 +111,7 @@ def _is_left(path: Path) -> bool:
         return True
     try:
         json.loads((path / MANIFEST).read_bytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         return True  # a power cut came before the manifest was completely written
     return False  # the manifest of something else
 
@@ -258,7 +258,8 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                 else:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("files that a save has left cannot be removed: %s", error)
+                logger.warning("leftovers of a killed save cannot be removed or renamed: %s", error)
+    with naming_errors(partial, "make"):
         partial.mkdir()
     return partial
 
@@ -282,13 +283,15 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
         sync_folder(partial)
         if not checkpoint.exists():
             os.rename(partial, checkpoint)
-        elif exchange(partial, checkpoint):
-            going = partial
         else:
             # If `begin_folder` has left an `old`, the checkpoint of this name is incomplete: `old` is the fallback.
             going = aside(checkpoint, "removed") if old.exists() else old
-            os.rename(checkpoint, going)
-            os.rename(partial, checkpoint)
+            if exchange(partial, checkpoint):
+                # Renamed at once: the caller deletes `partial` if an error follows.
+                os.rename(partial, going)
+            else:
+                os.rename(checkpoint, going)
+                os.rename(partial, checkpoint)
         # `latest` must never name a checkpoint that a power cut could still lose.
         sync_folder(folder)
         if latest:

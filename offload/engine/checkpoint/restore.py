@@ -77,7 +77,7 @@ class CheckpointRestorer:
                 self._shards.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
-        """Raises `IoError` if the swap files are damaged in a unit of which some parameters keep their values.
+        """Raises `IoError` if the swap files are damaged in a unit of which a parameter keeps its values.
 
         A read that begins in the middle of a checksummed range cannot be compared, and its bytes would be written
         again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
@@ -88,7 +88,7 @@ class CheckpointRestorer:
         work = [
             _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
             for unit, found in enumerate(self._runs)
-            if any(run.saved is None for run in found) and any(run.saved is not None for run in found)
+            if any(run.saved is None for run in found)
             for state, nbytes in shards.states(unit).items()
             if shards.stored(unit, state)
             for itemsize in [shards.mode.states[state].itemsize]

@@ -53,6 +53,11 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
             return theirs(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
             return theirs(name, **kwargs)
+        # An adapter is loaded by the original, which adds it to the model that it has loaded.
+        if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or Path(
+            name, "adapter_config.json"
+        ).exists():
+            return theirs(name, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         fit = {
             key: value

@@ -210,7 +210,8 @@ class PretrainedWriter:
         with all_or_nothing(self._components.agreement, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
-            ranks.same({"folder": str(wanted.folder), "file": wanted.file_name, "dtype": str(wanted.dtype)})
+            names = {"folder": str(wanted.folder), "file": wanted.file_name}
+            ranks.same({**names, "dtype": str(wanted.dtype), "frozen": wanted.frozen})
             out = Path(wanted.folder).absolute()
             if adapter:
                 ranks.by_first(lambda: self._write_adapter(wanted, out, gathered))

@@ -280,8 +280,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
         found.append(
-            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the checkpoint, because its save "
-            "left them out"
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"
         )
     return tuple(found)
 
