@@ -15,7 +15,9 @@ from offload.engine.training.model_inputs import to_device
 from offload.errors import BudgetError
 from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
-from offload.swapper.memory.device import DONE, CudaDevice, DeviceRoom
+from offload.swapper.memory.accelerator import AcceleratorDevice
+from offload.swapper.memory.cuda_host_side import CudaHostSide
+from offload.swapper.memory.device import DONE, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks, use_device
@@ -88,11 +90,11 @@ def test_what_is_free_is_what_this_process_may_allocate(
         "memory_reserved": reserved * GIB,
         "memory_allocated": allocated * GIB,
         "get_per_process_memory_fraction": fraction,
-        "Stream": None,
     }
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "Stream", lambda _: None)
+    device = AcceleratorDevice(torch.device("cuda", 0), CudaHostSide(torch.device("cuda", 0)))
     assert device.room() == pytest.approx([each * GIB for each in expected], abs=1)
     assert device.free_bytes() == sum(device.room())
 
