@@ -41,7 +41,7 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     if name not in ("auto", "cpu", found):
         if not _is_type(name):
             known = "" if found in (None, "cuda") else f", {found}"
-            raise ConfigError(f"there is no device {name!r}: expected auto, cpu, cuda{known}")
+            raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}")
         raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
     if found is None:
         return torch.device("cpu")
@@ -50,8 +50,7 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     if count > 1 and current_index() == 0:
         if local >= count:
             raise ConfigError(
-                f"LOCAL_RANK is {local}, but torch finds {count_of(count, f'{found.upper()} device')}; start one "
-                "process for each device"
+                f"LOCAL_RANK is {local}, but torch finds {count_of(count, 'device')}; start one process for each"
             )
         set_index(local)
     return torch.device(found, current_index())
