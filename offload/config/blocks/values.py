@@ -77,7 +77,7 @@ def _memory(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
-    """Returns the type of a device, as torch names it. Raises `ValueError` for an index: a launcher gives the device."""
+    """Returns the type of a device, as torch names it. Raises `ValueError` for an index: launchers choose it."""
     if isinstance(value, str) and not value.isidentifier():
         raise ValueError("should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu'")
     return value

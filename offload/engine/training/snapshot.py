@@ -67,7 +67,7 @@ def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if device.type != "cpu":
+    if device.type not in ("cpu", "meta"):
         states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
@@ -86,7 +86,7 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
 
         name, keys, *rest = json.loads(bytes(states["numpy"].numpy()))
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-    if device.type != "cpu" and device.type in states:
+    if device.type not in ("cpu", "meta") and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
