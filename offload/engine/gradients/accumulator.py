@@ -14,7 +14,7 @@ staging buffers. If the host can address device memory, all of this is one pass,
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +101,17 @@ class GradientAccumulator:
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
+
+    @uninterrupted
+    def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
+        """Copies the totals of `units` to the host, and returns their memory as `add_up_in` takes it.
+
+        Outside of a backward. Later gradients of these units are added on the host.
+        """
+        for unit in units:
+            self._send_totals(unit)
+        self._receive_all()
+        return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
@@ -384,12 +395,3 @@ class GradientAccumulator:
             self.downloads.close()
         if self.spill is not None:
             self.spill.close()
-
-
-def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
-    found = {0, len(part)}
-    for segment in layout.segments:
-        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-        found.update(start - part.start for start in range(first, last, CHUNK))
-    return sorted(found)
