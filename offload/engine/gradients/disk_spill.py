@@ -18,19 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from offload.aio.protocols import Future, wait_for_all
-from offload.layout.flat_layout import UnitLayout
-from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.store.spill_file import SpillFile
-
-
-def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
-    found = {0, len(part)}
-    for segment in layout.segments:
-        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-        found.update(start - part.start for start in range(first, last, CHUNK))
-    return sorted(found)
 
 
 def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
