@@ -234,7 +234,7 @@ MUTANTS = (
     Mutant(
         "keep ever more gradients on the device that are to leave it",
         "offload.engine.gradients.device_to_host",
-        "self._nbytes + source.nbytes > self._most",
+        "self._nbytes + sent.source.nbytes > self._most",
         "False",
         "tests/test_gradient_downloads.py",
     ),

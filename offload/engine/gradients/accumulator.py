@@ -104,10 +104,7 @@ class GradientAccumulator:
 
     @uninterrupted
     def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
-        """Copies the totals of `units` to the host, and returns their memory as `add_up_in` takes it.
-
-        Outside of a backward. Later gradients of these units are added on the host.
-        """
+        """Copies the totals of `units` to the host; returns their memory as `add_up_in` takes it. Not in a backward."""
         for unit in units:
             self._send_totals(unit)
         self._receive_all()
@@ -134,7 +131,9 @@ class GradientAccumulator:
         self._timeline.end_phase(Phase.BACKWARD)
 
     def _flush(self) -> None:
-        """Processes gradients that `add` has set aside; a process that trains alone sets none aside."""
+        """Processes gradients that were set aside: small ones, which are copied together."""
+        if self.downloads is not None:
+            self.downloads.flush()
 
     @property
     def pending_unit(self) -> int:
@@ -205,7 +204,9 @@ class GradientAccumulator:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        downloads.send(self._titles[unit], values, target, receive)
+        # Late small gradients of a unit that spills would fetch windows that were written already.
+        place = None if self._spills(unit) else (unit, segment, first)
+        downloads.collect(self._titles[unit], place, values, target, receive)
         # Recorded after the send, whose wait an error or a Ctrl-C may end. The receiving thread may be first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
