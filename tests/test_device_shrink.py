@@ -164,6 +164,34 @@ def test_a_forward_that_has_changed_something_is_not_repeated_but_the_next_one_f
     engine.destroy(remove=True)
 
 
+def test_with_several_ranks_a_forward_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold collectives of the user's, which the others would not repeat."""
+    made = engine, *_ = small(monkeypatch, tmp_path)
+    grown(made)
+    calls: list[str] = []
+
+    def forward() -> None:
+        calls.append("")
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine._core.device_budget.run(forward, (), alone=False)
+    assert len(calls) == 1
+    engine.destroy(remove=True)
+
+
+def test_what_other_ranks_count_on_stays_until_weights_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do not ask any more once all ranks have all units, so they would not gather one that is missing."""
+    made = engine, device, _ = small(monkeypatch, tmp_path)
+    at_first = engine.device_memory
+    grown(made)
+    engine._core.components.pager._all_have_all = True
+    assert engine.empty_partition_cache() == 0 and engine.device_memory > at_first
+    train_step(engine, JOB, 1)
+    assert engine.device_memory == device.arena == at_first
+    engine.destroy(remove=True)
+
+
 # -- a backward, and what the engine does not see ---------------------------------------------------------
 
 

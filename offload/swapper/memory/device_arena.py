@@ -77,7 +77,8 @@ class DeviceArena:
             return 0
         inside = [event for first, _, event in self._readers if first >= start]
         self._readers = [reader for reader in self._readers if reader[0] < start]
-        self.blocks.pop()
+        # A new list, since the update worker looks for its states' views in the old one without the pager's lock.
+        self.blocks = self.blocks[:-1]
         self.nbytes -= nbytes
         for event in inside:
             event.wait()
