@@ -7,7 +7,7 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
-#include <vector>
+
 
 #define __device__
 #define __forceinline__ inline
@@ -23,7 +23,7 @@ constexpr unsigned kWarp = 32;
 
 struct Thread {
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(64 * 1024);
+    char stack[64 * 1024];
     bool there = false, waits = false;
     unsigned index = 0, mask = 0, source = 0;
     double value = 0;
@@ -31,7 +31,7 @@ struct Thread {
 
 struct Warp {
     ucontext_t scheduler;
-    std::vector<Thread> threads = std::vector<Thread>(kWarp);
+    Thread threads[kWarp];
     void (*body)(void*) = nullptr;
     void* arguments = nullptr;
     unsigned running = 0;
@@ -91,8 +91,8 @@ inline bool run_warp(unsigned first) {
         thread.waits = false;
         thread.index = first + lane;
         getcontext(&thread.context);
-        thread.context.uc_stack.ss_sp = thread.stack.data();
-        thread.context.uc_stack.ss_size = thread.stack.size();
+        thread.context.uc_stack.ss_sp = thread.stack;
+        thread.context.uc_stack.ss_size = sizeof thread.stack;
         thread.context.uc_link = &warp.scheduler;
         makecontext(&thread.context, run_thread, 0);
     }

@@ -161,9 +161,62 @@ MUTANTS = (
     ),
     Mutant(
         "let NVRTC fuse products and sums",
-        "offload.kernels.cuda",
+        "offload.kernels.cuda.kernels",
         '"--fmad=false"',
         '"--fmad=true"',
         "tests/test_kernels_nvrtc.py",
+    ),
+    Mutant(
+        "launch every kernel on CUDA's default stream",
+        "offload.kernels.cuda.driver",
+        "threads, 1, 1, 0, stream, arguments",
+        "threads, 1, 1, 0, 0, arguments",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "let ctypes pass streams and handles as C ints",
+        "offload.kernels.cuda.driver",
+        "*(c_uint,) * 7, c_void_p, _HANDLE, _HANDLE",
+        "*(c_uint,) * 7, c_uint, _HANDLE, _HANDLE",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "leave the step of the segment before to a segment",
+        "offload.kernels.cuda.kernels",
+        "if step != packed:",
+        "if packed is None:",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "load a compiled kernel that is damaged",
+        "offload.kernels.cuda.compiled",
+        "return image if whole else None",
+        "return image",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "take the kernels that another NVRTC has compiled",
+        "offload.kernels.cuda.compiled",
+        "json.dumps([version, source, *options])",
+        "json.dumps([source, *options])",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "leave a context on the thread where a launch fails",
+        "offload.kernels.cuda.driver",
+        """        try:
+            yield
+        finally:
+            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))""",
+        """        yield
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))""",
+        "tests/test_cuda_launch.py",
+    ),
+    Mutant(
+        "trust a trial of the GPU's kernels whatever its sum",
+        "offload.kernels.cuda.operations",
+        "return None if squares == 9.0 else",
+        "return None if squares >= 0.0 else",
+        "tests/test_cuda_launch.py",
     ),
 )

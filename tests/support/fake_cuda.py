@@ -55,13 +55,13 @@ class FakeCuda:
 
 @cache
 def fake_cuda() -> FakeCuda:
-    """The two libraries, under the names of the real ones."""
+    """The two libraries, of a CUDA 99, so that they are never taken for real ones."""
     assert COMPILER is not None
     folder = Path(tempfile.mkdtemp(prefix="fake-cuda-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    found = FakeCuda(libcuda=folder / "libcuda.so.1", libnvrtc=folder / "libnvrtc.so.99")
+    found = FakeCuda(libcuda=folder / "libcuda.so.99", libnvrtc=folder / "libnvrtc.so.99")
     defines = f'-DCOMPILER="{COMPILER}"', f'-DHEADER="{SOURCES / "emulated.h"}"'
     for source, library in (("libcuda.cpp", found.libcuda), ("libnvrtc.cpp", found.libnvrtc)):
-        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", *defines]
-        subprocess.run([COMPILER, *flags, str(SOURCES / source), "-o", str(library), "-ldl"], check=True)
+        flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+        subprocess.run([COMPILER, *flags, *defines, str(SOURCES / source), "-o", str(library), "-ldl"], check=True)
     return found

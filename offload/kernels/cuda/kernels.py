@@ -146,8 +146,8 @@ class Kernels:
         numel = values.numel()
         chunk = max(min(chunk, numel), 1)
         chunks, of_chunk = -(-numel // chunk), -(-chunk // BLOCK)
-        sums = torch.empty(chunks * of_chunk, dtype=torch.float64, device=values.device)
-        totals = torch.empty(chunks, dtype=torch.float64, device=values.device)
+        sums = values.new_empty(chunks * of_chunk, dtype=torch.float64)
+        totals = values.new_empty(chunks, dtype=torch.float64)
         if numel:
             grad = GRADS[values.dtype]
             kernels = self._kernel("block_sums", 0, grad), self._kernel("chunk_sums", 0, grad)

@@ -82,7 +82,9 @@ def sum_squares(values: torch.Tensor, chunk: int) -> torch.Tensor:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Returns the reason why these kernels cannot run on a CUDA device, or None if a trial run succeeds."""
+    """Returns the reason why these kernels cannot run on a device, or None if a trial run succeeds."""
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type}"
     try:
         # Waits for the device once, at the start: a kernel that fails does so after its launch.
         squares = sum_squares(torch.full((1,), 3.0, device=device), BLOCK).item()

@@ -16,6 +16,7 @@
 #define BLOCK 4096  // elements of which the squares are added lane by lane
 #define LANES 16
 #define WARP 32
+#define AT_ONCE 8
 
 // 16 threads for each block of each chunk of `chunk` elements: sums, (chunks * blocks of a chunk,).
 extern "C" __global__ void block_sums(const Grad* __restrict__ values, double* __restrict__ sums,
@@ -34,8 +35,20 @@ extern "C" __global__ void block_sums(const Grad* __restrict__ values, double* _
         unsigned long long stop = start + BLOCK < end_of_chunk ? start + BLOCK : end_of_chunk;
         if (stop > numel) stop = numel;
         double sum = 0.0;
-#pragma unroll 8
-        for (unsigned long long i = start + lane; i < stop; i += LANES) {
+        unsigned long long i = start + lane;
+        // Reads come before the additions that need them, so that each thread has several under way.
+#pragma unroll 1
+        for (; i + (AT_ONCE - 1) * LANES < stop; i += AT_ONCE * LANES) {
+            Grad read[AT_ONCE];
+#pragma unroll
+            for (int row = 0; row < AT_ONCE; ++row) read[row] = values[i + row * LANES];
+#pragma unroll
+            for (int row = 0; row < AT_ONCE; ++row) {
+                const double value = wide(read[row]);
+                sum = __fma_rn(value, value, sum);
+            }
+        }
+        for (; i < stop; i += LANES) {
             const double value = wide(values[i]);
             sum = __fma_rn(value, value, sum);
         }
