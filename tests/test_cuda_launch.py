@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import shutil
+import struct
 import sys
 import threading
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Partition, Segment, cuda
 from offload.kernels.cuda import compiled, driver, nvrtc, operations
 from offload.kernels.cuda import kernels as launches
-from offload.kernels.cuda.driver import ADDRESS, FLOAT, INT, Arguments
+from offload.kernels.cuda.driver import ADDRESS, FLOAT, INT, Arguments, Signature
 from tests.support.fake_cuda import COMPILER, FakeCuda, fake_cuda
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -89,6 +90,12 @@ def test_sums_have_16_threads_for_each_block_and_a_warp_for_each_chunk(fake: Fak
     assert fake.launches() == [(2, 256, STREAM), (2, 256, STREAM)]
 
 
+def test_sums_of_one_block_need_no_second_launch(fake: FakeCuda) -> None:
+    values = torch.randn(4096)
+    assert torch.equal(fake.kernels().sum_squares(values, CHUNK, STREAM), squares(values))
+    assert fake.launches() == [(1, 256, STREAM)]
+
+
 def test_of_no_elements_nothing_is_launched(fake: FakeCuda) -> None:
     assert fake.kernels().sum_squares(torch.zeros(0), CHUNK, STREAM).shape == (0,)
     fake.kernels().update(partition(8), [Segment(4, 4, STEP)], STREAM)
@@ -139,16 +146,15 @@ def test_threads_that_launch_at_once_do_not_mix_their_arguments(fake: FakeCuda) 
 
 
 def test_arguments_lie_in_memory_as_the_kernel_declares_them() -> None:
-    arguments = Arguments((ADDRESS, FLOAT, INT))
-    arguments.set(0, (0xFEDC_BA98_7654_3210, 0.1, -3))
+    arguments = Arguments(Signature(ADDRESS, FLOAT, INT))
+    arguments.set(0xFEDC_BA98_7654_3210, 0.1, -3)
     at = [pointer for pointer in arguments.pointers if pointer is not None]
     assert ctypes.c_uint64.from_address(at[0]).value == 0xFEDC_BA98_7654_3210
     assert ctypes.c_float.from_address(at[1]).value == torch.tensor(0.1).item()
     assert ctypes.c_int32.from_address(at[2]).value == -3
-    with pytest.raises(TypeError):
-        arguments.set(2, (1.5,))
-    with pytest.raises(ValueError, match="argument"):
-        arguments.set(2, (1, 2))
+    for wrong in ((1, 0.5, 1.5), (-1, 0.5, 1), (1, 0.5, 1 << 31), (1, 0.5)):
+        with pytest.raises(struct.error):
+            arguments.set(*wrong)
 
 
 # ---------------------------------------------------------------- errors
@@ -190,9 +196,13 @@ def test_a_shuffle_that_would_hang_or_read_anything_is_found(fake: FakeCuda, mas
     }}"""
     image = fake.compiler().compile("wrong", source, ["--gpu-architecture=sm_90"])
     context = driver.load(str(fake.libcuda)).primary_context(0)
-    function, arguments, out = context.load(image).function("wrong"), Arguments((ADDRESS,)), torch.zeros(1).double()
-    arguments.set(0, (out.data_ptr(),))
-    with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"), context.current():
+    function, arguments, out = (
+        context.load(image).function("wrong"),
+        Arguments(Signature(ADDRESS)),
+        torch.zeros(1).double(),
+    )
+    arguments.set(out.data_ptr())
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_LAUNCH_FAILED"), context:
         function.launch(blocks=1, threads=32, stream=0, arguments=arguments)
 
 
@@ -291,12 +301,16 @@ def test_both_kinds_of_programs_run(fake: FakeCuda, empty_cache: Path) -> None:
 def test_nvrtc_is_found_in_the_packages_that_torch_brings(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """CUDA 13 has one folder for all of its packages; up to 12 each package has its own."""
+    """CUDA 13 has one folder for all of its packages; up to 12 each package has its own; some wheels contain it."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    for major, folder in (("98", "cuda_nvrtc/lib"), ("97", "cu97/lib")):
-        with pytest.raises(ConfigError, match=f"need libnvrtc.so.{major}, .*pip install 'nvidia-cuda-nvrtc>={major},<"):
+    assert torch.__spec__ is not None
+    monkeypatch.setattr(torch.__spec__, "submodule_search_locations", [str(tmp_path / "torch")])
+    for major, folder in (("98", "nvidia/cuda_nvrtc/lib"), ("97", "nvidia/cu97/lib"), ("96", "torch/lib")):
+        with pytest.raises(
+            ConfigError, match=rf"need libnvrtc\.so\.{major}, .*pip install 'nvidia-cuda-nvrtc>={major},<"
+        ):
             nvrtc.load(f"{major}.4")
-        place = tmp_path / "nvidia" / folder
+        place = tmp_path / folder
         place.mkdir(parents=True)
         shutil.copy(fake.libnvrtc, place / f"libnvrtc.so.{major}")
         assert nvrtc.load(f"{major}.4").version == "99.1"
@@ -341,7 +355,9 @@ def second_gpu(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
     monkeypatch.setattr(torch.cuda, "get_device_capability", {1: (9, 0)}.__getitem__)
     monkeypatch.setattr(torch.version, "cuda", "99.1")
     monkeypatch.setattr(operations.driver, "load", lambda: load(str(fake.libcuda)))
-    monkeypatch.setattr(torch, "full", lambda shape, value, device: torch.tensor([value]).as_subclass(OnCuda))
+    monkeypatch.setattr(
+        torch, "full", lambda shape, value, device: torch.tensor([value]).repeat(shape).as_subclass(OnCuda)
+    )
     fake.compiler()
     operations._kernels.cache_clear()
     yield fake
@@ -358,7 +374,7 @@ def test_an_update_of_torchs_tensors_goes_to_torchs_current_stream(second_gpu: F
 
 def test_a_trial_that_succeeds_gives_no_reason(second_gpu: FakeCuda) -> None:
     assert cuda.why_not(torch.device("cuda", 1)) is None
-    assert len(second_gpu.launches()) == 2
+    assert len(second_gpu.launches()) == 2  # both kernels
 
 
 def test_a_trial_that_fails_gives_its_reason(second_gpu: FakeCuda) -> None:
@@ -370,7 +386,7 @@ def test_a_trial_with_a_wrong_sum_gives_that_as_the_reason(
     second_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(operations, "sum_squares", lambda values, chunk: torch.zeros(1))
-    assert cuda.why_not(torch.device("cuda", 1)) == "a trial of the kernels gave 0.0 in place of 9.0"
+    assert cuda.why_not(torch.device("cuda", 1)) == "a trial of the kernels gave 0.0 in place of 36873.0"
 
 
 def test_rocm_has_no_kernels_and_says_so(second_gpu: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
-// The part of CUDA C++ that the kernels use, for a C++ compiler: a grid is a loop over warps, and the
-// threads of a warp are contexts that run one after the other, each up to its next shuffle.
+// The part of CUDA C++ that the kernels use, for a C++ compiler: a grid is a loop over warps, and
+// the threads of a warp are contexts that run one after the other, each up to its next shuffle.
 #pragma once
 
 #include <ucontext.h>
@@ -7,7 +7,6 @@
 #include <cmath>
 #include <cstring>
 #include <utility>
-
 
 #define __device__
 #define __forceinline__ inline
@@ -61,8 +60,9 @@ inline void resume(unsigned lane) {
     swapcontext(&warp.scheduler, &thread.context);
 }
 
-// Exchanges the values of all that wait. Returns false where a thread of a mask is not at this shuffle,
-// or where a value is taken from a thread outside of the mask: a GPU would hang, or take any value.
+// Exchanges the values of all that wait. Returns false where a thread of a mask is not at this
+// shuffle, or where a value is taken from a thread outside of the mask: a GPU would hang, or take
+// any value.
 inline bool exchange() {
     double taken[kWarp] = {};
     for (unsigned lane = 0; lane < kWarp; ++lane) {
@@ -71,7 +71,8 @@ inline bool exchange() {
         if (!(thread.mask >> lane & 1) || !(thread.mask >> thread.source & 1)) return false;
         for (unsigned other = 0; other < kWarp; ++other) {
             const Thread& peer = warp.threads[other];
-            if ((thread.mask >> other & 1) && !(peer.waits && peer.mask == thread.mask)) return false;
+            if ((thread.mask >> other & 1) && !(peer.waits && peer.mask == thread.mask))
+                return false;
         }
         taken[lane] = warp.threads[thread.source].value;
     }

@@ -1,6 +1,6 @@
-// A libcuda that runs what libnvrtc.cpp compiles, at once and on the CPU, and records all calls. It refuses
-// what the driver refuses: calls before cuInit, launches without a current context, images that it does
-// not know.
+// A libcuda that runs what libnvrtc.cpp compiles, at once and on the CPU, and records all calls. It
+// refuses what the driver refuses: calls before cuInit, launches without a current context, images
+// that it does not know.
 #include <dlfcn.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -103,7 +103,8 @@ int cuModuleLoadData(void** module, const char* image) {
     std::memcpy(&size, image + 8, 8);
     // A file in memory that is never closed, so that each program has a path of its own.
     const int file = memfd_create("kernel", MFD_CLOEXEC);
-    if (file < 0 || write(file, image + 16, size) != static_cast<ssize_t>(size)) return kInvalidImage;
+    if (file < 0 || write(file, image + 16, size) != static_cast<ssize_t>(size))
+        return kInvalidImage;
     *module = dlopen(("/proc/self/fd/" + std::to_string(file)).c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!*module) return kInvalidImage;
     return record("cuModuleLoadData", " %s", machine ? "cubin" : "PTX");
@@ -112,15 +113,18 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
     *function = dlsym(module, ("run_" + std::string(name)).c_str());
     return *function ? record("cuModuleGetFunction", " %s", name) : kNotFound;
 }
-int cuLaunchKernel(void* function, unsigned blocks, unsigned y, unsigned z, unsigned threads, unsigned thread_y,
-                   unsigned thread_z, unsigned shared, void* stream, void** arguments, void** extra) {
+int cuLaunchKernel(void* function, unsigned blocks, unsigned y, unsigned z, unsigned threads,
+                   unsigned thread_y, unsigned thread_z, unsigned shared, void* stream,
+                   void** arguments, void** extra) {
     if (stack.empty()) return kInvalidContext;
-    if (!blocks || !threads || threads > 1024 || y != 1 || z != 1 || thread_y != 1 || thread_z != 1) {
+    if (!blocks || !threads || threads > 1024 || y != 1 || z != 1 || thread_y != 1 ||
+        thread_z != 1) {
         return kInvalidValue;
     }
     if (shared || extra) return kInvalidValue;
-    const int result = record("cuLaunchKernel", " %u %u %llx", blocks, threads,
-                              static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(stream)));
+    const int result =
+        record("cuLaunchKernel", " %u %u %llx", blocks, threads,
+               static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(stream)));
     if (result) return result;
     const std::lock_guard<std::mutex> lock(mutex);
     return reinterpret_cast<Run>(function)(blocks, threads, arguments) ? 0 : kLaunchFailed;

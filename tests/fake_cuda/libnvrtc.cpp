@@ -1,5 +1,5 @@
-// A libnvrtc that compiles kernels to C++: what it gives as machine code is a shared library behind 16
-// bytes, which libcuda.cpp loads. COMPILER and HEADER come from the build.
+// A libnvrtc that compiles kernels to C++: what it gives as machine code is a shared library behind
+// 16 bytes, which libcuda.cpp loads. COMPILER and HEADER come from the build.
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -60,8 +60,8 @@ const char* nvrtcGetErrorString(int result) {
     return result == 6 ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR_INVALID_INPUT";
 }
 
-int nvrtcCreateProgram(Program** program, const char* source, const char*, int headers, const char* const*,
-                       const char* const*) {
+int nvrtcCreateProgram(Program** program, const char* source, const char*, int headers,
+                       const char* const*, const char* const*) {
     if (headers != 0) return 3;
     *program = new Program{source, "", ""};
     return 0;
@@ -95,9 +95,10 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
                  << "    return emulated::run(" << name << ", blocks, threads, arguments);\n}\n";
         }
     }
-    const std::string command = COMPILER " -std=c++17 -O1 -shared -fPIC -Wno-unknown-pragmas -ffp-contract=" +
-                                std::string(fused ? "fast" : "off") + defines + " " + base +
-                                "/kernel.cpp -o " + base + "/kernel.so 2> " + base + "/log";
+    const std::string command =
+        COMPILER " -std=c++17 -O1 -shared -fPIC -Wno-unknown-pragmas -ffp-contract=" +
+        std::string(fused ? "fast" : "off") + defines + " " + base + "/kernel.cpp -o " + base +
+        "/kernel.so 2> " + base + "/log";
     const int failed = std::system(command.c_str());
     program->log = content(base + "/log");
     const std::string library = failed ? "" : content(base + "/kernel.so");
@@ -108,13 +109,19 @@ int nvrtcCompileProgram(Program* program, int count, const char* const* options)
     return failed ? 6 : 0;
 }
 
-int nvrtcGetProgramLogSize(Program* program, std::size_t* size) { return *size = program->log.size() + 1, 0; }
-int nvrtcGetProgramLog(Program* program, char* log) { return std::strcpy(log, program->log.c_str()), 0; }
+int nvrtcGetProgramLogSize(Program* program, std::size_t* size) {
+    return *size = program->log.size() + 1, 0;
+}
+int nvrtcGetProgramLog(Program* program, char* log) {
+    return std::strcpy(log, program->log.c_str()), 0;
+}
 int nvrtcGetCUBINSize(Program* program, std::size_t* size) {
     return *size = program->image.rfind("fakecubn", 0) == 0 ? program->image.size() : 0, 0;
 }
 int nvrtcGetCUBIN(Program* program, char* image) { return copy(program->image, image); }
-int nvrtcGetPTXSize(Program* program, std::size_t* size) { return *size = program->image.size(), 0; }
+int nvrtcGetPTXSize(Program* program, std::size_t* size) {
+    return *size = program->image.size(), 0;
+}
 int nvrtcGetPTX(Program* program, char* image) { return copy(program->image, image); }
 
 }  // extern "C"

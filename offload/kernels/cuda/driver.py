@@ -7,17 +7,13 @@ context, so kernels that are loaded into it take both as they are.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import struct
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
-from typing import TypeAlias
 
 from offload.errors import ConfigError
 
-ADDRESS, COUNT, FLOAT, INT = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_float, ctypes.c_int32
-"""Types of arguments: a pointer, an unsigned long long, a float and an int of CUDA C++."""
-
-_Scalar: TypeAlias = ctypes.c_uint64 | ctypes.c_float | ctypes.c_int32
+ADDRESS, COUNT, FLOAT, INT = "Q", "Q", "f4x", "i4x"
+"""Types of arguments, as `struct` packs each into 8 bytes: pointer, unsigned long long, float and int of CUDA C++."""
 
 _HANDLE = POINTER(c_void_p)
 # Every type is declared: ctypes would pass a plain number as a C int, and handles and streams have 64 bits.
@@ -35,29 +31,33 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 }
 
 
+class Signature:
+    """Types of a kernel's arguments."""
+
+    def __init__(self, *kinds: str) -> None:
+        """Takes the type of each argument, as the kernel declares them."""
+        self.layout, self.count = struct.Struct("=" + "".join(kinds)), len(kinds)
+
+
 class Arguments:
     """Arguments of a kernel in memory, with their addresses in the array that a launch takes.
 
     CUDA copies the arguments during the launch, so they may be set anew as soon as it returns.
     """
 
-    def __init__(self, kinds: Sequence[type[_Scalar]]) -> None:
-        """Allocates memory.
+    def __init__(self, signature: Signature) -> None:
+        """Allocates memory."""
+        self._layout, self._memory = signature.layout, ctypes.create_string_buffer(signature.layout.size)
+        first = ctypes.addressof(self._memory)
+        self.pointers = (c_void_p * signature.count)(*range(first, first + signature.layout.size, 8))
 
-        Args:
-            kinds: the type of each argument, as the kernel declares them.
-        """
-        self._values = [kind() for kind in kinds]
-        self.pointers = (c_void_p * len(kinds))(*map(ctypes.addressof, self._values))
-
-    def set(self, first: int, values: Sequence[float]) -> None:
-        """Sets the arguments from number `first` on.
+    def set(self, *values: float) -> None:
+        """Sets all arguments; a float is rounded to fp32.
 
         Raises:
-            TypeError: a value that is no number of the argument's type.
+            struct.error: a value is no number of its argument's type, or their count is wrong.
         """
-        for place, value in zip(self._values[first : first + len(values)], values, strict=True):
-            place.value = value
+        self._layout.pack_into(self._memory, 0, *values)
 
 
 class Driver:
@@ -106,23 +106,20 @@ class Driver:
 
 
 class Context:
-    """A context of one device."""
+    """A context of one device. `with` makes it current on the calling thread.
+
+    A thread of torch's autograd, or of ours, may have no current context: torch sets a device only where the thread's
+    number of it differs.
+    """
 
     def __init__(self, driver: Driver, handle: c_void_p) -> None:
         self._driver, self._handle = driver, handle
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Makes the context current on the calling thread.
-
-        A thread of torch's autograd, or of ours, may have no current context: torch sets a device only where the
-        thread's number of it differs.
-        """
+    def __enter__(self) -> None:
         self._driver.call("cuCtxPushCurrent_v2", self._handle)
-        try:
-            yield
-        finally:
-            self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
+
+    def __exit__(self, *_: object) -> None:
+        self._driver.call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def load(self, image: bytes) -> Module:
         """Loads a program, which stays loaded.
@@ -134,7 +131,7 @@ class Context:
             RuntimeError: the driver refuses.
         """
         handle = c_void_p()
-        with self.current():
+        with self:
             self._driver.call("cuModuleLoadData", byref(handle), image)
         return Module(self, self._driver, handle)
 
@@ -152,7 +149,7 @@ class Module:
             RuntimeError: the program has no such kernel.
         """
         handle = c_void_p()
-        with self._context.current():
+        with self._context:
             self._driver.call("cuModuleGetFunction", byref(handle), self._handle, name.encode())
         return Function(self._driver, handle)
 

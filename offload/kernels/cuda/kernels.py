@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from offload.kernels.cuda.compiled import machine_code
-from offload.kernels.cuda.driver import ADDRESS, COUNT, FLOAT, INT, Arguments, Context, Function, Module
+from offload.kernels.cuda.driver import ADDRESS, COUNT, FLOAT, INT, Arguments, Context, Function, Module, Signature
 from offload.kernels.cuda.nvrtc import Compiler, target
 from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition
@@ -26,8 +26,8 @@ _THREADS, _MOST_BLOCKS = 256, 1 << 16
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
 """The program of each kernel."""
-_ADAMW = (*(ADDRESS,) * 5, COUNT, *(FLOAT,) * 9, *(INT,) * 2)
-_SUMS = (ADDRESS, ADDRESS, COUNT, COUNT)
+_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(FLOAT,) * 9, *(INT,) * 2)
+_SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,17 +122,17 @@ class Kernels:
         beside = partition.residual if partition.residual is not None else partition.master
         arrays = (partition.weight, beside, *partition.moments, partition.grad)
         places = [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in arrays]
-        # Packed once: segments differ in their range, and seldom in their step.
-        arguments, packed = Arguments(_ADAMW), None
-        with self._context.current():
+        # Segments differ in their range, and seldom in their step.
+        arguments, known = Arguments(_ADAMW), None
+        with self._context:
             for start, stop, step in segments:
                 if start == stop:
                     continue
                 assert isinstance(step, AdamWStep)
-                if step != packed:
-                    scalars, packed = Scalars.of(step), step
-                    arguments.set(6, (*scalars.numbers, *scalars.choices))
-                arguments.set(0, (*(address + start * size for address, size in places), stop - start))
+                if step != known:
+                    scalars, known = Scalars.of(step), step
+                    numbers = (*scalars.numbers, *scalars.choices)
+                arguments.set(*(address + start * size for address, size in places), stop - start, *numbers)
                 kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
@@ -147,20 +147,20 @@ class Kernels:
         chunk = max(min(chunk, numel), 1)
         chunks, of_chunk = -(-numel // chunk), -(-chunk // BLOCK)
         sums = values.new_empty(chunks * of_chunk, dtype=torch.float64)
+        if not numel:
+            return sums
+        grad, arguments = GRADS[values.dtype], Arguments(_SUMS)
+        kernel = self._kernel("block_sums", 0, grad)
+        arguments.set(values.data_ptr(), sums.data_ptr(), numel, chunk)
+        with self._context:
+            kernel.launch(blocks=_blocks(len(sums) * _LANES), threads=_THREADS, stream=stream, arguments=arguments)
+        if of_chunk == 1:
+            return sums  # as of a bias: the sum of a chunk's only block is that of the chunk
         totals = values.new_empty(chunks, dtype=torch.float64)
-        if numel:
-            grad = GRADS[values.dtype]
-            kernels = self._kernel("block_sums", 0, grad), self._kernel("chunk_sums", 0, grad)
-            lists = (
-                (values.data_ptr(), sums.data_ptr(), numel, chunk),
-                (sums.data_ptr(), totals.data_ptr(), chunks, of_chunk),
-            )
-            # Two launches: sums of blocks, then of chunks.
-            with self._context.current():
-                for kernel, given, threads in zip(kernels, lists, (len(sums) * _LANES, chunks * _WARP), strict=True):
-                    arguments = Arguments(_SUMS)
-                    arguments.set(0, given)
-                    kernel.launch(blocks=_blocks(threads), threads=_THREADS, stream=stream, arguments=arguments)
+        kernel = self._kernel("chunk_sums", 0, grad)
+        arguments.set(sums.data_ptr(), totals.data_ptr(), chunks, of_chunk)
+        with self._context:
+            kernel.launch(blocks=_blocks(chunks * _WARP), threads=_THREADS, stream=stream, arguments=arguments)
         # `sums` is freed on return. torch's allocator reuses the memory on this stream alone, after the second kernel.
         return totals
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from offload.errors import ConfigError
 
-_FOLDERS = ("cuda_nvrtc/lib", "cu{major}/lib")
-"""Folders of the library below the packages of NVIDIA: up to CUDA 12, and from CUDA 13."""
+_FOLDERS = (("nvidia", "cuda_nvrtc/lib"), ("nvidia", "cu{major}/lib"), ("torch", "lib"))
+"""Packages and the folder of the library in each: up to CUDA 12, from CUDA 13, in wheels of torch that contain it."""
 
 _TEXT, _SIZE = c_char_p, POINTER(c_size_t)
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -152,8 +152,10 @@ def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
 
 
 def _packaged(major: str, name: str) -> list[str]:
-    """Returns the paths of the library in the packages of NVIDIA, from which torch's wheels load it too."""
-    spec = importlib.util.find_spec("nvidia")
-    roots = [] if spec is None else spec.submodule_search_locations or []
-    paths = (Path(root, folder.format(major=major), name) for root in roots for folder in _FOLDERS)
-    return [str(path) for path in paths if path.is_file()]
+    """Returns the paths of the library in the packages from which torch's wheels load it too."""
+    found = []
+    for package, folder in _FOLDERS:
+        spec = importlib.util.find_spec(package)
+        roots = [] if spec is None else spec.submodule_search_locations or []
+        found += [Path(root, folder.format(major=major), name) for root in roots]
+    return [str(path) for path in found if path.is_file()]
