@@ -9,9 +9,10 @@
 //
 // What is computed: a conversion and a fused multiply-add in double for each element. A square of a float
 // is exact in double, so the fused operation rounds as product and sum do one after the other. Where
-// double runs at 1/64 of float's rate, this bounds the time, not the memory: with 41.3 T fma/s in float, as
-// NVIDIA says of a 4090, 645 G operations/s, 323 G elements/s or 645 GB/s of 16-bit gradients, of the
-// 1008 GB/s that its memory has. Arithmetic, not measured on a GPU.
+// double runs at 1/64 of float's rate, this bounds the time, not the memory: a 4090 does 41.3 T fused
+// operations/s in float (NVIDIA's figure), so 645 G in double, so 323 G elements/s if a conversion costs as
+// much as an operation: 645 GB/s of 16-bit gradients, where its memory has 1008. Arithmetic: not measured
+// on a GPU.
 
 #define BLOCK 4096  // elements of which the squares are added lane by lane
 #define LANES 16
