@@ -96,7 +96,9 @@ def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dty
         same(mine, theirs)
 
 
+# The last ones have chunks of more than 32 blocks, which a warp reads at a time.
 SIZES = [(1, 4096), (15, 4096), (4096, 4096), (4097, 4096), (100_003, 8192), (100_003, 1000), (30_000, 30_000)]
+SIZES += [(33 * 4096, 1 << 22), (600_001, 300_000)]
 
 
 def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -121,8 +123,8 @@ def test_its_sums_of_squares_are_those_of_the_cpu(cpp: Kernels, numel: int, chun
 @needs_compiler
 @settings(deadline=None, max_examples=examples(150), derandomize=True)
 @given(
-    numel=st.one_of(st.integers(0, 300), st.integers(0, 40_000)),
-    chunk=st.one_of(st.integers(1, 64), st.integers(65, 50_000)),
+    numel=st.one_of(st.integers(0, 300), st.integers(0, 40_000), st.integers(130_000, 400_000)),
+    chunk=st.one_of(st.integers(1, 64), st.integers(65, 50_000), st.integers(130_000, 400_000)),
     dtype=st.sampled_from(list(GRADS)),
 )
 def test_sums_of_any_length_in_any_chunks_have_the_bits_of_the_cpu(numel: int, chunk: int, dtype: torch.dtype) -> None:
