@@ -90,7 +90,7 @@ def test_random_lateness_changes_no_bit(
 def test_where_the_device_sums_no_squares_the_host_does(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU without CuPy; all that is sent then goes through staging buffers."""
+    """As on a GPU without kernels of ours; all that is sent then goes through staging buffers."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
     make = assembly._downloads

@@ -7,8 +7,8 @@ A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`
 the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
 memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
 arrive are summed on the device before the copy; those of a host sum, on the host. So the norm reads no gradient again,
-and its bits are the same everywhere. On a GPU without CuPy the host sums all squares, and all gradients pass through
-staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
+and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass
+through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
