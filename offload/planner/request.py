@@ -254,13 +254,13 @@ def ready(planned: Planned) -> dict[str, Any]:
     """Returns the plan's config with the planned budgets, so that a run of the config uses the planned memory.
 
     The device budget of a GPU is left out unless the config sets one: the first step measures the memory beside the
-    activations.
+    activations. Where GPU and CPU share a memory both budgets are written, since a run sees that memory as free twice.
     """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
     if planned.memory.host:
         block.setdefault("host_memory", format_exact(planned.memory.host))
-    if planned.hardware.on_cpu:
+    if planned.hardware.on_cpu or planned.hardware.unified:
         block.setdefault("device_memory", format_exact(planned.memory.device))
     content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
     content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
