@@ -6,7 +6,7 @@ import shutil
 from typing import Any, NamedTuple
 
 import offload
-from bench.gpu.work import Work
+from offload.bench.gpu.work import Work
 from offload.errors import BudgetError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
@@ -23,7 +23,7 @@ _PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 
 
 class Fitted(NamedTuple):
-    """What of a model a machine has room for."""
+    """The layers of a model that a machine has room for."""
 
     layers: int
     """0 where not even one fits."""
@@ -32,7 +32,7 @@ class Fitted(NamedTuple):
 
 
 def fit(work: Work, room: Room) -> Fitted:
-    """The config that holds most layers of the model: all in RAM, else over RAM and disk."""
+    """Returns the config that holds most layers of the model: all in RAM, else over RAM and disk."""
     with offload.init():
         model: Any = work.build()
     whole = int(model.config.num_hidden_layers)
@@ -54,14 +54,14 @@ def fit(work: Work, room: Room) -> Fitted:
 
 
 def room_of(work: Work) -> Room:
-    """What this machine has for it."""
+    """Returns the room of this machine."""
     device = open_device(work.device)
     disk = int(_DISK_SHARE * shutil.disk_usage(work.folder).free)
     return Room(int(_HOST_SHARE * free_host_memory()), device.free_bytes(), disk)
 
 
 def _settled(work: Work, room: Room) -> Memory | None:
-    """What goes where, None where it does not fit."""
+    """Returns the memory of a run, or None if it does not fit."""
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))

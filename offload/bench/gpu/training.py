@@ -13,8 +13,8 @@ from unittest import mock
 import torch
 
 import offload
-from bench.gpu.exposure import profiled
-from bench.gpu.work import Save, Work
+from offload.bench.gpu.exposure import profiled
+from offload.bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
 from offload.engine.setup import initialize
 from offload.swapper.memory.device import CudaDevice, Device, Event, open_device

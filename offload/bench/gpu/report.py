@@ -12,8 +12,8 @@ import psutil
 import torch
 
 import offload
-from bench.gpu.parts import PARTS, WAYS, figures_of
-from bench.gpu.work import PLACEMENTS
+from offload.bench.gpu.parts import PARTS, WAYS, figures_of
+from offload.bench.gpu.work import PLACEMENTS
 from offload import kernels
 from offload.sizes import GIB, format_size
 

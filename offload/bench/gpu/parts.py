@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu.work import PLACEMENTS
+from offload.bench.gpu.work import PLACEMENTS
 from offload.sizes import GIB
 
 
