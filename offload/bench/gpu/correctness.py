@@ -14,6 +14,8 @@ from offload.presets import require_transformers
 
 
 class _Tiny(NamedTuple):
+    """A small model and its accumulation."""
+
     config: str
     settings: dict[str, Any]
     accumulation: int
@@ -44,6 +46,8 @@ JOBS = tuple(f"{model} {dtype}" for model in _TINY for dtype in ("bf16", "fp32")
 
 
 class _Result(NamedTuple):
+    """The numbers of a training."""
+
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]

@@ -45,7 +45,7 @@ def deepspeed_steps(work: Work, save: Save) -> None:
 
 
 def theirs(work: Work) -> dict[str, Any]:
-    """Returns the config of cpu/cpu without keys that DeepSpeed does not know, and with pinned memory, its own option."""
+    """Returns the config of cpu/cpu without keys that DeepSpeed does not know, and with pinned memory."""
     settings = config_for("cpu/cpu", work, "bf16", work.accumulation)
     del settings["offload"]
     for key in ("offload_param", "offload_optimizer"):

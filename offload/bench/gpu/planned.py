@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 from typing import Any, NamedTuple
 
+import torch
+
 import offload
-from offload.bench.gpu.work import Work
-from offload.errors import BudgetError
+from offload.bench.gpu.work import StepSize, Work
+from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settings, settle
+from offload.planner.model_shape import from_name
+from offload.planner.timing import Load, activations
 from offload.sizes import format_size
 from offload.swapper.memory.device import open_device
 from offload.swapper.memory.limits import free_host_memory
@@ -20,6 +24,17 @@ _HOST_SHARE = 0.8
 _DISK_SHARE = 0.95
 _PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 """Of weights and states. What goes to a drive moves up again as far as there is RAM."""
+
+
+_GPU_SHARE = 0.9
+_OF_A_PARAMETER = 14
+"""Bytes on the device in none/none: weight and gradient in bf16, the low bits of the master, two moments in fp32."""
+_STEPS = (
+    StepSize(8, 4096),
+    *(StepSize(8, tokens, recompute=True) for tokens in (4096, 2048, 1024, 512)),
+    *(StepSize(sequences, 512, recompute=True) for sequences in (4, 2, 1)),
+)
+"""Steps to try, the largest first."""
 
 
 class Fitted(NamedTuple):
@@ -51,6 +66,26 @@ def fit(work: Work, room: Room) -> Fitted:
     takes = f"take {format_size(found.host)} of RAM and {format_size(found.stored + found.spilled)} of disk; {has}"
     what = "all" if least == whole else f"{least} of"
     return Fitted(least, _settings(work, room, found), f"{what} {whole} layers of {work.model} {takes}")
+
+
+def largest_step(model: str, memory: int) -> StepSize:
+    """Returns the largest step for which weights, states and activations of a model fit on a GPU; else the smallest.
+
+    Room for none/none decides, so that every placement has the same step.
+
+    Args:
+        model: a preset.
+        memory: bytes of the GPU.
+    """
+    for size in _STEPS:
+        try:
+            shape = from_name(model, size.seq_len, torch.bfloat16)
+        except ConfigError:  # longer than the model's positions
+            continue
+        beside = activations(shape, Load(size.batch_size, recompute=size.recompute))
+        if _OF_A_PARAMETER * shape.parameters + beside <= _GPU_SHARE * memory:
+            return size
+    return _STEPS[-1]
 
 
 def room_of(work: Work) -> Room:

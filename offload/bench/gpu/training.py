@@ -2,131 +2,63 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
-from unittest import mock
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 import offload
 from offload.bench.gpu.exposure import profiled
-from offload.bench.gpu.work import Save, Work
-from bench.measure import random_ids, resident
-from offload.engine.setup import initialize
-from offload.swapper.memory.device import CudaDevice, Device, Event, open_device
-from offload.swapper.memory.interruptible_lock import InterruptibleLock
+from offload.bench.gpu.work import Save, Work, peak_resident, random_ids
+from offload.kernels import cuda
 
-_T = TypeVar("_T")
 _WARM_UP = 2
 """Steps that do not count: the first only records the order of uses, the second is the first beside an update."""
 
 
-class _TimedCuda(CudaDevice):
-    """Records when compute begins and ends to wait for a copy; both events lie on the compute stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def wait_event(self, event: Event) -> None:
-        if event.done():
-            return
-        stream = torch.cuda.current_stream(self.torch)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        stream.record_event(before)
-        super().wait_event(event)
-        stream.record_event(after)
-        self.stalls.append((before, after))
-
-
 class Waits(NamedTuple):
-    """Seconds of one step in which the model stood still."""
+    """Seconds of one step in which the model stood still, as the engine itself measures them."""
 
-    copies: float
-    """The compute stream waited for uploads."""
     reads: float
     """A thread that runs the model waited for a read of weights."""
     updates: float
-    """It waited for an update, for memory that an update holds, or for the end of the step before."""
+    """It waited for an update."""
+    memory: float
+    """It waited for host memory, which an update holds."""
 
-
-class Watch:
-    """Finds where time goes, in engines that are initialized and run inside `watching`."""
-
-    def __init__(self) -> None:
-        self._devices: list[_TimedCuda] = []
-        self._seconds = {"wait": 0.0, "change": 0.0}
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """What waits without the pager's lock waits for a future (`wait`) or for a change (`change`)."""
-        plain = InterruptibleLock.without_lock
-
-        def timed(monitor: InterruptibleLock, act: Callable[[], _T]) -> _T:
-            name = getattr(act, "__name__", "")
-            if name not in self._seconds or threading.current_thread().name.startswith("offload-"):
-                return plain(monitor, act)
-            start = time.perf_counter()
-            try:
-                return plain(monitor, act)
-            finally:
-                self._seconds[name] += time.perf_counter() - start
-
-        with (
-            mock.patch.object(InterruptibleLock, "without_lock", timed),
-            mock.patch.object(initialize, "open_device", self._open, create=True),
-        ):
-            yield
-
-    def _open(self, device: torch.device) -> Device:
-        if device.type != "cuda":
-            return open_device(device)
-        self._devices.append(_TimedCuda(device))
-        return self._devices[-1]
-
-    def take(self) -> Waits:
-        """What was waited since the last call."""
-        stalled = 0.0
-        for device in self._devices:
-            stalls, device.stalls = device.stalls, []
-            for before, after in stalls:
-                after.synchronize()
-                stalled += before.elapsed_time(after) / 1e3
-        waits = Waits(stalled, self._seconds["wait"], self._seconds["change"])
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        return waits
+    @classmethod
+    def of(cls, measured: Mapping[str, float]) -> Waits:
+        """Returns the waits among the numbers of a step, by the names of docs/reference/metrics.md."""
+        return cls(*(measured.get(f"wait_for_{name}_seconds", 0.0) for name in ("reads", "updates", "memory")))
 
 
 def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
-    """Train the model of `work` by a config and time its steps, from one return of `step()` to the next."""
-    end, watch = time.monotonic() + work.seconds, Watch()
+    """Trains the model of `work` by a config and times its steps, from one return of `step()` to the next."""
+    end = time.monotonic() + work.seconds
     work.keep_limit()
     if work.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(work.device)
-    with watch.watching():
-        with offload.init(settings):
-            model = work.build()
-        shape: Any = model.config
-        ids = random_ids((work.batch_size, work.seq_len), shape.vocab_size)
-        engine = offload.initialize(model=model, config=settings)[0]
-        torch.manual_seed(0)  # for dropout: losses can be compared between placements
-        try:
-            _time_steps(work, engine, ids, watch, end, save)
-        finally:
-            engine.destroy(remove=True)
+    settings = settings | {"wall_clock_breakdown": True}  # so that the engine measures its waits
+    with offload.init(settings):
+        model = work.build()
+    shape: Any = model.config
+    ids = random_ids((work.batch_size, work.seq_len), shape.vocab_size)
+    engine = offload.initialize(model=model, config=settings)[0]
+    torch.manual_seed(0)  # for dropout: losses can be compared between placements
+    try:
+        _time_steps(work, engine, ids, end, save)
+    finally:
+        engine.destroy(remove=True)
 
 
-def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, watch: Watch, end: float, save: Save) -> None:
+def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: float, save: Save) -> None:
     losses = [step(engine, ids, work.accumulation) for _ in range(_WARM_UP)]
-    watch.take()
     before, waits, figures = engine.io_bytes(), list[Waits](), dict[str, Any]()
     for seconds, loss in timed(work, end, lambda: step(engine, ids, work.accumulation)):
         losses.append(loss)
-        waits.append(watch.take())
+        waits.append(Waits.of(engine.measured))
         after, moved = engine.io_bytes(), len(seconds) * engine.parameter_count
         figures = sizes(work, engine.parameter_count) | times(work, seconds, engine.parameter_count)
         figures |= _waited(waits) | {
@@ -135,6 +67,7 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, watch: Wa
             "host_memory": engine.host_memory,
             "device_memory": engine.device_memory,
             "notices": list(engine.notices),
+            "no_device_kernels": no_device_kernels(work.device),
             "losses": losses,
         }
         save(figures)
@@ -142,8 +75,16 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, watch: Wa
     save(figures | {"profiled": None if seen is None else seen._asdict()})
 
 
+def no_device_kernels(device: torch.device) -> str | None:
+    """Returns why the package's kernels do not run on a GPU, so that the host updates its weights; None if they do.
+
+    On a CPU the question has no meaning, and the answer is None too.
+    """
+    return cuda.why_not(device) if device.type == "cuda" else None
+
+
 def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[list[float], float]]:
-    """Call `act` as often as `work` says, less often where `end` is near: the seconds so far, and what it gave."""
+    """Calls `act` as often as `work` says, less often if `end` is near: the seconds so far, and its result."""
     seconds: list[float] = []
     # Beside the next two steps there must be time for the end of the last update, which destroy waits for.
     while len(seconds) < work.steps and (not seconds or time.monotonic() + 3 * statistics.median(seconds) < end):
@@ -154,7 +95,10 @@ def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[li
 
 
 def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
-    """One step on the same tokens; the loss of its last micro-batch. Waits for the device, as a loop that logs does."""
+    """Makes one step on the same tokens; returns the loss of its last micro-batch.
+
+    The call waits for the device, as a loop that logs does.
+    """
     for _ in range(accumulation):
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
@@ -163,7 +107,7 @@ def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
 
 
 def sizes(work: Work, parameters: int) -> dict[str, Any]:
-    """What was trained, and the memory that it took so far."""
+    """Returns the sizes of a part, and the memory that it took so far."""
     return {
         "model": work.model,
         "layers": work.layers,
@@ -171,17 +115,21 @@ def sizes(work: Work, parameters: int) -> dict[str, Any]:
         "tokens_per_step": work.tokens,
         "recompute": work.recompute,
         "limit": work.limit,
-        "peak_host_bytes": resident("VmHWM"),
+        "peak_host_bytes": peak_resident(),
         "peak_device_bytes": torch.cuda.max_memory_allocated(work.device) if work.device.type == "cuda" else None,
     }
 
 
 def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, Any]:
-    """Floating-point operations are 6 for each parameter and token, 8 with the forward that is computed again."""
+    """Returns the rates of steps.
+
+    Floating-point operations are 6 for each parameter and token, 8 with the forward that is computed again.
+    """
     tokens = work.tokens / statistics.median(seconds)
     return {
         "steps": len(seconds),
         "step_seconds": statistics.median(seconds),
+        "all_step_seconds": list(seconds),
         "tokens_per_second": tokens,
         "teraflops_6n": 6 * parameters * tokens / 1e12,
         "teraflops_8n": 8 * parameters * tokens / 1e12,
@@ -190,8 +138,7 @@ def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, An
 
 def _waited(waits: Sequence[Waits]) -> dict[str, Any]:
     return {
-        "exposed_copy_seconds": statistics.median(wait.copies for wait in waits),
-        "exposed_io_seconds": statistics.median(wait.reads + wait.updates for wait in waits),
+        "exposed_io_seconds": statistics.median(sum(wait) for wait in waits),
         "read_wait_seconds": statistics.median(wait.reads for wait in waits),
-        "update_wait_seconds": statistics.median(wait.updates for wait in waits),
+        "update_wait_seconds": statistics.median(wait.updates + wait.memory for wait in waits),
     }

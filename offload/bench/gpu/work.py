@@ -32,6 +32,17 @@ PLACEMENTS = (
 """weights/states: all nine, most important first."""
 
 
+class StepSize(NamedTuple):
+    """The size of a step of one micro-batch."""
+
+    batch_size: int
+    seq_len: int
+    recompute: bool = False
+
+
+DEFAULT_STEP = StepSize(8, 512)
+
+
 class Work(NamedTuple):
     """The work of a part."""
 
@@ -97,9 +108,7 @@ def seconds_of(action: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turns(
-    one: Callable[[], object], other: Callable[[], object], rounds: int
-) -> tuple[list[float], list[float]]:
+def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
     """Returns the seconds of each of two calls, measured alternately after one round that does not count."""
     one(), other()
     pairs = [(seconds_of(one), seconds_of(other)) for _ in range(rounds)]
