@@ -494,6 +494,9 @@ def test_one_command_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert written["format"] == 1 and written["correct"] and written["invalid"] == {}
     assert "none/none" in written["refused"] and written["bounds"]["pinned_gigabytes_per_second"]["upload"] > 0
     assert "not run, since the budget was over: none/none" in done.output
+    monkeypatch.setattr(command, "PARTS", ())
+    done = CliRunner().invoke(app, ["bench", "gpu", "--json", *words])
+    assert json.loads(done.stdout)["parts"] == {}, "nothing but JSON on stdout"
     assert list(tmp_path.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
 
 

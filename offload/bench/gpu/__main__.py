@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", action="append", metavar="NAME", help="only parts whose names begin so; may repeat")
+    parser.add_argument("--print-json", action="store_true", help="print the figures in place of the tables")
     parser.add_argument("--part", choices=[part.name for part in PARTS], metavar="NAME", help="run this part alone")
     return parser
 
@@ -184,7 +185,7 @@ def _run_all(given: argparse.Namespace) -> int:
     with _terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=given.folder.resolve()) as folder:
 
         def run(part: Part, soft: float, hard: float) -> dict[str, Any]:
-            print(f"{part.name} …", flush=True)
+            print(f"{part.name} …", file=sys.stderr if given.print_json else sys.stdout, flush=True)
             return run_part(part, given, Path(folder), soft, hard)
 
         for name, result in run_parts(chosen, 60 * given.budget_minutes, run):
@@ -198,7 +199,7 @@ def _run_all(given: argparse.Namespace) -> int:
                 "invalid": invalid(parts),
             }
             _write(given.json, report)  # after each part: who ends this process early has what was measured
-    print(f"\n{words(report)}\n\nall figures: {given.json}")
+    print(json.dumps(report) if given.print_json else f"\n{words(report)}\n\nall figures: {given.json}")
     return judge(report["parts"])
 
 

@@ -20,7 +20,7 @@ def rates(work: Work, save: Save) -> None:
     found = {"plain_matmul": plain_matmul(work.device, work.rounds), **_flat(measure_rates(work.device))}
     save(found)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
-    save(found | {"drive": drive._asdict()})
+    save(found | {"drive": {name: value for name, value in drive._asdict().items() if name != "path"}})
 
 
 def _flat(measured: Rates) -> dict[str, Any]:

@@ -239,6 +239,7 @@ class GpuOptions:
     only: Annotated[
         list[str] | None, typer.Option(help="Only parts whose names begin so; may repeat. [default: all]")
     ] = None
+    json_output: Json = False
 
 
 @bench.command("gpu")
@@ -262,6 +263,7 @@ def bench_gpu(typed: GpuOptions) -> None:
     words += [] if typed.seq_len is None else ["--seq-len", str(typed.seq_len)]
     for name in typed.only or ():
         words += ["--only", name]
+    words += ["--print-json"] if typed.json_output else []
     raise typer.Exit(command.main(words))
 
 
