@@ -55,6 +55,12 @@ def test_a_rate_that_an_option_gives_is_given() -> None:
     assert machine.upload == machine.download == 20e9 and machine.memory == 80e9
 
 
+def test_drives_have_their_origin_too() -> None:
+    given = {rate.name: rate.amount for rate in described("H200", drives=[parse_drive("7GB/s,5GB/s")] * 2).rates}
+    assert given["reads of 2 drives"] == "14 GB/s" and given["writes of 2 drives"] == "10 GB/s"
+    assert {"reads of the drive", "writes of the drive"} <= set(of("H200", "assumed"))
+
+
 def test_what_nobody_published_is_assumed_and_named() -> None:
     assert "matrix products in bf16" in of("Radeon PRO W7900", "assumed")
     assert any("50% of the data sheet's 122.6 Tflop/s" in words for words in described("W7900").assumptions)
@@ -67,14 +73,16 @@ def test_the_plan_prints_a_line_for_each_origin() -> None:
     lines = {line.partition(":")[0]: " ".join(line.split()) for line in done.stdout.splitlines()}
     assert done.exit_code == 0 and "Tflop/s" in done.stdout
     assert lines["published"].startswith("published: matrix products in bf16 165 Tflop/s (github.com/")
-    assert lines["given"] == "given: copies to and from the GPU, each way, 20 GB/s (--pcie)"
+    assert lines["given"].startswith(
+        "given: copies to and from the GPU, each way, 20 GB/s (--pcie); reads of the drive 7"
+    )
     assert lines["assumed"]
 
 
 def test_json_has_the_origin_of_each_rate() -> None:
     done = CliRunner().invoke(app, [*COUNT, "--gpu", "GB10", "--json"])
     machine = json.loads(done.stdout)["machine"]
-    assert machine["unified"] and {rate["origin"] for rate in machine["rates"]} == {"published", "assumed"}
+    assert machine["unified"] and {rate["origin"] for rate in machine["rates"]} == {"published", "given", "assumed"}
     (copies,) = (rate for rate in machine["rates"] if "copies" in rate["name"])
     assert copies["value"] is None, "JSON has no infinity"
     assert all(rate["source"] for rate in machine["rates"])

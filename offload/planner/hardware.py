@@ -28,7 +28,7 @@ _ITEMSIZES = {"bf16": 2, "fp32": 4, "fp16": 2}
 _USABLE_RAM = 0.9
 _DRIVE = (7e9, 5e9)
 _OF_UNIFIED = (
-    "copies between GPU and CPU take no time; a run still makes them, inside of the one memory",
+    "copies between GPU and CPU take no time, although a run still makes them inside of the one memory",
     "the CPU's optimizer and the GPU do not slow each other, although they share the memory's rate",
 )
 _HANDED_SECONDS = 0.4e-3
@@ -208,12 +208,12 @@ def described(
     if ram is None:
         ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
+    of_drives = drive_rates(drives, "given", "--drive")
     if not drives:
         # The mixed rate is the harmonic mean: reading and writing at once takes as long as one after the other.
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
-        assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
-    else:
-        assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
+        of_drives = drive_rates(drives, "assumed", "a fast drive in PCIe 4")
+    assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
     if found.unified:
         assumed += _OF_UNIFIED
     assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
@@ -243,8 +243,20 @@ def described(
         handed_seconds=0.0,
         drives=tuple(drives),
         assumed=tuple(assumed),
-        rates=(products, device, copies, host, optimizer),
+        rates=(products, device, copies, host, optimizer, *of_drives),
         unified=found.unified,
+    )
+
+
+def drive_rates(drives: Sequence[Drive], origin: Origin, source: str) -> tuple[Rate, ...]:
+    """Returns the rates of all drives together, reading and writing; nothing without drives."""
+    if not drives:
+        return ()
+    sums = {"reads": sum(drive.read for drive in drives), "writes": sum(drive.write for drive in drives)}
+    of = "the drive" if len(drives) == 1 else f"{len(drives)} drives"
+    return tuple(
+        Rate(name=f"{name} of {of}", value=value, unit="B/s", origin=origin, source=source)
+        for name, value in sums.items()
     )
 
 
@@ -291,7 +303,10 @@ def probed(
         handed_seconds=0.0 if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
-        rates=_of_probe(found, "bf16" if autocast else dtype, dtype),
+        rates=(
+            *_of_probe(found, "bf16" if autocast else dtype, dtype),
+            *drive_rates(drives, "measured", "offload probe"),
+        ),
     )
 
 
