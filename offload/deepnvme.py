@@ -387,7 +387,7 @@ def _register(address: int, nbytes: int) -> None:
     except RuntimeError as error:
         raise BudgetError(
             f"CUDA cannot pin {format_size(nbytes)} of host memory: {error}; free tensors with "
-            f"free_cpu_locked_tensor(), or raise the limit of locked memory (ulimit -l)"
+            f"free_cpu_locked_tensor(), or make fewer: WSL pins 0.5 to 1 GiB in all, a container its memory limit"
         ) from error
 
 

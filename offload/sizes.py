@@ -29,7 +29,7 @@ def parse_size(text: str | int | float) -> int:
     """
     found = _SIZE.fullmatch(str(text))
     if isinstance(text, bool) or found is None or found[2].lower() not in _UNITS:
-        raise ConfigError(f"should be a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
+        raise ConfigError(f"expected a size such as '16GiB', '800MB' or a number of bytes, got {text!r}")
     try:
         return int(float(found[1]) * _UNITS[found[2].lower()])
     except OverflowError as error:

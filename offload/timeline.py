@@ -11,9 +11,9 @@
     update worker    the work of the thread that updates: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
-Spans of one row that overlap in time are shown below each other, as "reads 2" and so on. Any thread may record: a span
-is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file, which viewers
-show as a process. All processes of a machine share the clock, so their files may be merged.
+Spans of one row that overlap in time are shown in lanes below each other: "reads", "reads 2" and so on. Any thread may
+record: a span is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file,
+which viewers show as a process. All processes of a machine share the clock, so files may be merged.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import os
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,7 +42,7 @@ logger = logging.getLogger("offload")
 MOST_EVENTS = 400_000
 """Default limit of events: about 100 MB of memory during the run, and 60 MB of JSON."""
 _SAME_WAIT = 100_000
-"""Nanoseconds. Waits of one name with a shorter gap are one wait: a thread woken by another change waits again."""
+"""Nanoseconds. A shorter gap between waits of one name is not shown: a thread woken by another change waits again."""
 _WORKER_THREAD = "offload-update"
 
 
@@ -108,7 +109,7 @@ class Timeline:
     def __init__(self, path: Path, rank: int = 0, most: int = MOST_EVENTS, *, waits: bool = False) -> None:
         self.path = path
         self.notices: tuple[str, ...] = (
-            Remark(f"the time line will be written to {path} at the end; open it at ui.perfetto.dev"),
+            Remark(f"the timeline will be written to {path} at the end; open it at ui.perfetto.dev"),
         )
         self._rank, self._most = rank, most
         self._pid = rank + 1  # viewers treat process 0 as the idle one
@@ -125,7 +126,7 @@ class Timeline:
 
     @property
     def recorded(self) -> Timeline:
-        """The timeline that stores the spans; `OFF` if none does, although listeners may receive them."""
+        """The timeline that stores the spans; `OFF` if none does, even if a listener receives them."""
         return self
 
     @property
@@ -145,11 +146,11 @@ class Timeline:
         return _Open(self, row, name, nbytes)
 
     def begin(self, row: Row, name: str) -> None:
-        """Marks the start of a span that any thread may `end`. Only one span of a row and name is open at a time."""
+        """Marks the start of a span that any thread may `end`. At most one span of a row and name may be open."""
         self._begun[row, name] = now()
 
     def end(self, row: Row, name: str) -> None:
-        """Records the span that `begin` has started; does nothing without one."""
+        """Records the span that `begin` has started; does nothing if no such span is open."""
         start = self._begun.pop((row, name), None)
         if start is not None:
             self.add(row, name, start, now())
@@ -167,13 +168,13 @@ class Timeline:
             self._samples.append(_Sample(name, at, value))
 
     def begin_phase(self, phase: Phase) -> None:
-        """Marks the start of a phase for listeners. The file shows its modules, so the phase is not recorded."""
+        """Marks the start of a phase for a listener. The file shows the modules of a phase, not the phase itself."""
 
     def end_phase(self, phase: Phase) -> None:
-        """Marks the end of a phase for listeners. The end of a phase that has not started is ignored."""
+        """Marks the end of a phase for a listener. The end of a phase that has not started is ignored."""
 
     def add_gradient(self, nbytes: int) -> None:
-        """Marks the arrival of a gradient of `nbytes` bytes for listeners."""
+        """Marks the arrival of a gradient of `nbytes` bytes for a listener."""
 
     def _has_room(self, at: int) -> bool:
         """Returns True if another event may be recorded; otherwise logs a warning, once."""
@@ -183,7 +184,7 @@ class Timeline:
         if self._full_at is None:
             self._full_at = at
             logger.warning(
-                "the time line %s ends here: it contains %d events, the most that are recorded", self.path, self._most
+                "the timeline %s ends here: it contains %d events, the most that are recorded", self.path, self._most
             )
         return False
 
@@ -197,7 +198,7 @@ class Timeline:
                 file.write(",\n".join(json.dumps(event) for event in self._events()))
                 file.write("\n]}\n")
         except OSError as error:
-            logger.error("cannot write the time line %s: %s", self.path, error.strerror)
+            logger.error("cannot write the timeline %s: %s", self.path, error.strerror)
         self._written = True
 
     # -- the file -----------------------------------------------------------------------------------
@@ -212,7 +213,7 @@ class Timeline:
         }
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        """Yields the events of the file: names of rows, spans, counters."""
+        """Yields the events of the file: names of rows, spans, counters, and a mark where recording stopped early."""
         yield self._about("process_name", 0, name=f"rank {self._rank}")
         yield self._about("process_sort_index", 0, sort_index=self._rank)
         # A copy: a daemon thread may still record while the file is written.
@@ -282,7 +283,7 @@ class _Off(Timeline):
     def __init__(self) -> None:
         super().__init__(Path(os.devnull), waits=True)
         self.notices = ()
-        # One shared context: a span that is off costs a call and allocates nothing.
+        # One context for all spans: a span costs one call and allocates nothing.
         self._nothing = contextlib.nullcontext()
 
     def span(self, row: Row, name: str, nbytes: int = 0) -> AbstractContextManager[None]:
@@ -308,7 +309,7 @@ class _Off(Timeline):
 
 
 OFF: Timeline = _Off()
-"""The timeline of a run that records none."""
+"""The timeline of a run without one."""
 
 
 def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
@@ -319,7 +320,7 @@ def open_timeline(file: str | None, rank: int, world_size: int) -> Timeline:
 def path_of(file: str, rank: int, world_size: int) -> Path:
     """Returns the path of a rank's file: `trace.rank0.json.gz` for `trace.json.gz` with several ranks. Writes nothing.
 
-    Raises `ConfigError` if the path cannot be written, or is a file that is no timeline.
+    Raises `ConfigError` if the path cannot be written, or if a file that is not a timeline is there.
     """
     path = Path(file).absolute()
     if world_size > 1:
@@ -327,15 +328,14 @@ def path_of(file: str, rank: int, world_size: int) -> Path:
         plain = Path(path.name.removesuffix(zipped))
         path = path.with_name(f"{plain.stem}.rank{rank}{plain.suffix}{zipped}")
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(
-            f"cannot write the time line {path}: give a file in a folder that exists and that you may write"
-        )
+        raise ConfigError(f"cannot write the timeline {path}: give a file in a folder that exists and is writable")
     # A slip in the config must not destroy a file of the user.
     if path.is_file() and not _is_ours(path):
-        raise ConfigError(f"{path} is not a time line and would be overwritten; give another file")
+        raise ConfigError(f"{path} is not a timeline and would be overwritten; give another file")
     return path
 
 
+# First characters of every timeline file.
 _BEGINS = '{"displayTimeUnit": '
 
 
@@ -344,7 +344,7 @@ def _is_ours(path: Path) -> bool:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else open(path) as file:
             return file.read(len(_BEGINS)) in ("", _BEGINS)
-    except (OSError, EOFError, UnicodeDecodeError):
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error):
         return path.stat().st_size == 0
 
 
@@ -356,7 +356,7 @@ def _open(path: Path) -> Any:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans by start, after consecutive spans of the same wait are merged."""
+    """Returns the spans sorted by start, with consecutive spans of the same wait merged."""
     joined: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
         last = joined[-1] if joined else None
@@ -368,7 +368,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Yields each span with its lane: the first where it overlaps no other or, if `nested`, only spans around it."""
+    """Yields each span with the first lane whose spans do not overlap it or, if `nested`, contain it."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):
@@ -384,7 +384,7 @@ def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
 
 
 def _in_flight(spans: Iterable[Span]) -> list[_Sample]:
-    """Returns samples of the bytes of all requests in flight, one for each change."""
+    """Returns samples of the bytes of all reads in flight, and of all writes, one for each change."""
     samples: list[_Sample] = []
     for row, name in _IN_FLIGHT.items():
         requests = [span for span in spans if span.row is row]

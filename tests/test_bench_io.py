@@ -146,7 +146,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
         ((folder, "--rounds", "0"), "rounds >= 1"),
         ((folder, "--size", "1"), "at least 4096"),
         ((folder, "--size", "8388608TiB"), "free"),
-        ((folder, "--size", "much"), "should be a size"),
+        ((folder, "--size", "much"), "expected a size"),
         ((folder, "--plot", str(tmp_path / "plot.txt")), ".png"),
         ((folder, "--plot", str(tmp_path / "none" / "plot.png")), "no folder"),
     ):

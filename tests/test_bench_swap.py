@@ -133,7 +133,7 @@ def test_bad_input_is_named_before_a_file_is_made(tmp_path: Path) -> None:
         ((folder, "--compute-ms", "-1"), "compute-ms from 0"),
         ((folder, "--compute-ms", "nan"), "compute-ms from 0"),
         ((folder, "--unit-size", "1"), "unit-size of at least 4096"),
-        ((folder, "--unit-size", "much"), "should be a size"),
+        ((folder, "--unit-size", "much"), "expected a size"),
         ((folder, "--probe-size", "1"), "probe-size of at least 4096"),
         ((folder, "--weights", "gpu"), "none, cpu, nvme"),
         ((folder, "--states", "gpu"), "none, cpu, nvme"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,14 @@ class Pair(nn.Module):
         return factor * (self.a.square().sum() + (self.b.square().sum() if self.both else 0))
 
 
-def begin(folder: Path, both: bool, frozen: bool) -> offload.Engine:
+class Parts(nn.ModuleDict):
+    """Modules that are a unit each."""
+
+    def forward(self, factor: float) -> torch.Tensor:
+        return torch.stack([part(factor) for part in self.values()]).sum()
+
+
+def begin(folder: Path, both: bool, frozen: bool, model: nn.Module | None = None) -> offload.Engine:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
@@ -41,9 +49,10 @@ def begin(folder: Path, both: bool, frozen: bool) -> offload.Engine:
             "offload_param": {"device": "nvme"},
             "offload_optimizer": {"device": "nvme"},
         },
-        "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto"},
+        "offload": {"nvme_path": str(folder), "device": "cpu", "resume": "auto", "units": ["Pair"]},
     }
-    return offload.initialize(model=Pair(both, frozen), config=config).engine
+    # A copy: the model of a destroyed engine has no weights.
+    return offload.initialize(model=copy.deepcopy(model) or Pair(both, frozen), config=config).engine
 
 
 def step(engine: offload.Engine) -> None:
@@ -89,3 +98,34 @@ def test_damage_in_what_stays_is_an_error(
         step(engine)
         engine.destroy()
         assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 0
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_damage_in_a_unit_that_stays_as_a_whole_is_an_error(damaged: bool, tmp_path: Path) -> None:
+    """The head is a unit of its own, which the checkpoint does not contain."""
+    body = {"layer": Pair(both=False, frozen=False)}
+    saver = begin(tmp_path / "other", both=False, frozen=False, model=Parts(body))
+    step(saver)
+    saver.save_checkpoint(tmp_path / "saved")
+    saver.destroy(remove=True)
+    run, parts = tmp_path / "run", {**body, "head": Pair(both=False, frozen=False)}
+    engine = begin(run, False, False, model=Parts(parts))
+    for _ in range(2):
+        step(engine)
+    engine.destroy()
+    rank = run / "default" / "rank0"
+    record = read_records(rank / "commit").valid[0]
+    place = read_manifest(rank / "manifest.json").spec.places()[1][State.EXP_AVG][record.slots[1]]
+    if damaged:
+        flip_bit(rank / "states", place.offset(4 * 5990))
+    engine = begin(run, False, False, model=Parts(parts))
+    if damaged:
+        with pytest.raises(IoError, match="checksum"):
+            engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        engine.destroy()
+        assert read_records(rank / "commit").valid[0] == record
+    else:
+        engine.load_checkpoint(tmp_path / "saved", load_module_strict=False)
+        step(engine)
+        engine.destroy()
+    assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == int(damaged)

@@ -120,7 +120,9 @@ def test_a_backward_does_not_wait_for_its_gradients(tmp_path: Path) -> None:
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("cpu", "none")], ids="-".join)
 def test_all_copies_are_of_pinned_memory(placement: tuple[str, str], tmp_path: Path) -> None:
     engine = start(JOB, placement, tmp_path, **GPU)
-    assert engine._core.components.arena.pinned_bytes >= engine.host_memory, "raise ulimit -l for this test"
+    arena = engine._core.components.arena
+    wanted = sum(part.nbytes for part in arena._parts.values())
+    assert arena.pinned_bytes == wanted > 0, "this machine limits pinned memory"
     steps(engine, JOB, 0, 2)
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         steps(engine, JOB, 2, 4)

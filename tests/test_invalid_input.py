@@ -45,7 +45,7 @@ CASES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "more host memory than there is": (
         {"offload": {"nvme_path": "PATH", "host_memory": "900TiB"}},
         BudgetError,
-        r'"host_memory" is 900\.0 TiB, but only .* is free',
+        r'"host_memory" leaves 900\.0 TiB for this engine, but only .* is free',
     ),
     "a device budget": (
         {"offload": {"nvme_path": "PATH", "device_memory": "4KiB"}},

@@ -87,3 +87,21 @@ def test_an_adapter_is_saved_as_peft_saves_it(tmp_path: Path) -> None:
     engine = engine_of(again, tmp_path / "swap", job)
     engine.eval()
     assert torch.equal(FAMILIES["llama"].logits(engine), expected)
+
+
+def test_from_pretrained_of_an_adapter_within_init_has_the_adapter(tmp_path: Path) -> None:
+    written(tmp_path / "base", models.llama())
+    model = peft.get_peft_model(
+        CAUSAL.from_pretrained(tmp_path / "base"), peft.LoraConfig(r=4, target_modules=["q_proj"])
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = CAUSAL.from_pretrained(tmp_path / "adapter").state_dict()
+    assert any("lora_B" in name for name in expected)
+    with offload.init():
+        loaded = CAUSAL.from_pretrained(tmp_path / "adapter")
+    engine = engine_of(loaded, tmp_path / "swap", FAMILIES["llama"].job("fp32"))
+    assert_same_tensors(engine.module.state_dict(), expected)
+    engine.destroy(remove=True)

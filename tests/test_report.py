@@ -312,7 +312,7 @@ def test_a_plan_of_the_command_is_shown_beside_what_came(tmp_path: Path, log: Pa
     assert call(log, "--plan", log).exit_code == 2 and call(log, "--plan", tmp_path / "none").exit_code == 2
 
 
-# -- a time line ---------------------------------------------------------------------------------------
+# -- a timeline ---------------------------------------------------------------------------------------
 
 
 def span(row: str, name: str, start: float, took: float, **more: Any) -> dict[str, Any]:
@@ -344,7 +344,7 @@ def test_a_steady_step_of_a_time_line_is_drawn(name: str, tmp_path: Path, log: P
 )
 def test_a_file_that_is_no_time_line_is_an_error(content: str, tmp_path: Path) -> None:
     (tmp_path / "trace").write_text(content)
-    with pytest.raises(ConfigError, match=r"is not a time line|contains no span"):
+    with pytest.raises(ConfigError, match=r"is not a timeline|contains no span"):
         read_window(tmp_path / "trace")
 
 
@@ -393,7 +393,7 @@ def test_a_time_line_of_another_program_is_an_error(tmp_path: Path, log: Path) -
     packed[40:60] = bytes(20)
     zipped.write_bytes(packed)
     done = CliRunner().invoke(app, ["report", str(log), "--trace", str(zipped)])
-    assert done.exit_code == 2 and "is not a time line" in done.stderr, done.output
+    assert done.exit_code == 2 and "is not a timeline" in done.stderr, done.output
 
 
 def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path) -> None:

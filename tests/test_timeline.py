@@ -1,4 +1,4 @@
-"""The time line of a run is right, changes nothing, and costs nothing where it is off."""
+"""The timeline of a run is right, changes nothing, and costs nothing where it is off."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_waits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert any(name.startswith("waits for update of ") for name in names(content, Row.WAITS))
     assert any(name.startswith("waits for reads of ") for name in names(content, Row.WORKER))
     assert not any(name.startswith("waits for reads of ") for name in names(content, Row.WAITS))
-    # A wait for a read ends no earlier than the read, as the time line has it, but for what the threads need to wake.
+    # A wait for a read ends no earlier than the read, as the timeline has it, but for what the threads need to wake.
     reads = row(content, Row.READS)
     for wait in waits:
         if wait.name.startswith("waits for read of ") and wait.end - wait.start > 5_000_000:

@@ -1,7 +1,8 @@
-"""A time line is written however a run ends, where the option says, once for each rank, by the command too."""
+"""A timeline is written however a run ends, where the option says, once for each rank, by the command too."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import signal
@@ -99,7 +100,7 @@ def test_a_drive_that_is_full_at_the_end_harms_nothing(tmp_path: Path, caplog: p
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full")
     run(JOB, DISK, tmp_path, trace="/dev/full")
-    assert "cannot write the time line /dev/full: No space left" in caplog.text
+    assert "cannot write the timeline /dev/full: No space left" in caplog.text
 
 
 # -- where it goes ------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def test_a_file_that_cannot_be_written_is_an_error_before_anything_is_done(where
     (tmp_path / "folder").mkdir()
     model = Net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(ConfigError, match="cannot write the time line"):
+    with pytest.raises(ConfigError, match="cannot write the timeline"):
         offload.initialize(model=model, config=config(JOB, DISK, tmp_path / "swap", trace=str(tmp_path / where)))
     assert [path.name for path in tmp_path.rglob("*")] == ["folder"]
     assert_same_tensors(before, model.state_dict())
@@ -174,13 +175,13 @@ def test_the_command_writes_one(train: Callable[..., Any]) -> None:
     content = read(Path("trace.json.gz"))
     assert {"step 1", "step 2", "step 3", "forward transformer.h.0"} <= names(content, Row.COMPUTE)
     facts = json.loads(result.stdout)
-    # The log's bytes are those up to the return of a step; the time line goes on to the end of its last update.
+    # The log's bytes are those up to the return of a step; the timeline goes on to the end of its last update.
     assert sum(span.nbytes for span in row(content, Row.WRITES)) >= sum(facts["written_bytes"])
 
 
 def test_the_command_refuses_a_file_that_cannot_be_written(train: Callable[..., Any]) -> None:
     result = train("--steps", "1", "--trace", "missing/trace.json")
-    assert result.exit_code == 2 and "error: cannot write the time line" in result.stderr
+    assert result.exit_code == 2 and "error: cannot write the timeline" in result.stderr
     assert not Path("swap").exists()
 
 
@@ -196,3 +197,11 @@ def test_a_command_that_stops_writes_one(train: Callable[..., Any]) -> None:
     result = train("--steps", "9", "--dtype", "fp32", "--lr", "1e30", "--trace", "trace.json")
     assert result.exit_code == 1
     assert names(read(Path("trace.json")), Row.COMPUTE)
+
+
+def test_a_damaged_zipped_file_is_not_taken_for_a_timeline(tmp_path: Path) -> None:
+    """Its header is right and its body is not, which zlib reports by an error of its own."""
+    file = tmp_path / "trace.json.gz"
+    file.write_bytes(gzip.compress(b"x" * 1000)[:10] + b"\xff" * 100)
+    with pytest.raises(ConfigError, match="is not a timeline"):
+        path_of(str(file), 0, 1)

@@ -1,4 +1,4 @@
-"""The choice of a kernel interface for a queue: io_uring, libaio or threads, with the reasons for each refusal."""
+"""The choice of a backend for a queue: io_uring, libaio or threads, with the reason for each refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = ("io_uring", "libaio", "threads")
 
 
 class Shape(NamedTuple):
-    """The capacity of a queue: `threads` times `depth` blocks of `block_bytes` bytes are in flight at most."""
+    """The capacity of a queue: at most `threads` times `depth` blocks of `block_bytes` bytes are in flight."""
 
     threads: int
     depth: int
@@ -31,13 +31,13 @@ DEFAULTS = {
 """The fastest shapes on the drives that were measured (docs/benchmarks/2026-11-io.md)."""
 
 
-# The bound on threads that a `depth` asks for; `threads` itself may be larger.
+# Most threads that `_shape` derives from a `depth`; an explicit `threads` may be larger.
 _MOST_THREADS = 16
 _DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
 class Chosen(NamedTuple):
-    """The backend that was opened, the reasons (for people) why earlier candidates were refused, and the shape."""
+    """The backend that was opened, messages with the reason why each earlier one was refused, and the shape."""
 
     backend: str
     refusals: tuple[str, ...]
@@ -45,7 +45,7 @@ class Chosen(NamedTuple):
 
 
 def open_native(backend: str, threads: int | None, depth: int | None, block_bytes: int | None) -> tuple[Queue, Chosen]:
-    """Opens a native queue on the named backend, or with "auto" on the first backend that this system grants.
+    """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
         backend: "auto" or one of `BACKENDS`.
@@ -57,12 +57,12 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
         The queue, owned by the caller, and a description of the choice.
 
     Raises:
-        ConfigError: the name is unknown, or this system refuses the backend.
+        ConfigError: the name is unknown, or this system refuses the backend; with "auto", all backends.
     """
     if backend != "auto" and backend not in BACKENDS:
         raise ConfigError(f"there is no I/O backend {backend!r}: expected auto, {', '.join(BACKENDS)}")
     refusals: list[str] = []
-    # Opening a queue is the only reliable test: seccomp filters, sysctls and limits show in the system call alone.
+    # Opening a queue is the only reliable test: seccomp filters, sysctls and limits show only in the system call.
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
         try:
@@ -74,7 +74,7 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
 
 
 def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int | None) -> Shape:
-    """Returns the requested shape with defaults filled in. For "threads", `depth` becomes a number of threads."""
+    """Returns the requested shape with defaults filled in. For "threads", a `depth` multiplies the threads."""
     auto = DEFAULTS[name]
     block_bytes = block_bytes or auto.block_bytes
     if name != "threads":
@@ -86,7 +86,7 @@ def _shape(name: str, threads: int | None, depth: int | None, block_bytes: int |
 
 
 def refusals() -> dict[str, str | None]:
-    """Returns the reason why this system refuses each backend; None for a backend that works."""
+    """Returns, for each backend, the reason why this system refuses it; None if the backend works."""
     found: dict[str, str | None] = {}
     for name in BACKENDS:
         try:

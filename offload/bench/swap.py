@@ -1,8 +1,8 @@
-"""A benchmark of training without a model: the part of paging that a drive and two budgets can hide behind compute.
+"""A benchmark of training with a stand-in for a model: how much of paging is hidden behind compute on given drives.
 
-The model has N units of S bytes of weights. Each "computes" for T ms in a forward and twice as long in a backward.
-Everything else is real: the engine reads, uploads, takes gradients, updates with its AdamW kernel, writes and commits.
-The same model in memory and the drive by itself are measured in turns with it.
+The stand-in has N units of S bytes of weights. Each "computes" for T ms in a forward and twice as long in a backward.
+Everything else is real: the engine reads, uploads, takes gradients, updates with its AdamW kernel, writes and commits,
+within a host and a device budget. The swapped model takes turns with the same model in memory and the drive by itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, align_up, count_of, format_size
 
 UNCOUNTED = 2
-"""Steps at the start of each turn that do not count: the first runs no updates beside it and records the access order.
+"""Steps at the start of each turn that are not timed: no update runs beside the first, which records the access order.
 """
 
 _REQUEST_BYTES = 16 * MIB
@@ -38,7 +38,7 @@ _NOISE = 1 << 20
 
 
 class Load:
-    """A stand-in for compute: sleeps like a CPU that waits for a GPU, or keeps one core busy."""
+    """A stand-in for compute, which sleeps like a CPU that waits for a GPU, or keeps one core busy."""
 
     def __init__(self, numel: int, busy: bool) -> None:
         self.seconds = 0.0
@@ -47,7 +47,7 @@ class Load:
         noise = torch.randn(min(numel, _NOISE), generator=torch.Generator().manual_seed(0)).mul_(1e-3)
         # The pattern of 2 MiB is repeated: drives that compress look for repetition within shorter ranges.
         self.gradient = noise.to(torch.bfloat16).repeat(-(-numel // _NOISE))[:numel].contiguous()
-        """(numel,) bf16: the gradient of every unit and step."""
+        """(numel,) bf16: the gradient, the same for every unit and step."""
         self._busy = busy
         self._values, self._result = (
             torch.zeros(1 << 14),
@@ -55,7 +55,7 @@ class Load:
         )  # so few elements that torch uses one thread
 
     def take(self, seconds: float) -> None:
-        """Takes `seconds` of time, asleep or busy."""
+        """Returns after `seconds`, spent asleep or busy."""
         if not self._busy:
             time.sleep(seconds)
             return
@@ -76,7 +76,7 @@ class _Compute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        weight = ctx.saved_tensors  # kept to the end, as a real backward would that reads the weight
+        weight = ctx.saved_tensors  # kept to the end, as in a real backward, which reads the weight
         load: Load = ctx.load
         load.take(BACKWARD * load.seconds)
         del weight
@@ -122,10 +122,10 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
 
     Args:
         plan: the settings.
-        tell: receives a line about the progress.
+        tell: called with each line about the progress.
 
     Returns:
-        The figures of all compute times.
+        The figures, with a row for each compute time.
 
     Raises:
         OffloadError: the engine or the drive fails.
@@ -139,7 +139,7 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
         drive = stack.enter_context(_drive(plan))
-        # Drive, swapped model and model in memory take turns, since a shared machine drifts within minutes.
+        # Drive, swapped model and model in memory take turns, since a shared machine's speed drifts within minutes.
         for turn in range(plan.rounds):
             for each in plan.compute_ms:
                 load.seconds = each / 1e3
@@ -226,7 +226,7 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
 
 @contextlib.contextmanager
 def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
-    """Yields a function that measures the drives with a queue and files like the engine's."""
+    """Yields a function that measures the rates of all drives together, with a queue and files like the engine's."""
     paths = [Path(folder) / f"{_run()}.probe" for folder in plan.folders]
     buffer = aligned_empty(plan.probe_bytes)
     fill_with_noise(buffer)
@@ -251,15 +251,15 @@ def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
 
 
 class _Moved(NamedTuple):
-    """Bytes read and written so far, as the engine has requested them and as the kernel counts them."""
+    """Bytes read and written so far: those that the engine has requested, and those that Linux has counted."""
 
     engine: tuple[int, int]
     kernel: tuple[int, int] | None
 
 
 def _turn(engine: offload.Engine, plan: Plan) -> Turn:
-    """Runs some steps and returns their times and the bytes of a step."""
-    # `before` is the count at the last uncounted step, so the difference covers exactly `plan.steps` steps.
+    """Runs the steps of one turn and returns the times of the timed ones, and the bytes of a step."""
+    # `before` is the count in the last untimed step, so the difference covers exactly `plan.steps` steps.
     for _ in range(UNCOUNTED):
         before = _step(engine, plan)
     seconds: list[float] = []
@@ -280,8 +280,9 @@ def _turn(engine: offload.Engine, plan: Plan) -> Turn:
 def _step(engine: offload.Engine, plan: Plan) -> _Moved:
     """Performs a step and returns the bytes moved until the end of its last backward.
 
-    By then every unit was used, so all updates of the previous step have been requested, and none of this step's. The
-    difference between two such counts is the bytes of whole steps, however far the worker is when `step()` returns.
+    By then every unit was used, so the reads and writes of all updates of the previous step have been requested, and
+    none of this step's. Therefore the difference between two counts is the bytes of entire steps, however far the
+    update worker is when `step()` returns.
     """
     for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1)).sum())
@@ -292,7 +293,7 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
 
 
 def _kernel_bytes() -> tuple[int, int] | None:
-    """Returns the bytes that this process has read from and written to drives; None if the kernel does not count."""
+    """Returns the bytes that this process has read from and written to drives; None if Linux does not count them."""
     try:
         lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
         return int(lines["read_bytes"]), int(lines["write_bytes"])

@@ -18,7 +18,7 @@ class ActivationCheckpointing(Block):
         "cpu_checkpointing": missing("keeps activations in host memory", _RECOMPUTE),
         "contiguous_memory_optimization": missing("copies kept activations into one buffer", _RECOMPUTE),
         "synchronize_checkpoint_boundary": missing("waits for the device at each checkpoint", _RECOMPUTE),
-        "profile": missing("measures each checkpoint", 'the time line has them: "offload": {"trace": FILE}'),
+        "profile": missing("measures each checkpoint", 'the timeline has them: "offload": {"trace": FILE}'),
     }
 
 

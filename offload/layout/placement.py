@@ -1,4 +1,4 @@
-"""Placement of one rank's partitions, and the memory that they and the work on them take, decided from sizes alone.
+"""Placement of one rank's partitions, and the memory for them and for the work on them, decided from sizes alone.
 
 Pure functions; `initialize` carries out their decisions.
 """
@@ -39,18 +39,18 @@ STAGING_BUFFERS = 3
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
-"""Elements of a gradient that are added, and whose squares are summed, at a time: everywhere equal, for equal bits."""
+"""Elements of a gradient that one call adds, or whose squares it sums. All callers use it, so sums have equal bits."""
 
 _STREAM_NBYTES = 16 * MIB
-"""Bytes of a host buffer of weights if there is no room for two of the largest unit, which is then read in chunks."""
+"""Smallest bytes of a host buffer of weights for larger units, which are read in chunks if two buffers do not fit."""
 _WINDOW_NBYTES = 32 * MIB
-"""Largest host buffer of a gradient that spills."""
+"""Bytes of the largest host buffer of a gradient that spills."""
 _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
 _HOST_SHARE = 0.8
 """Fraction of the free host memory that the default budget takes."""
 _GRADIENT_SHARE = 0.75
-"""Fraction of the free device memory for resident states and their gradients: activations need the rest."""
+"""Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,11 +72,11 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Tiers of this rank's partitions, and the memory that they and the work on them take."""
+    """Tiers of this rank's partitions, and the memory for them and for the work on them."""
 
     tiers: TierMap
     promoted: tuple[tuple[int, State], ...]
-    """Partitions promoted from DISK to HOST, in memory of the cache; they leave if another engine needs the memory."""
+    """Partitions promoted from DISK to HOST. They use memory of the cache, and leave if another engine needs it."""
     classes: Classes
     device_nbytes: int
     device_need: DeviceNeed
@@ -86,7 +86,7 @@ class Placement:
     tile_buffers: int
     """Tiles that are read, computed or written at a time."""
     scratch_nbytes: int
-    """Bytes of the class of tiles for an optimizer of torch: fp32 master and gradient of the largest parameter."""
+    """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -104,11 +104,11 @@ class Placement:
 
     @property
     def moving_nbytes(self) -> int:
-        """Bytes of the device arena that no gradient total takes."""
+        """Bytes of the device arena without those of gradients that accumulate there (`added`)."""
         return self.device_nbytes - sum(nbytes for _, nbytes in self.added)
 
     def grown(self, nbytes: int) -> Placement:
-        """Returns the placement with `nbytes` more of device arena, as after the first step."""
+        """Returns the placement with a device arena larger by `nbytes`, as after the first step."""
         device_nbytes = self.device_nbytes + nbytes
         return replace(self, device_nbytes=device_nbytes, added=self.device_need.added(device_nbytes))
 
@@ -119,7 +119,7 @@ class Placement:
         )
 
     def settled(self, parts: Partitions) -> Placement:
-        """Returns the placement for a store that keeps only states on DISK: promoted ones stay in HOST for good."""
+        """Returns the placement for a store of the states on DISK alone: promoted states never leave HOST again."""
         nbytes = sum(align_up(parts.nbytes[unit][state]) for unit, state in self.promoted)
         classes = self.classes._replace(resident=self.classes.resident + nbytes, cache=self.classes.cache - nbytes)
         return replace(self, classes=classes, promoted=())
@@ -160,19 +160,19 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
     """Returns a placement of every byte within both budgets, or within their defaults.
 
     Raises:
-        BudgetError: a budget is too small; the message names the smallest that works.
+        BudgetError: a budget is too small (the message names the smallest that works), or exceeds the free memory.
     """
     budget = int(_HOST_SHARE * machine.free_host)
-    # An explicit budget is one for all engines of the process.
+    # All engines of the process share an explicit host budget.
     if request.host_memory is not None:
         budget = max(request.host_memory - machine.other_engines, 0) // PAGE * PAGE
     if budget > machine.free_host:
         raise BudgetError(
-            f'"host_memory" is {format_size(budget)}, but only {format_size(machine.free_host)} is free on this '
-            f"machine; lower it, or leave it out for a budget of the bytes needed"
+            f'"host_memory" leaves {format_size(budget)} for this engine, but only {format_size(machine.free_host)} is '
+            f"free on this machine; lower it, or leave it out for a budget of the bytes needed"
         )
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
-    # Of our rules the device has a kernel for AdamW only; all other gradients are needed on the host.
+    # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
     if machine.device_kernels and mode.optimizer == ADAM:
         configured_tiers = gradients_on_device(
             parts, configured_tiers, _device_spare(parts, request, machine, configured_tiers)
@@ -187,7 +187,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
     classes = _divide_host(parts, request, mode, tiers, need, budget)
     promoted: tuple[tuple[int, State], ...] = ()
     if request.host_memory is not None:
-        # Without an explicit budget memory is taken for what is needed and no more, hence nothing is promoted.
+        # Without an explicit budget a run takes only the memory that it needs, so nothing is promoted.
         promoted = to_promote(tiers, parts, budget - sum(classes))
         higher = with_tier(tiers, promoted, Tier.HOST)
         if moved := differences(parts, tiers, higher):
@@ -196,7 +196,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         more = sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted)
         classes = classes._replace(cache=classes.cache + more)
     device_nbytes, device_need = _divide_device(parts, mode, request, machine, tiers)
-    # Both arenas are cut from the same host memory: each may fit into it alone, and the two together may not.
+    # Both arenas are in the same host memory: each may fit alone although the two together do not.
     if machine.host_addressable and sum(classes) + device_nbytes > machine.free_host:
         raise BudgetError(
             f"the compute device is the CPU, so its budget of {format_size(device_nbytes)} is host memory beside the "
@@ -223,7 +223,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
 
 
 def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine) -> Classes:
-    """Returns the smallest classes of host buffers that work: all that may move on DISK, the largest unit in chunks."""
+    """Returns the smallest classes of host buffers that work: after any demotions, with large units read in chunks."""
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     ways = demotions(configured_tiers) if machine.drives else iter((configured_tiers,))
     return min((_needs(parts, mode, request, machine, tiers).least for tiers in ways), key=sum)
@@ -232,7 +232,7 @@ def least_host(parts: Partitions, mode: Mode, request: PlacementRequest, machine
 def _fitting_tiers(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, configured_tiers: TierMap, budget: int
 ) -> TierMap:
-    """Returns `configured_tiers`, or the first of the tier maps below it that fits into `budget` bytes of host memory.
+    """Returns the first of `configured_tiers` and its demotions that fits into `budget` bytes of host memory.
 
     Raises:
         BudgetError: no tier map fits.
@@ -251,8 +251,9 @@ def _fitting_tiers(
 
 
 def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: Machine, least: Classes) -> BudgetError:
-    """Returns the error that names the budget, the smallest one that works and each class's bytes of the latter."""
+    """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
+    more = "" if machine.drives else "move states to nvme, or "
     pipeline = "which holds complete units" if mode.optimizer == TORCH else "a smaller sub_group_size lowers this"
     needs = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
@@ -261,9 +262,8 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
     )
     if request.host_memory is None:
         return BudgetError(
-            f"this model needs {format_size(sum(least))} of host memory with its states in the configured tiers, "
-            f"{format_size(machine.free_host)} is free, of which at most 80 % is used by default: {needs}; move states "
-            f'to nvme, or set a larger "host_memory" in the "offload" block'
+            f"this model needs at least {format_size(sum(least))} of host memory, {format_size(machine.free_host)} is "
+            f'free, of which at most 80 % is used by default: {needs}; {more}set a larger "host_memory" in "offload"'
         )
     others = ""
     if machine.other_engines:
@@ -305,6 +305,7 @@ def _divide_host(
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, tiers, weights)
+    # Without an explicit budget, or with a limit in the config, the cache holds what the config asks for at most.
     if request.host_memory is None or request.cached_weights is not None:
         cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)
@@ -372,7 +373,7 @@ def _divide_device(
 
 
 def _device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
-    """Returns the bytes of the device for gradients: the rest of an explicit budget, or most of what is free."""
+    """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
     fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
     if request.device_memory is not None:
         return request.device_memory // PAGE * PAGE - fixed - largest

@@ -1,6 +1,6 @@
-"""DeepSpeed's memory estimators under DeepSpeed's names, for this library.
+"""Memory estimators with the names and arguments of DeepSpeed's, for runs of this library.
 
-The numbers are exact: the functions that place a run compute them from the layout. No rule of thumb is involved.
+The numbers are exact: the functions that place a run compute them from the layout, without rules of thumb.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from offload.planner.memory import Room, settings, settle
 from offload.sizes import format_size
 
 _ENDLESS = Room(1 << 62, 1, None)
-"""A host without limit and a device without spare memory, which cycles three of the largest units."""
+"""A host without limit, and a device without spare memory, whose arena has room for three units of the largest size."""
 
-# From the least memory to the most. ZeRO-2 keeps all weights on the GPU, so only the last placements are its own.
+# Devices of weights and states, from the least memory to the most. With ZeRO-2 all weights are on the GPU.
 _ZERO_3 = (("nvme", "nvme"), ("cpu", "nvme"), ("cpu", "cpu"), ("none", "cpu"), ("none", "none"))
 _ZERO_2 = tuple(tiers for tiers in _ZERO_3 if tiers[0] == "none")
 
@@ -33,9 +33,9 @@ class Estimate(NamedTuple):
     host: int
     """Bytes of one machine: the host budgets of all its ranks."""
     device: int
-    """Bytes of one GPU, without activations."""
+    """Bytes of one GPU: the device arena before it grows, without activations."""
     disk: int
-    """Bytes of one machine: two slots, so every step is durable."""
+    """Bytes of one machine: two slots of what trains, so every step is durable; 0 if neither device is nvme."""
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -62,7 +62,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Prints the bytes of the states in each placement, for a model that is given by its size alone.
+    """Prints the bytes of the states in each placement, for a model of which only the size is known.
 
     Args:
         total_params: parameters of the model, such as 2851e6; must be integral.
@@ -72,7 +72,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
         additional_buffer_factor: without effect, since all buffers are counted.
 
     Raises:
-        ConfigError: a number is not integral, is less than 1, or the largest layer exceeds the model.
+        ConfigError: a number is not integral or is less than 1, or the largest layer exceeds the model.
     """
     found = _cold(_count(total_params), _count(largest_layer_params), num_gpus_per_node, num_nodes, _ZERO_3)
     _print(found, num_gpus_per_node, num_nodes)
@@ -81,7 +81,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints the same as `estimate_zero3_model_states_mem_needs_all_live`, for placements with weights on the GPU.
+    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_live` that have the weights on the GPU.
 
     Args:
         model: a model whose parameters may be on the meta device.
@@ -98,10 +98,11 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: float, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints the same as `estimate_zero3_model_states_mem_needs_all_cold`, for placements with weights on the GPU.
+    """Prints those lines of `estimate_zero3_model_states_mem_needs_all_cold` that have the weights on the GPU.
 
     Args:
-        total_params: parameters of the model, such as 2851e6; must be integral. The largest layer is taken as a 32nd.
+        total_params: parameters of the model, such as 2851e6; must be integral. The largest layer is assumed to have
+            1/32 of them.
         num_gpus_per_node: ranks of one machine.
         num_nodes: machines.
         additional_buffer_factor: without effect, since all buffers are counted.
@@ -123,7 +124,7 @@ def estimates(
         layouts: one layout per unit of the model.
         ranks: ranks of one machine.
         nodes: machines.
-        tiers: pairs of devices, of the weights and of the optimizer states: "none", "cpu" or "nvme".
+        tiers: placements, each the device of the weights and that of the states: "none", "cpu" or "nvme".
     """
     found = []
     for weights, states in tiers:
@@ -134,7 +135,7 @@ def estimates(
 
 
 def _live(model: nn.Module, ranks: int, nodes: int, tiers: Sequence[tuple[str, str]]) -> list[Estimate]:
-    """Returns the estimates of a model that exists."""
+    """Returns the estimates of a model that is given as a module."""
     _check(ranks, nodes)
     return estimates(layouts_of(model, find_units(model), ranks * nodes), ranks, nodes, tiers)
 
@@ -171,7 +172,7 @@ def _print(found: Sequence[Estimate], ranks: int, nodes: int) -> None:
     print(
         f"model states in bf16 with AdamW on {nodes} x {ranks} GPUs, without activations; host and disk of one machine:"
     )
-    # Printed, not returned, as DeepSpeed's functions do.
+    # DeepSpeed's functions print the table too, and return nothing.
     print(f"{'host':>10} | {'each GPU':>10} | {'disk':>10} | tiers")
     for each in found:
         sizes = " | ".join(f"{format_size(nbytes):>10}" for nbytes in (each.host, each.device, each.disk))

@@ -1,4 +1,4 @@
-"""Analysis of a run: the time of a step by phase, and `offload report`, a page made from a log and a time line.
+"""Analysis of a run: the time of a step by phase, and `offload report`, a page made from a log and a timeline.
 
 | file | content |
 |---|---|
@@ -7,7 +7,7 @@
 | `prediction.py` | predicted and measured numbers |
 | `drive_wear.py` | bytes written in relation to the drives' rated life |
 | `figures.py` | numbers of a whole run |
-| `timeline_view.py` | one step of a time line |
+| `timeline_view.py` | one step of a timeline |
 | `charts.py` | lines and stacks as SVG |
 | `page.py` | content of the page: tiles, sections, tables |
 | `render.py`, `templates/` | HTML, CSS and script of the page |

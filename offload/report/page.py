@@ -85,7 +85,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
     Args:
         log: the log, for the charts.
         found: the numbers of `figures`.
-        window: the part of a time line to draw, which is one step if the time line has steps; None without a time
+        window: the part of a timeline to draw, which is one step if the timeline has steps; None without a time
             line.
     """
     sections = [
@@ -325,7 +325,7 @@ def _drive_row(each: Mapping[str, Any]) -> Row:
 
 
 def _window(window: Window) -> list[Block]:
-    """Returns the drawing of a time line's window, and a table of the time in which each row was busy."""
+    """Returns the drawing of a timeline's window, and a table of the time in which each row was busy."""
     # The window counts in microseconds, `Window.seconds` in seconds.
     took = window.end - window.start
     busy = tuple(

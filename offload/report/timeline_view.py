@@ -1,4 +1,4 @@
-"""A drawing of one step of a time line written by `--trace`, with rows of spans."""
+"""A drawing of one step of a timeline written by `--trace`, with rows of spans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLORS = {
     "update worker": "--green",
     "commits": "--gray",
 }
-"""Rows of a time line in the order in which they are shown, with their CSS variables."""
+"""Rows of a timeline in the order in which they are shown, with their CSS variables."""
 _LANES = 6
 """Most lanes that are shown per row; overlapping spans occupy different lanes."""
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
@@ -41,7 +41,7 @@ _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A span of a time line; `start` and `end` are in microseconds, as in the file."""
+    """A span of a timeline; `start` and `end` are in microseconds, as in the file."""
 
     row: str
     lane: int
@@ -53,7 +53,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """An interval of a time line; `start` and `end` are in microseconds."""
+    """An interval of a timeline; `start` and `end` are in microseconds."""
 
     title: str
     start: float
@@ -78,10 +78,10 @@ class Window:
 
 
 def read_window(path: Path) -> Window:
-    """Reads a time line and returns the step of median time, without the first steps; all spans if there is no step.
+    """Reads a timeline and returns the step of median time, without the first steps; all spans if there is no step.
 
     Raises:
-        ConfigError: the file is not a time line.
+        ConfigError: the file is not a timeline.
     """
     events = _events(path)
     # A process of the trace is a rank: the drawing shows the lowest one.
@@ -106,10 +106,10 @@ def _events(path: Path) -> list[Mapping[str, Any]]:
             found = json.load(file)["traceEvents"]
             return [event for event in found if event.get("ph") != "X" or _is_ours(event)]
     except OSError as error:
-        raise ConfigError(f"cannot read the time line {path}: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read the timeline {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, zlib.error) as error:
         raise ConfigError(
-            f"{path} is not a time line: expected the JSON that `offload train --trace FILE` writes at its end, "
+            f"{path} is not a timeline: expected the JSON that `offload train --trace FILE` writes at its end, "
             f"got {type(error).__name__}: {error}"
         ) from error
 
@@ -177,7 +177,7 @@ def rows(window: Window) -> Markup:
             y += _LANE
         y += _GAP
     parts += _ruler(window, used.name, used.size * 1e6, scale, y)
-    title = f"Time line of {window.title}, {used.name}"
+    title = f"Timeline of {window.title}, {used.name}"
     return render(
         "figure.html",
         wide=True,

@@ -1,6 +1,6 @@
 """Implementation of `offload inspect`: describes a folder of swap files or checkpoints, even one that is in use.
 
-It takes no lock for longer than a moment, and changes nothing.
+Inspection holds no lock for longer than a moment, and changes nothing.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def inspect(path: Path) -> dict[str, Any]:
 
 
 def _contains_run(path: Path) -> bool:
-    """Returns whether `path` is the folder of a run. A folder of checkpoints with tags such as "rank0" is not."""
+    """Returns whether `path` is the folder of a run, not one of checkpoints with tags such as "rank0"."""
     ranks = rank_folders(path)
     return is_run(path) and (not ranks or not all(map(is_checkpoint, ranks)))
 
 
 def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Describes the ranks `folders` of the run at `path`."""
+    """Describes the run at `path`, of which `folders` are the rank folders to include."""
     found = [look(folder) for folder in folders if is_rank(folder)]
     ranks = [_rank(each) for each in found]
     known = next((each.manifest for each in found if each.manifest is not None), None)
     content: dict[str, Any] = {
         "path": str(path),
         "run": path.name,
-        # Every key is always present, so that scripts need no case for a run without a readable manifest.
+        # Every key is always present, so that scripts need no special case for a run without a readable manifest.
         "model": None,
         "mode": None,
         "world_size": None,
@@ -97,21 +97,21 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
             "made_by": about.get("offload"),
             "drives": list(known.drives),
         }
-        # With a single rank requested, the other ranks are not missing.
+        # If a single rank was requested, the ranks left out are not missing.
         if len(folders) == len(rank_folders(path)):
             content["missing_ranks"] = sorted(set(range(size)) - {rank["rank"] for rank in ranks})
     return content
 
 
 def _checkpoints(path: Path, saved: Sequence[Path]) -> dict[str, Any]:
-    """Describes a folder of checkpoints, of which `saved` are those found."""
+    """Describes the folder `path`, which contains the checkpoints `saved`."""
     latest = path / LATEST
     found = [_checkpoint(each) for each in saved]
     goes, returns = leftovers_of_saves(path)
     return {
         "path": str(path),
         "latest": latest.read_text(errors="replace").strip() if latest.is_file() else None,
-        # A damaged checkpoint has neither step nor date and is listed first.
+        # A checkpoint whose manifest cannot be read has neither step nor date, and is listed first.
         "checkpoints": sorted(found, key=lambda each: (each["epoch"] or 0, each["created"] or "")),
         "saved_to_by": saver(path),
         "leftovers": [str(each) for each in goes],
@@ -158,7 +158,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _model(layout: Mapping[str, Any], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts the parameters and units of a model."""
+    """Describes a model: its class, and its numbers of parameters and units."""
     count = trainable = 0
     for unit in layout.get("units", ()):
         for parameter in unit["parameters"]:
@@ -198,17 +198,20 @@ def _rank(found: Found) -> dict[str, Any]:
 
 
 def _written(found: Found) -> dict[str, Any]:
-    """Returns the bytes that this rank has written to each of its drives since the run began, up to its last commit."""
-    # The counters are stored in the commit, so a run without one has none.
+    """Returns the bytes that a rank has written to each drive from the run's start to its newest intact commit.
+
+    `rated_bytes` is the rated endurance of a drive.
+    """
+    # The counters are stored in the blob of a commit, so a rank without an intact commit has none.
     nbytes, rated = found.whole[0].written if found.whole else ([], None)
     return {"written_bytes": nbytes, "rated_bytes": rated}
 
 
 def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
-    """Describes one commit; `newest` is true for the newest of its rank."""
+    """Describes one commit; `newest` is True for the newest commit of the rank."""
     record = commit.record
     moment = record.time_ns / 1e9
-    # A commit in progress overwrites the blob of the commit before the last.
+    # A commit in progress overwrites the blob of the second-newest commit, which is not damage.
     blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
     return {
         "serial": record.serial,
@@ -232,7 +235,7 @@ def _drive(folder: Path) -> dict[str, Any]:
 
 
 def _finished(path: Path) -> dict[str, Any] | None:
-    """Returns the note that a finished run has left, {} if the note cannot be read, or None without one."""
+    """Returns the note that a finished run has left, {} if the note cannot be read, or None if there is none."""
     if not path.is_file():
         return None
     try:

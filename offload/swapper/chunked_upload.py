@@ -20,20 +20,21 @@ def stream(
     device: Device,
     after: Sequence[Event],
 ) -> Event:
-    """Fills the byte ranges `shard_ranges` of `whole` with a partition, chunk by chunk, and waits for the last copy.
+    """Copies a partition into the byte ranges `shard_ranges` of `whole`, chunk by chunk, and waits for the last copy.
 
-    One host buffer is filled while another is copied. No read is in flight when this returns or raises.
+    With two host buffers or more, one is filled while another is copied. No read is in flight when this returns or
+    raises; after an error a copy may be.
 
     Args:
         read: starts to read the partition from a byte offset into a buffer.
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
-        whole: (nbytes,) uint8 on the device.
+        whole: the unit's device memory, (nbytes,) uint8.
         shard_ranges: byte ranges of `whole`, in the order of the partition's bytes.
         device: starts the copies.
         after: events that must be done before `whole` is written.
 
     Returns:
-        The event of the last copy, which is done.
+        The event of the last copy. The copy has ended.
 
     Raises:
         OSError: the first error of a read.
@@ -69,7 +70,7 @@ def stream(
 
 
 def overlaps(shard_ranges: Sequence[range], first: int, last: int) -> list[tuple[range, int]]:
-    """Returns the byte ranges of the unit that are bytes [first, last) of a partition, with offsets from `first`."""
+    """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
     found: list[tuple[range, int]] = []
     begin = 0
     for segment in shard_ranges:

@@ -85,7 +85,7 @@ class UnitTable:
         self.changed.notify_all()
 
     def wait(self, what: str) -> None:
-        """Waits for a change without the lock. The table must be consistent; `what` is the title on the time line."""
+        """Waits for a change without the lock. The table must be consistent; `what` is the title on the timeline."""
         with self.timeline.span(Row.WAITS, what):
             self.changed.wait()
 

@@ -72,9 +72,9 @@ MUTANTS = (
     Mutant(
         "replace a checkpoint by deleting it first",
         "offload.engine.checkpoint.directory",
-        "        elif exchange(partial, checkpoint):",
-        "        elif _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
-        "            pass\n        elif exchange(partial, checkpoint):",
+        "            if exchange(partial, checkpoint):",
+        "            if _delete(checkpoint) or sync_folder(folder) or os.rename(partial, checkpoint) or True:\n"
+        "                going = None\n            elif exchange(partial, checkpoint):",
         "tests/test_checkpoint_killed.py",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Reads time lines and checks that their spans nest; a small job that records one."""
+"""Reads timelines and checks that their spans nest; a small job that records one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss(model: Any, step: int, micro: int) -> torch.Tensor:
 
 JOB = Job(Net, loss, steps=3, accumulation=2)
 
-# -- reading a time line ------------------------------------------------------------------------------
+# -- reading a timeline ------------------------------------------------------------------------------
 
 
 class Slice(NamedTuple):

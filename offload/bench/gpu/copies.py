@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from offload.bench.gpu.work import Save, Work, in_turns, median_ratio
-from offload.swapper.memory.device import Device, open_device
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.host_arena import Classes, HostArena, HostBuffer
 
 

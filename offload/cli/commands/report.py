@@ -18,7 +18,7 @@ from offload.sizes import count_of
 def report(
     log: Annotated[Path, typer.Argument(help='The log that `offload train --log`, or the key "log", wrote.')],
     trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The time line that --trace wrote: one step of it is drawn.")
+        Path | None, typer.Option(metavar="FILE", help="The timeline that --trace wrote: one step of it is drawn.")
     ] = None,
     plan: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""Blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files."""
+"""Config blocks of ZeRO and of I/O: partitioning, tiers, and access to the swap files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class OffloadOptimizer(Block):
 
 
 class LeafModule(Block):
-    """Modules that move as one unit."""
+    """Modules each of which is paged as one unit."""
 
     REFUSED: ClassVar[dict[str, str]] = {"name_suffixes": 'is not supported; give complete names in "names"'}
 
@@ -117,7 +117,7 @@ class ZeroOptimization(Block):
 
 
 class Aio(Block):
-    """Access to the swap files; `offload tune` measures the best values for a drive."""
+    """Settings of reads and writes of the swap files. `offload tune` measures the best values for a drive."""
 
     TUNING = ("single_submit", "overlap_events", "use_gds")
     OLD_NAMES: ClassVar[dict[str, str]] = {"thread_count": "intra_op_parallelism"}

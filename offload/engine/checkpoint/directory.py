@@ -1,18 +1,18 @@
 """Changes to a folder of checkpoints: one save at a time, and each checkpoint in the folder is complete or absent.
 
-    .offload.lock     lock of the save in progress, which is named in the file; locked by `flock`
+    .offload.lock     locked by `flock` during a save; names the saving process and the tag
     .<tag>.partial    checkpoint being written; renamed when all its files are durable
     .<tag>.old        checkpoint that had the name before, between two renames
     .<tag>.removed    checkpoint being deleted
     .latest.<tag>     next content of `latest`
 
-An existing checkpoint is exchanged with the new one in one step if the system can (`RENAME_EXCHANGE`). So a folder
-whose name has no leading dot is complete whenever the process was killed. Leftovers of a killed save are recognized by
-name and content, and the next save into the folder removes them, whatever its tag.
+An existing checkpoint is exchanged with the new one in one step (`RENAME_EXCHANGE`), or by two renames if the system
+cannot. Either way a folder whose name has no leading dot is complete, whenever the process is killed. Leftovers of a
+killed save are recognized by name and content. The next save into the folder removes them, whatever its tag.
 
-Foreign files are never touched. A folder is deleted only if its manifest is that of a checkpoint and it contains
-nothing else, or if it has one of the names above and contains only files named as ours. Its files are deleted one by
-one.
+Foreign files are never touched. A folder is deleted only if all its files are named as those of a checkpoint, and its
+manifest is that of a checkpoint. If the folder has one of the names above, its manifest may also be missing or cut
+off. Its files are deleted one by one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FILES = re.compile(r"manifest\.json|(states|progress)\.rank\d+\.safetensors")
 _NAMES = re.compile(r"\.(?P<tag>[^.].*)\.(?P<what>partial|old|removed)", re.DOTALL)
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _TRIES = 20
-"""Attempts to get the lock. `saver` holds the lock for a moment, which is waited for; a save is not waited for."""
+"""Attempts to get the lock: enough to outlast a call of `saver`, which locks for a moment, but not another save."""
 
 
 # -- one at a time ------------------------------------------------------------------------------------
@@ -111,17 +111,17 @@ def _is_left(path: Path) -> bool:
         return True
     try:
         json.loads((path / MANIFEST).read_bytes())
-    except ValueError:
-        return True  # a power cut came before all of it was written
+    except (ValueError, RecursionError):
+        return True  # a power cut came before the manifest was completely written
     return False  # the manifest of something else
 
 
 def _is_left_latest(path: Path) -> bool:
-    """Returns whether `path` is a `latest` file that a save began to write."""
+    """Returns whether the file at `path` is the next `latest` of a save, complete or not."""
     if path.is_symlink() or not path.is_file():
         return False
     tag = path.name.removeprefix(f".{LATEST}.").encode()
-    # A kill may have cut the file off, so a prefix of the tag is ours too.
+    # A kill may have come before the whole tag was written, so a file with a prefix of the tag is ours too.
     return path.stat().st_size <= len(tag) and tag.startswith(path.read_bytes())
 
 
@@ -140,8 +140,9 @@ def leftovers(folder: Path) -> tuple[list[Path], list[Path]]:
     for path in sorted(folder.iterdir()):
         named = _NAMES.fullmatch(path.name)
         with contextlib.suppress(OSError):  # belongs to another user, or was deleted meanwhile
-            # Three rules. A leftover that is partial or already being removed is deleted. An old checkpoint without a
-            # successor gets its name back. An old checkpoint is deleted only if its successor is complete.
+            # All three only if nothing foreign is in them: a partial or removed checkpoint is deleted; an old
+            # checkpoint gets its name back if the name is free, and is deleted if the checkpoint that has the name
+            # now is complete. Otherwise they stay.
             if named is None or not path.is_dir():
                 if path.name.startswith(f".{LATEST}.") and _is_left_latest(path):
                     goes.append(path)
@@ -221,7 +222,7 @@ def write_new(path: Path, data: bytes) -> None:
 def make_folder(folder: Path) -> None:
     """Creates a folder and its missing parents durably: a power cut after the return does not lose them."""
     with naming_errors(folder, "make"):
-        # The parents that `mkdir` will make: each new name is durable only after a sync of the folder above.
+        # The folders that `mkdir` will make: each new name is durable only after a sync of the folder above.
         new = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for each in new:
@@ -229,7 +230,9 @@ def make_folder(folder: Path) -> None:
 
 
 def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
-    """Creates and returns the folder in which `checkpoint` is written, and removes leftovers of killed saves beside it.
+    """Creates and returns the folder in which `checkpoint` is written.
+
+    Before that, leftovers of killed saves in the parent folder are removed, or renamed back; see `leftovers`.
 
     Args:
         checkpoint: Final path of the checkpoint. The caller holds `only_save` of its parent.
@@ -255,13 +258,14 @@ def begin_folder(checkpoint: Path, latest: bool = True) -> Path:
                 else:
                     path.unlink(missing_ok=True)
             except OSError as error:
-                logger.warning("files that a save has left cannot be removed: %s", error)
+                logger.warning("leftovers of a killed save cannot be removed or renamed: %s", error)
+    with naming_errors(partial, "make"):
         partial.mkdir()
     return partial
 
 
 def end_folder(checkpoint: Path, latest: bool) -> None:
-    """Renames the finished checkpoint to its final name, with all its files durable.
+    """Renames the finished checkpoint to its final name, durably, and then writes `latest`.
 
     Args:
         checkpoint: Final path of the checkpoint; its files were written into the folder of `begin_folder`.
@@ -279,18 +283,20 @@ def end_folder(checkpoint: Path, latest: bool) -> None:
         sync_folder(partial)
         if not checkpoint.exists():
             os.rename(partial, checkpoint)
-        elif exchange(partial, checkpoint):
-            going = partial
         else:
-            # If `old` exists already, the checkpoint of this name is damaged and not worth keeping as a fallback.
+            # If `begin_folder` has left an `old`, the checkpoint of this name is incomplete: `old` is the fallback.
             going = aside(checkpoint, "removed") if old.exists() else old
-            os.rename(checkpoint, going)
-            os.rename(partial, checkpoint)
+            if exchange(partial, checkpoint):
+                # Renamed at once: the caller deletes `partial` if an error follows.
+                os.rename(partial, going)
+            else:
+                os.rename(checkpoint, going)
+                os.rename(partial, checkpoint)
         # `latest` must never name a checkpoint that a power cut could still lose.
         sync_folder(folder)
         if latest:
             replace_durably(new, folder / LATEST)
-    for left in (going, old):  # the save is complete by now; the next one removes what remains
+    for left in (going, old):  # the save is complete by now; the next save removes what cannot be deleted here
         with contextlib.suppress(OSError):
             if left is not None and left.exists():
                 _delete(left)
@@ -307,8 +313,8 @@ def drop_partial(checkpoint: Path) -> None:
 def prune(folder: Path, keep: int, newest: str) -> list[str]:
     """Removes the oldest of our checkpoints in `folder` until `keep` remain, and returns the removed tags.
 
-    Neither `newest` nor the checkpoint that `latest` names is removed. If one cannot be removed, a warning gives the
-    reason.
+    Neither `newest` nor the checkpoint that `latest` names is removed. If another one cannot be removed, a warning
+    gives the reason.
 
     Args:
         folder: Folder of checkpoints.
@@ -316,7 +322,7 @@ def prune(folder: Path, keep: int, newest: str) -> list[str]:
         newest: Tag of the checkpoint just saved.
     """
     found = list(checkpoints(folder))
-    # `latest` may name another checkpoint than the newest, if the save was told not to write it.
+    # `latest` names another checkpoint than the newest if the save did not write `latest`.
     kept = {newest}
     with contextlib.suppress(OSError, ValueError):
         kept.add((folder / LATEST).read_text(encoding="utf-8").strip())
@@ -355,8 +361,12 @@ def remove(checkpoint: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two folders atomically; returns False if the system or the file system cannot."""
-    # Python has no wrapper of renameat2, and an older C library does not contain it.
+    """Exchanges the names of two folders atomically; returns False if the system or the file system cannot.
+
+    Raises:
+        OSError: If the exchange fails for another reason.
+    """
+    # Python does not wrap renameat2, and an older C library does not contain the function.
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -374,10 +384,10 @@ def _new_latest(checkpoint: Path) -> Path:
 
 
 def _delete(folder: Path) -> None:
-    """Deletes a folder of ours, file by file. The manifest goes last: until then it identifies the folder as ours.
+    """Deletes a folder of ours, file by file. The manifest is deleted last: it identifies the folder as ours.
 
-    A file that another process has deleted meanwhile is no error. A file that was added meanwhile stays and raises an
-    error.
+    A file that another process has deleted meanwhile is no error. A file that was added meanwhile is kept, and so is
+    the folder; this raises `OSError`.
     """
     with contextlib.suppress(FileNotFoundError):
         names = sorted(os.listdir(folder), key=lambda name: name == MANIFEST)

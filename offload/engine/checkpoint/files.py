@@ -3,7 +3,7 @@
     <dir>/latest                             tag of the newest checkpoint
     <dir>/<tag>/manifest.json                layout, mode, files, and a CRC-32C of each tensor
     <dir>/<tag>/states.rank<r>.safetensors   partitions of rank r, one flat tensor for each unit and state
-    <dir>/<tag>/progress.rank<r>.safetensors everything else: counters, generators, schedule, buffers
+    <dir>/<tag>/progress.rank<r>.safetensors everything else of rank r: counters, generators, schedule, buffers
 
 A folder is a checkpoint if its manifest says so, never because of names alone: other programs write a file named
 `manifest.json` too, and so do the swap files of a run. `offload.engine.checkpoint.directory` creates and deletes these
@@ -38,7 +38,7 @@ _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')
 """Finds the kind in a manifest of ours that is no longer valid JSON."""
 _ASIDE = ("partial", "old", "removed")
 _LONGEST = 255 - max(len(f"..{what}") for what in _ASIDE)
-"""Longest tag in bytes: a file system must accept the tag with a dot before it and one of these words after it."""
+"""Longest tag in bytes. A file system limits names to 255 bytes, and `aside` adds two dots and a word to the tag."""
 
 
 class Saved(NamedTuple):
@@ -49,7 +49,7 @@ class Saved(NamedTuple):
 
 
 _KEYS = {"step": "epoch"}
-"""Keys in the file of fields that have another name there."""
+"""Fields of `Manifest` whose key in the file differs from their name, with that key."""
 
 
 class Manifest(NamedTuple):
@@ -58,11 +58,13 @@ class Manifest(NamedTuple):
     step: int
     """Step after which the checkpoint was saved."""
     created: str
+    """Time of the save, UTC in ISO 8601."""
     frozen: bool
     """True if frozen weights are included."""
     layout: Mapping[str, Any]
     """Made by `offload.layout.fingerprint.describe`."""
     about: Mapping[str, Any]
+    """Made by `offload.layout.fingerprint.about`."""
     files: Mapping[str, Saved]
 
     @property
@@ -95,7 +97,7 @@ class Manifest(NamedTuple):
                     f"the format is {content['format']}; this version of offload reads format {FORMAT}; load the "
                     f"checkpoint with the version that saved it ({content.get('about', {}).get('offload', 'unknown')})"
                 )
-            # The format is checked before: another version may compute another checksum.
+            # Only after the format has been checked: another format may have another checksum.
             if content.pop("crc32c") != _sum_of(content):
                 raise ValueError("the file does not match its checksum, so it is damaged")
             files = {name: Saved(each["nbytes"], each["crc32c"]) for name, each in content["files"].items()}
@@ -106,7 +108,7 @@ class Manifest(NamedTuple):
 
 def _sum_of(content: Mapping[str, Any]) -> int:
     """Returns the CRC-32C of JSON, independent of its formatting."""
-    # The inner round trip turns tuples into lists and keys into strings, as a manifest that was read has them.
+    # `json.loads(json.dumps(...))` turns tuples into lists and keys into strings, as in a manifest that was read.
     return crc32c(json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode())
 
 
@@ -126,11 +128,11 @@ def tensor_name(unit: int, state: State) -> str:
 
 
 def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, frozen: bool) -> dict[str, Tensor]:
-    """Returns the tensors of every rank's file of states, in their order in the file.
+    """Returns the tensors of a rank's file of states, in their order in the file. All ranks' files have the same.
 
     Args:
         layouts: All units.
-        mode: Decides the states and their dtypes.
+        mode: Precision mode, which determines the states and their dtypes.
         world_size: Number of ranks; each tensor is one rank's partition, of shape (numel / world_size,).
         frozen: True to include frozen weights.
     """
@@ -250,14 +252,16 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
 
 
 def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
-    """Returns the folder of the checkpoint to load, or None if there is none.
+    """Returns the folder of the checkpoint to load, or None if no tag is given and there is no checkpoint.
 
     Args:
         load_dir: Folder of checkpoints, or a checkpoint if `tag` is None.
         tag: Tag of the checkpoint; None for the one that `latest` names, or for `load_dir` itself.
 
     Raises:
-        StoreError: If the named checkpoint does not exist, or `load_dir` holds the swap files of a rank.
+        StoreError: If the named checkpoint does not exist, `latest` cannot be read, or `load_dir` holds the swap files
+            of a rank.
+        UsageError: If `tag` cannot name a folder.
     """
     folder, named = Path(load_dir), "the caller asked for"
     if tag is None:

@@ -1,4 +1,4 @@
-"""First pass of loading a checkpoint: all data that will be read is compared with its checksums, on all ranks.
+"""First pass of loading a checkpoint: the ranks together compare all data that will be read with its checksums.
 
 Only after this pass has succeeded on every rank does the second pass, `offload.engine.checkpoint.restore`, change the
 engine. So a checkpoint that is damaged or does not fit changes nothing.
@@ -44,7 +44,7 @@ CLIENT_STATE = "client_state"
 
 
 class LoadOptions(NamedTuple):
-    """Choice of what to load."""
+    """The parts of a checkpoint that are loaded."""
 
     strict: bool
     states: bool
@@ -71,7 +71,7 @@ class FoundCheckpoint:
 
     @property
     def client_state(self) -> Any:
-        """Returns the user's state, as JSON."""
+        """Returns the user's own state, parsed from JSON."""
         return json.loads(bytes(self.contents[CLIENT_STATE].numpy()))
 
     def steps(self, layouts: Sequence[UnitLayout], now: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -101,7 +101,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
 
     Args:
         folder: The checkpoint.
-        rank: This rank. Its progress is read if the number of ranks is equal, otherwise that of rank 0.
+        rank: This rank. Its progress is read if as many ranks saved the checkpoint; otherwise rank 0's is.
         world_size: Number of ranks of this engine; 0 if there is no engine.
         tied_here: First name of each tied parameter of this model, by its other names.
 
@@ -112,22 +112,22 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     try:
         layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
         tied = manifest.about["tied"]
-        # All ranks' partitions have equal shapes, so one expectation serves every file.
+        # All ranks' partitions have equal shapes, so the same tensors are expected in every file.
         expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
         names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
         found: dict[str, TensorLocation] = {}
-        # Missing files first, because their names are the most useful message.
+        # Files that are missing or have another size come first: their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
         for name in names:
             if name.startswith("states."):
-                # All ranks' files have equal tensors and thus equal headers, so that the locations of one hold for all.
+                # All files have tensors of the same names and shapes, so each tensor's location is the same in all.
                 found, _ = read_header(folder / name)
                 if {key: place.tensor for key, place in found.items()} != expected:
                     raise ValueError(f"{name} contains other tensors than the manifest lists")
                 if found.keys() != manifest.files[name].sums.keys():
                     raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
-        # With another number of ranks no saved progress belongs to this rank, and rank 0's serves all.
+        # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
         own = manifest.world_size == world_size
         name = progress_file(rank if own else 0)
         data = (folder / name).read_bytes()
@@ -162,7 +162,7 @@ def check_fits(
     names: set[str],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    """Checks that the checkpoint is of this model and mode.
+    """Checks that the checkpoint fits this model and, if optimizer states are loaded, this mode.
 
     Args:
         found: The checkpoint.
@@ -208,16 +208,16 @@ def _names(kept: Sequence[StateField]) -> str:
 
 
 def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
-    """Checks that the checkpoint's progress is of an equal optimizer and schedule.
+    """Checks that the checkpoint has as many parameter groups as this optimizer, and the same keys of the schedule.
 
     Args:
         found: The checkpoint.
         options: Choice of what to load.
         groups: Number of parameter groups of this optimizer.
-        schedule: State of this learning-rate schedule.
+        schedule: State of this engine's learning-rate schedule.
 
     Raises:
-        StoreError: If groups or schedule differ.
+        StoreError: If the number of groups or the keys of the schedule differ.
     """
     facts, what = found.progress.facts, f"the checkpoint {found.folder}"
     if len(facts["groups"]) != groups:
@@ -237,10 +237,10 @@ def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, sc
 def fitting(
     progress: Snapshot, buffers: Mapping[str, torch.Tensor], steps: Sequence[Sequence[int]], schedule: bool
 ) -> Snapshot:
-    """Returns the part of `progress` that applies to this engine.
+    """Returns the part of `progress` that applies to this engine, with `steps` in place of the saved counts.
 
     Args:
-        progress: As saved.
+        progress: Progress as it was saved.
         buffers: Persistent buffers of the model; others are dropped.
         steps: Number of updates of each parameter of this engine.
         schedule: True to keep the state of the learning-rate schedule.
@@ -253,14 +253,14 @@ def fitting(
 
 
 def check_bytes(found: FoundCheckpoint, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
-    """Compares tensors with their checksums: of all tensors that any rank will read, those assigned to this rank.
+    """Compares this rank's share of the tensors that any rank will read with their checksums.
 
     Args:
         found: The checkpoint.
         options: Choice of what to load.
         queue: Queue for the reads.
         rank: This rank.
-        world_size: Number of ranks, which divide the work among them.
+        world_size: Number of ranks. They divide the tensors among them.
 
     Raises:
         StoreError: If a tensor is damaged or cannot be read.
@@ -293,10 +293,11 @@ def compare_bytes(
         work: Rank and name of each tensor.
         queue: Queue for the reads.
         damaged: Called with the file and the name of each tensor that differs.
-        progress: Called with the number of bytes after each comparison.
+        progress: Called after each chunk with its number of bytes.
 
     Raises:
         IoError: If something cannot be read.
+        StoreError: If a file cannot be opened.
     """
     files = open_states(found)
     sums: dict[tuple[int, str], int] = {}
@@ -342,7 +343,7 @@ class _Chunk(NamedTuple):
 
 
 def open_states(found: FoundCheckpoint) -> list[DirectFile]:
-    """Opens every rank's file of states; the caller closes them. Raises `StoreError`."""
+    """Opens every rank's file of states; the caller closes them. Raises `StoreError` if a file cannot be opened."""
     files: list[DirectFile] = []
     try:
         for rank in range(found.manifest.world_size):

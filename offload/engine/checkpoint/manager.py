@@ -1,4 +1,4 @@
-"""Saving and loading of checkpoints between steps: implementation of `save_checkpoint` and `load_checkpoint`."""
+"""Saving and loading of checkpoints between steps, for `Engine.save_checkpoint` and `Engine.load_checkpoint`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkpoints:
         """Saves a checkpoint; see `Engine.save_checkpoint`. Collective.
 
         Args:
-            ordered: Returns the request. It may raise: an error on one rank is raised on all of them.
+            ordered: Returns the request, or raises; an error on one rank is raised on all of them.
             pending: Number of micro-batches since the last optimizer step, whose gradients are not saved.
             client_state: The user's own state; None or a dict of plain values.
         """
@@ -77,10 +77,10 @@ class Checkpoints:
         Args:
             load_dir: Folder of checkpoints.
             tag: Tag of the checkpoint, or None for the latest.
-            options: Choice of what to load.
+            options: The parts that are loaded.
 
         Returns:
-            The result, or None if there is no checkpoint.
+            The result, or None if no tag is given and `load_dir` contains no `latest` and is no checkpoint itself.
         """
         components = self._components
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
@@ -98,10 +98,10 @@ class Checkpoints:
                     lambda: check_bytes(found[0], options, queue, self._components.rank, self._components.world_size)
                 )
                 try:
-                    # Only now, after every rank has found all its data intact, does the engine change.
+                    # The engine changes only now, after the ranks have found all data of the load intact.
                     ranks.settle(lambda: notices.extend(self._take_over(found[0], options, queue)))
                 except BaseException as error:
-                    # Also if only another rank failed: a half-loaded engine must not train.
+                    # Also if only another rank has failed: the weights of the ranks no longer belong together.
                     components.pager.fail(error)
                     raise
         return Loaded(folder, from_plain(found[0].client_state), tuple(notices))
@@ -133,14 +133,15 @@ class Checkpoints:
                 found, options, len(self._state.optimizer.param_groups), scheduler_state(self._state.lr_scheduler)
             )
             self._state.registered.check_fits(found.progress.facts["registered"], f"the checkpoint {folder}")
-        # A state of the user that cannot be committed with the load must fail before anything changes.
+        # The commit after the load contains the user's states. One that cannot be committed raises here, before
+        # anything changes.
         self._state.of_the_user()
         return found
 
     def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
-        """Makes the checkpoint the state of the engine and commits it; returns notices for the user."""
+        """Makes the checkpoint the engine's state and, with commits on, commits it. Returns notices for the user."""
         components = self._components
-        # Gradients of the weights before the load do not belong to the loaded ones.
+        # Gradients of the earlier weights must not update the loaded weights.
         components.hooks.forget_gradients()
         components.gradients.clear()
         components.pager.begin_load()
@@ -169,8 +170,8 @@ class Checkpoints:
                 logger.warning(notice)
         if components.store is not None and self._state.commits:
             held = self._state.take()
-            # The snapshot contains this process's present generators, because the saved ones are set later, at the next
-            # call of the engine. So the commit receives them from the checkpoint.
+            # `restore` sets the saved generators only at the next call of the engine, so the snapshot contains this
+            # process's present ones. The commit must contain those of the checkpoint.
             components.store.commit(
                 self._state.global_steps,
                 (held if options.module_only else held._replace(generators=progress.generators)).pack(),

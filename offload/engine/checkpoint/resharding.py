@@ -1,4 +1,4 @@
-"""Pure functions that map parameters of this model to those of a checkpoint, by name, for any units and ranks."""
+"""Pure functions that map parameters of this model to those of a checkpoint, by name, whatever units they have."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from offload.layout.flat_layout import Segment, UnitLayout
 
 
 class Run(NamedTuple):
-    """Elements [start, stop) of a unit of this model, which are contiguous in the checkpoint too."""
+    """Elements [start, stop) of a unit of this model that are contiguous in the checkpoint too, or are not in it."""
 
     start: int
     stop: int
@@ -19,23 +19,26 @@ class Run(NamedTuple):
 
 
 class Source(NamedTuple):
-    """First element of a run in a unit of the checkpoint."""
+    """Position in the checkpoint of the first element of a run: the unit, and the element in this unit."""
 
     unit: int
     start: int
     trainable: bool
-    """True if the elements have optimizer states in addition to the weight."""
+    """True if the elements have optimizer states in the checkpoint, in addition to the weight."""
 
 
 class Difference(NamedTuple):
-    """Names that do not match between a model and a checkpoint."""
+    """Names and shapes that do not match between a model and a checkpoint."""
 
     missing: list[str]
     surplus: list[str]
     shapes: list[str]
+    """One sentence for each name with differing shapes."""
 
     def check(self, strict: bool, what: str) -> None:
-        """Raises `StoreError` as `load_state_dict` does. Differing shapes are an error even if `strict` is false.
+        """Raises `StoreError` in the cases in which torch's `load_state_dict` raises.
+
+        Differing shapes are an error even if `strict` is false.
 
         Args:
             strict: True to refuse missing and surplus names.
@@ -97,7 +100,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     """Returns the segments of a unit, in order, as runs.
 
     Segments that are neighbours both in this unit and in the checkpoint become one run, together with the padding
-    between.
+    between them.
     """
     found: list[Run] = []
     for segment in layout.segments:
@@ -116,7 +119,7 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
     found: list[Run] = []
     for segment in layout.segments:
         place = saved.get(segment.name)
-        # Packed states can only be copied if this optimizer keeps the same states in the same order.
+        # Packed states can only be copied if this optimizer keeps the same states of the parameter, in the same order.
         has = place is not None and place[1].kept == segment.kept
         source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
         found.append(Run(segment.packed.start, segment.packed.stop, source))
@@ -124,8 +127,11 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
 
 
 def _joins(one: Run, other: Run, border: int) -> bool:
-    """Returns whether `other` follows `one` in the checkpoint as in this unit, both trainable or both frozen."""
-    # A run must not cross the border between trainable and frozen elements, whose partitions are cut separately.
+    """Returns whether `other` follows `one` at the same distance in the checkpoint as in this unit.
+
+    Both must be trainable or both frozen, in the checkpoint as well as in this unit.
+    """
+    # A run must not cross the border between trainable and frozen elements: ranks divide the two separately.
     if one.saved is None or other.saved is None or one.start < border <= other.start:
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)

@@ -2,7 +2,8 @@
 
 The elements of each chunk are found by the names of their parameters, so that units and ranks may differ from those of
 the save. Partitions that the store keeps are written to the slots that the last commit does not name, so a kill leaves
-this commit intact. Frozen weights have no second slot: they are written in place, and only if they differ.
+this commit intact. Frozen weights are the exception: they have no second slot, so those that differ are written in
+place, over the bytes of this commit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from offload.layout.master_weights import join, split
 from offload.states import State
 
 _STEP = 2048
-"""Elements; chunks are multiples of this, which is 4096 bytes of the smallest state (2 bytes an element)."""
+"""Elements; the size of a chunk is a multiple of this: 4096 bytes of the smallest state (2 bytes an element)."""
 
 
 class _Work(NamedTuple):
@@ -31,13 +32,15 @@ class _Work(NamedTuple):
 
     unit: int
     targets: tuple[State, ...]
+    """States of this engine that are written."""
     sources: tuple[State, ...]
+    """States of the checkpoint that are read."""
     start: int
     stop: int
     first: int
-    """Element of the unit that is the partition's `start`."""
+    """Element `start` of the partition, counted in the unit."""
     kept: bool = False
-    """True if the values stay and only move to the slot that is written."""
+    """True if the engine keeps its own values: they are only read, or copied to the slot that is written."""
 
 
 class CheckpointRestorer:
@@ -74,10 +77,10 @@ class CheckpointRestorer:
                 self._shards.store.wrote(unit, self._slot(unit), writes)
 
     def _compare_kept(self) -> None:
-        """Raises `IoError` if the swap files are damaged in a unit of which some parameters keep their values.
+        """Raises `IoError` if the swap files are damaged in a unit of which a parameter keeps its values.
 
-        A read from the middle of a checksummed range cannot be compared, and its bytes would be written again with a
-        new, valid checksum. So all of such a unit is read in order before anything changes.
+        A read that begins in the middle of a checksummed range cannot be compared, and its bytes would be written
+        again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
         """
         shards = self._shards
         if not self._two_slots:
@@ -85,7 +88,7 @@ class CheckpointRestorer:
         work = [
             _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
             for unit, found in enumerate(self._runs)
-            if any(run.saved is None for run in found) and any(run.saved is not None for run in found)
+            if any(run.saved is None for run in found)
             for state, nbytes in shards.states(unit).items()
             if shards.stored(unit, state)
             for itemsize in [shards.mode.states[state].itemsize]
@@ -105,10 +108,10 @@ class CheckpointRestorer:
 
     @property
     def _converts(self) -> bool:
-        """True if weights are converted: the modes differ, or the engine's mode has full masters (see below)."""
+        """True if weights are converted: the modes store them differently, or the engine's has full masters."""
         mine = self._shards.mode.weights
-        # A mode with full masters (fp32 beside a 16-bit weight) needs them for weights that were frozen in the
-        # checkpoint too.
+        # With full masters (fp32 beside a 16-bit weight), a weight that was frozen in the checkpoint has none there.
+        # Its master is made from the weight.
         return self._found.mode.weights != mine or State.MASTER in mine
 
     def _makes_masters(self, targets: Sequence[State]) -> bool:
@@ -117,7 +120,7 @@ class CheckpointRestorer:
 
     @property
     def _two_slots(self) -> bool:
-        """True if the store is durable."""
+        """True if there is a durable store, which has two slots of every state that trains."""
         return self._shards.store is not None and self._shards.store.spec.slots == 2
 
     def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
@@ -135,12 +138,12 @@ class CheckpointRestorer:
     def _end(
         self, chunk: _Work, buffer: memoryview, written: Sequence[dict[State, list[tuple[int, Future]]]]
     ) -> Sequence[Future]:
-        """Copies a chunk to its tiers in memory and begins to write it to the store.
+        """Converts a chunk, copies it to its tiers in memory, and begins to write it to the store.
 
         Args:
             chunk: The chunk.
             buffer: Memory that `_begin` has filled.
-            written: Receives the writes of each unit and state, with their start bytes.
+            written: Receives the writes of each unit and state, each with its first byte in the partition.
         """
         shards, store, slot = self._shards, self._shards.store, self._slot(chunk.unit)
         self._convert(chunk, buffer)
@@ -153,8 +156,8 @@ class CheckpointRestorer:
             if store is None or not store.keeps(chunk.unit, state):
                 continue
             if self._two_slots and state is State.WEIGHT and trainable <= chunk.start:
-                # Frozen weights have no second slot: this write changes bytes that the last commit names, until the
-                # load is committed.
+                # Frozen weights have no second slot: this write changes bytes that the last commit names, which
+                # is recorded until the load is committed.
                 shards.pager.mark_rewritten(True)
             futures.append(store.write(chunk.unit, state, slot, start, memory))
             written[chunk.unit].setdefault(state, []).append((start, futures[-1]))
@@ -173,7 +176,7 @@ class CheckpointRestorer:
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
-                # All states of the weight are converted together; WEIGHT stands for them, the others are skipped.
+                # All states that hold the weight are converted together, at WEIGHT; the others are skipped.
                 elif state is State.WEIGHT:
                     yield from self._cut(unit, tuple(mine), 0, share)
             elif self._states:
@@ -185,7 +188,7 @@ class CheckpointRestorer:
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
     ) -> Iterator[_Work]:
-        """Yields chunks that fit into a buffer.
+        """Cuts `share` into chunks that fit into a buffer, and yields them.
 
         Args:
             unit: Index of the unit.
@@ -197,20 +200,20 @@ class CheckpointRestorer:
         sources = targets
         if self._makes_masters(targets):
             sources = tuple(self._found.mode.weights)
-        # Whole multiples of a page, as direct I/O requires.
+        # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
         numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
             yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
 
     def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
-        """Returns the bytes of an element of each state that a buffer holds."""
+        """Returns the size of an element in bytes, for each state that shares a buffer."""
         mine, theirs = self._shards.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
         return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
 
     def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        """Returns the memory of each state in the checkpoint's mode, and in the engine's mode.
+        """Returns the part of `buffer` for each state: first in the checkpoint's mode, then in the engine's.
 
         Both are the same dict if nothing is converted.
         """
@@ -230,20 +233,20 @@ class CheckpointRestorer:
         return sides[1], sides[0]
 
     def _overlaps(self, chunk: _Work) -> list[Run]:
-        """Returns the runs (ranges with one source: checkpoint or own values) of a chunk, in elements of its unit."""
+        """Returns the runs of a chunk, in elements of its unit. PACKED runs are in words."""
         found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
         return overlaps(found[chunk.unit], chunk.first, chunk.first + chunk.stop - chunk.start)
 
     def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Future]:
-        """Begins to read a chunk: from the checkpoint, or the engine's own values for elements not in the checkpoint.
+        """Begins to read a chunk from the checkpoint. Elements that it does not contain are read from the engine.
 
-        Padding, and states of weights that were frozen, become zero.
+        Padding becomes zero, and so do the other states of weights that were frozen in the checkpoint.
         """
         sources, targets = self._regions(chunk, buffer)
         if chunk.kept:
             return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
         found = self._overlaps(chunk)
-        # Reads do not fill the whole buffer, which still holds an earlier chunk.
+        # If the reads below do not fill the whole buffer, the rest still holds an earlier chunk.
         if sum(run.stop - run.start for run in found) < chunk.stop - chunk.start or any(
             run.saved and not run.saved.trainable for run in found
         ):
@@ -263,13 +266,13 @@ class CheckpointRestorer:
         return futures
 
     def _read_now(self, chunk: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
-        """Begins to read present values of a chunk.
+        """Begins to read the engine's own values of a chunk.
 
         Args:
             chunk: The chunk.
             state: The state.
             memory: Memory of the state for the whole chunk.
-            start: First element, counted from the chunk's.
+            start: First element, counted from the chunk's first.
             numel: Number of elements; None for all from `start` on.
         """
         itemsize = self._shards.mode.states[state].itemsize
@@ -278,10 +281,10 @@ class CheckpointRestorer:
         return self._shards.read(chunk.unit, state, at, memory[start * itemsize : stop])
 
     def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
-        """Begins to read the elements of a run from the checkpoint, from all ranks' files that contain some of them.
+        """Begins to read the elements of a run from the checkpoint, from each rank's file that contains some of them.
 
         Args:
-            run: Elements that the checkpoint contains.
+            run: The run; the checkpoint contains it.
             state: The state.
             memory: Memory of the state for the whole chunk.
             start: Element of `memory` at which the run begins.
@@ -289,7 +292,7 @@ class CheckpointRestorer:
         found, source = self._found, run.saved
         assert source is not None
         itemsize = found.mode.states[state].itemsize
-        # A segment without a name, to find the ranks' partitions that contain these elements of the unit.
+        # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
         place = found.places[tensor_name(source.unit, state)]
         if state is State.PACKED:  # not partitioned: such an optimizer runs on one rank
@@ -320,8 +323,8 @@ class CheckpointRestorer:
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
 
-        Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the present
-        ones.
+        Nothing is written yet. One half of each buffer receives the checkpoint's weights, the other half the engine's
+        own.
         """
         half = BUFFER_NBYTES // 2
         units = [unit for unit in range(len(self._shards.layouts)) if self._frozen_work(unit)]
@@ -340,7 +343,7 @@ class CheckpointRestorer:
                 differ.add(chunk.unit)
             return ()
 
-        # Lazy: once a unit is known to differ, its remaining chunks are not read.
+        # A generator, because `end` adds to `differ`: the remaining chunks of a unit that differs are not read.
         work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
@@ -354,6 +357,7 @@ def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tens
         mine: (numel,) of each state of the engine's mode; filled.
     """
     weight = mine[State.WEIGHT]
-    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:  # frozen: rounded as all others are
+    # A bf16 weight without low bits is frozen. With room for them `split` rounds it as it rounds trainable weights.
+    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:
         mine = {**mine, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
     split(join(saved), mine)

@@ -1,8 +1,9 @@
 """Saving a checkpoint: each rank streams its partitions into files of its own.
 
-Each tensor is the rank's partition of one state of one unit, in the order of the store. A partition that the store
-keeps comes from its newest slot. The file system shares the bytes (reflink) if it can; otherwise they are copied and
-compared with the checksums from when they were written. Any other partition comes from its tier in memory.
+Each tensor is the rank's partition of one state of one unit, with its elements in the order of the store. A partition
+that the store keeps comes from its newest slot. The file system shares the bytes (reflink) if it can. Otherwise they
+are copied, and compared with the checksums that were computed as the store wrote them. Any other partition comes from
+its tier in memory.
 """
 
 from __future__ import annotations
@@ -58,9 +59,11 @@ class SaveRequest(NamedTuple):
     folder: Path
     tag: str
     latest: bool
+    """True to write the tag into `latest`."""
     frozen: bool
     """True to save frozen weights."""
     keep_last: int | None
+    """Number of checkpoints to keep in the folder; None for all."""
 
     @property
     def checkpoint(self) -> Path:
@@ -89,7 +92,7 @@ class SaveRequest(NamedTuple):
 def _count(keep_last: Any) -> int:
     """Returns `keep_last` as an integer of at least 1; raises `UsageError`."""
     try:
-        # `operator.index` accepts True and integers of numpy; only the first of them is a mistake.
+        # `operator.index` accepts integers of numpy, which are valid, and True, which is a mistake.
         if not isinstance(keep_last, bool):
             keep_last = operator.index(keep_last)
             if keep_last >= 1:
@@ -138,13 +141,14 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
     Args:
         held: This rank's partitions.
         order: Content and destination, equal on all ranks.
-        take: Returns this rank's progress.
+        take: Returns all that this rank saves beside its partitions.
         queue: Queue for the writes.
         ranks: All ranks.
 
     Raises:
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
-        IoError: If something cannot be written. Existing checkpoints are unchanged.
+        IoError: If something cannot be written. Existing checkpoints are unchanged. Only if the last renames fail may
+            one of the same tag be replaced already, or have its `.old` name.
     """
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
@@ -178,7 +182,7 @@ def _tensors(held: LocalShards, order: SaveRequest, world_size: int) -> dict[str
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
-    """Locks the folder, creates that of the checkpoint, and checks that there is room. Runs on rank 0.
+    """Locks the folder, creates the checkpoint's own folder in it, and checks that there is room. Runs on rank 0.
 
     Args:
         order: Content and destination.
@@ -210,10 +214,10 @@ def _end(
 
     Args:
         order: Content and destination.
-        moment: Progress of rank 0.
+        moment: State of rank 0 at the time of the save.
         partial: Folder of the files.
-        rows: Size and checksums of each file, for each rank.
-        locks: Closed at the end.
+        rows: For each rank, the size and the checksums of each of its files.
+        locks: Contains the lock; closed at the end.
     """
     files = {name: Saved(*each) for row in rows for name, each in row.items()}
     now = datetime.now(timezone.utc).isoformat()
@@ -235,7 +239,7 @@ def _write(
         held: This rank's partitions.
         order: Content and destination.
         partial: Folder made by rank 0.
-        progress: This rank's progress file.
+        progress: Content of this rank's file of progress.
         queue: Queue for the writes.
         ranks: All ranks.
     """
@@ -264,7 +268,7 @@ def _write_states(
         The size of the file in bytes, and the CRC-32C of each tensor.
     """
     sums: dict[str, int] = {}
-    # On Btrfs, space that was reserved and is then replaced by shared extents would stay allocated.
+    # Nothing is reserved here: on Btrfs, reserved space that shared extents then replace would stay allocated.
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
         def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
@@ -287,7 +291,7 @@ def _write_states(
                     if name not in tensors:
                         continue
                     nbytes = tensors[name].nbytes
-                    # A shared partition is not read at all: the store's checksum is the checksum of the file.
+                    # A shared partition is not read at all: the store's checksum is saved as that of the tensor.
                     shared = _share(held, unit, state, nbytes, writer, name)
                     if shared is not None:
                         sums[name] = shared
@@ -325,7 +329,7 @@ def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writ
 
 
 def _compare(held: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
-    """Raises `StoreError` if a partition has not the checksum with which it was written to the store.
+    """Raises `StoreError` if the checksum of a partition is not the one with which the store wrote the partition.
 
     Args:
         held: This rank's partitions.

@@ -19,14 +19,14 @@ from offload.swapper.store import Compared
 class CheckpointSource:
     """A checkpoint as source of weights. Changes nothing; implements `Source`.
 
-    Damage shows when the last byte of a tensor has been read.
+    Damage of a tensor shows when its last byte has been read.
 
     Args:
         checkpoint: Folder of the checkpoint.
         queue: Queue for the reads; owned by the caller.
 
     Raises:
-        StoreError: If a file is missing or of another size.
+        StoreError: If a file is missing or of another size, or if anything but a tensor of states is damaged.
     """
 
     def __init__(self, checkpoint: Path, queue: Queue) -> None:
@@ -48,7 +48,7 @@ class CheckpointSource:
         return Compared(future, partial(self._compare, rank, name, start))
 
     def _compare(self, rank: int, name: str, start: int, nbytes: int, crc: int) -> None:
-        """Adds the CRC-32C of bytes that were read, and compares it at the end of the tensor.
+        """Joins the CRC-32C of bytes to that of the bytes before, and compares the result at the end of the tensor.
 
         Args:
             rank: Rank of the partition.
@@ -58,7 +58,7 @@ class CheckpointSource:
             crc: Their CRC-32C.
 
         Raises:
-            IoError: If the tensor is complete and is not what was saved.
+            IoError: If the tensor has been read completely and differs from the saved one.
         """
         place, file = self._found.places[name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)

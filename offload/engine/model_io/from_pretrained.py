@@ -1,8 +1,8 @@
 """Replacement of transformers' `from_pretrained` inside `offload.init`, which streams a folder unit by unit.
 
 The original loads the complete model into memory at once. Calls that `load_pretrained` cannot serve still reach the
-original: a name of the hub, weights in another format, keywords about how to read. Their models have the same values,
-all of them in memory.
+original: a name of the hub, weights in another format, keywords about how to read. A model from such a call has the
+same values, but all of them are in memory.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _NO_VALUES = frozenset(
 )
 """Keywords that do not change the values that are read from a folder; `load_pretrained` does not receive them."""
 _THEIRS = ("state_dict", "subfolder", "variant", "from_tf", "from_flax", "gguf_file", "key_mapping", "fusion_config")
-"""Keywords that are left to the original if they are set. Other keywords go to `load_pretrained`."""
+"""Keywords that, if set, make a call go to the original. Others, but not `_NO_VALUES`, go to `load_pretrained`."""
 _LEFT_OUT_IF_NONE = frozenset(
     "device_map quantization_config max_memory offload_folder generation_config distributed_config device_mesh tp_plan "
     "tp_size kernel_config tqdm_class".split()
 )
-"""Keywords of the original without a meaning if they are None. None in any other is a value for the model's config."""
+"""Keywords of the original that are left out if None. None for any other keyword is a value for the model's config."""
 
 
 @contextlib.contextmanager
 def streaming(load: Callable[..., Any]) -> Iterator[None]:
-    """Lets `from_pretrained` of transformers stream a local folder, in this thread.
+    """Lets `from_pretrained` of transformers stream local folders, in this thread, while the context is open.
 
     Args:
         load: Called as `load(model_class, folder, output_loading_info=True, **keywords)` in place of `from_pretrained`;
@@ -47,11 +47,16 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
 
     def from_pretrained(cls: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
         theirs: Any = original.__get__(None, cls)
-        # The patch is visible to all threads, and `load_pretrained` itself may build models that call
-        # `from_pretrained`.
+        # The patch is visible to all threads, and a model that is built below may call `from_pretrained` in its
+        # constructor.
         if threading.get_ident() != thread or _is_inside() or args or any(kwargs.get(each) for each in _THEIRS):
             return theirs(name, *args, **kwargs)
         if name is None or not (Path(name).is_dir() and any(Path(name).glob("*.safetensors"))):
+            return theirs(name, **kwargs)
+        # An adapter is loaded by the original, which adds it to the model that it has loaded.
+        if (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path") or Path(
+            name, "adapter_config.json"
+        ).exists():
             return theirs(name, **kwargs)
         wants_info = kwargs.pop("output_loading_info", False)
         fit = {
@@ -72,7 +77,7 @@ def streaming(load: Callable[..., Any]) -> Iterator[None]:
 
 
 class _Depth(threading.local):
-    """Flag of each thread: true while `load_pretrained` builds a model."""
+    """Flag of each thread: true while the replaced `from_pretrained` loads a model."""
 
     inside = False
 
@@ -81,7 +86,7 @@ _depth = _Depth()
 
 
 def _is_inside() -> bool:
-    """Returns True if `load_pretrained` is building a model in this thread, whose code may load other models."""
+    """Returns True while the replaced `from_pretrained` loads a model in this thread, whose code may load others."""
     return _depth.inside
 
 

@@ -3,8 +3,9 @@
     folder ──► headers of the files ──► names, shapes, dtypes are compared ──► deferred parameters, each with its origin
 
 Everything is compared before anything of the model changes. `initialize` then reads one parameter after the other
-directly into its unit, a few megabytes at a time, so that never more than a unit is in memory. Parameters that the
-folder does not contain are initialized by the model's own modules, from the config's seed. Buffers are read at once.
+directly into its unit, a megabyte at a time, so that never more than a unit is in memory. (The tensors of a conversion,
+see `name_mapping`, are read whole.) Parameters that the folder does not contain are initialized by the model's own
+modules, from the config's seed. Buffers are read immediately.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def init(
     data_parallel_group: Any = None,
     mpu: Any = None,
 ) -> Iterator[None]:
-    """Builds a model without memory for its parameters, which `initialize` then makes, unit by unit.
+    """Builds a model whose parameters have no memory until `initialize` makes them real, unit by unit.
 
     Use as a context around the model's constructor. Affects the calling thread only, and may be nested. Buffers and
     other tensors are real.
@@ -108,18 +109,18 @@ def load_pretrained(
     output_loading_info: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Returns a model with the weights of `folder`, which `initialize` reads, one unit at a time.
+    """Returns a model whose weights `initialize` will read from `folder`, one unit at a time.
 
     Until `initialize` the parameters have no values and no memory. The folder contains safetensors as `save_pretrained`
     writes them, in one file or in several with an index. Parameters that are missing in the folder are initialized by
     the model's modules. A warning names them, and names tensors of the folder that the model does not contain.
 
     Args:
-        model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A class is
-            built by the folder's config, on the meta device and in evaluation mode, as `from_pretrained` does. A module
-            drops its own weights if the folder contains them.
+        model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A model of the
+            class is built from the folder's config, on the meta device and, as by `from_pretrained`, in evaluation
+            mode. A module drops those of its weights that the folder contains.
         folder: Local folder of the weights.
-        config: Config for `initialize`; a model of a class gets its dtype for buffers.
+        config: Config that `initialize` will receive; its dtype becomes that of the buffers of a model built here.
         model_config: Config of transformers, in place of the folder's.
         ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.
         output_loading_info: True to return (model, `LoadingInfo`).
@@ -127,6 +128,7 @@ def load_pretrained(
 
     Raises:
         StoreError: If files are missing or damaged.
+        IoError: If a file cannot be read.
         ConfigError: If model and folder do not fit each other.
         UsageError: If an argument is not valid. All errors are raised before anything of the model changes.
     """
@@ -183,7 +185,7 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
     dtype = _dtype(kwargs.pop("dtype", kwargs.pop("torch_dtype", None)))
     if config is not None and dtype is None:
-        dtype = DTYPES[load_config(config).dtype]  # the dtype of its buffers, as with from_pretrained
+        dtype = DTYPES[load_config(config).dtype]  # for the model's buffers, as with from_pretrained
     try:
         unused = kwargs
         if not isinstance(theirs, PretrainedConfig):  # a folder or a name, as from_pretrained takes it
@@ -208,9 +210,9 @@ def _build(model_class: Any, folder: Path, config: Any, theirs: Any, kwargs: dic
 
 
 def _dtype(given: Any) -> torch.dtype | None:
-    """Returns a dtype as from_pretrained accepts it; None for "auto", the engine's own. Raises `UsageError`."""
+    """Returns the dtype that a user gives as for `from_pretrained`; None for None and "auto". Raises `UsageError`."""
     if given is None or given == "auto" or isinstance(given, torch.dtype):
-        # A None makes `_build` use the dtype of the engine's config.
+        # With None `_build` takes the dtype of the engine's config, if that was given.
         return None if given == "auto" else given
     found = getattr(torch, given, None) if isinstance(given, str) else None
     if not isinstance(found, torch.dtype):
@@ -219,7 +221,7 @@ def _dtype(given: Any) -> torch.dtype | None:
 
 
 def _check_type(model_class: Any, config: Any, folder: Path) -> None:
-    """Raises `ConfigError` if the folder's config is of another kind of model than the class."""
+    """Raises `ConfigError` if the config describes another kind of model than the class builds."""
     wanted = getattr(getattr(model_class, "config_class", None), "model_type", None)
     if wanted is not None and wanted != config.model_type:
         raise ConfigError(
@@ -257,7 +259,8 @@ def _compare(
         folder: Folder of the tensors, for messages.
 
     Returns:
-        One source for each parameter and buffer that will be read, by its first name, and the names that did not match.
+        One source for each parameter and buffer that will be read, by the first of its names that the folder contains,
+        and the names that did not match.
 
     Raises:
         ConfigError: If nothing matches, or shapes, dtypes or tied values differ.
@@ -279,14 +282,14 @@ def _compare(
             f"in the model, the first is {name}: {list(theirs)}, not {list(mine)}; give the config that the folder "
             "was written with, or pass ignore_mismatched_sizes=True to initialize them anew"
         )
-    # With `ignore_sizes` such parameters are treated like missing ones.
+    # With `ignore_sizes` such parameters get no source, so that they are initialized like missing ones.
     wrong = {name for name, *_ in mismatched}
     sources: dict[int, tuple[str, Source]] = {}
     for name, source in named.sources.items():
         if name in wrong:
             continue
         _check_dtype(name, names[name], source)
-        # Tied parameters are one object under several names, of which the folder may contain more than one.
+        # A tied parameter is one object with several names, and the folder may contain more than one of them.
         if id(names[name]) in sources:
             _check_tied(sources[id(names[name])], (name, source))
         else:
@@ -319,7 +322,7 @@ def _check_tied(one: tuple[str, Source], other: tuple[str, Source]) -> None:
 
 
 def _ignored(model: nn.Module) -> set[str]:
-    """Returns the patterns of names that transformers ignores in a folder."""
+    """Returns patterns: transformers ignores tensors of a folder whose names match one of them."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()] if hasattr(model, "base_model_prefix") else []
     # transformers adds these two patterns while it loads, for buffers of its older versions.
@@ -349,7 +352,7 @@ def _take(model: nn.Module, found: Mapping[str, Source]) -> None:
             buffers[name].copy_(value)
     for name, source in found.items():
         if name in parameters:
-            # Identity and ties of the parameter stay; only its values are replaced by the origin.
+            # The parameter stays the same object, and thus tied; the origin only replaces its values.
             make_deferred(parameters[name], source.origin)
 
 

@@ -1,9 +1,9 @@
 """Mapping from tensors of a folder to a model, by name or by the renamings and conversions of `transformers`.
 
-transformers 5 stores some weights in another form than their folders: the experts of a Mixtral, one tensor each in the
-folder, are one parameter of three dimensions. This module applies the rules of transformers, name by name, and runs the
-conversions of transformers, one parameter at a time. The conversions first run on meta tensors, so that a misfit is
-known before anything is read.
+Models of transformers 5 have some weights in another form than the files: each expert of a Mixtral is a tensor of its
+own in a file, and all experts of a layer are one parameter of three dimensions in the model. This module applies the
+renamings of transformers name by name, and runs its conversions one parameter at a time. The conversions first run on
+meta tensors, so that a misfit is known before anything is read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from offload.errors import ConfigError
 
 
 class Source(NamedTuple):
-    """The tensors of a folder for one name of a model."""
+    """Origin, in a folder, of the values for one name of a model."""
 
     origin: Origin
     dtypes: tuple[torch.dtype, ...]
@@ -31,13 +31,13 @@ class Source(NamedTuple):
 class Conversion:
     """Tensors of a folder from which an operation of transformers makes one or several parameters of a model.
 
-    Results that were made together are held until each has been requested: such parameters are read one after the
-    other.
+    One run of the operation makes all results. Those that will be requested stay in memory until then, because
+    `initialize` reads one parameter after the other.
 
     Args:
         model: The model.
         converter: Converter of transformers; copied before each use, because it collects tensors.
-        first: Name of the model for which the converter was found.
+        first: The model's name for which the converter was found.
         parts: Tensors of the folder, each with the pattern that it matched.
     """
 
@@ -62,7 +62,7 @@ class Conversion:
         return {name: tuple(value.shape) for name, value in made.items()}
 
     def take(self, name: str) -> torch.Tensor:
-        """Returns one parameter; the tensors are read when the first of their parameters is requested."""
+        """Returns one parameter. The first request reads the tensors and makes the parameters of later requests too."""
         if name not in self._made:
             made = self._convert(Stored.whole)
             # Results that nobody will request must not stay in memory.
@@ -70,8 +70,8 @@ class Conversion:
         return self._made.pop(name)
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Runs the conversion on tensors that `read` returns."""
-        # A converter collects the tensors that it is given, and one converter serves many groups.
+        """Runs the conversion on the tensors that `read` returns, and returns the results by name."""
+        # `add_tensor` stores its tensors in the converter, which other conversions use too; hence a copy.
         mapping: Any = copy.deepcopy(self._converter)
         for stored, pattern in self.parts:
             mapping.add_tensor(self._first, stored.name, pattern, lambda stored=stored: read(stored))
@@ -97,7 +97,7 @@ class Named(NamedTuple):
     sources: Mapping[str, Source]
     """Sources by the model's names."""
     unexpected: Sequence[str]
-    """Names that the model does not contain."""
+    """Names of tensors, after renaming, that the model does not contain."""
 
 
 def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[str, Stored]) -> Named:
@@ -109,7 +109,7 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
         stored: The tensors of the folder by their names there.
 
     Raises:
-        ConfigError: If two tensors have one name, or a conversion does not succeed.
+        ConfigError: If two tensors of the folder map to one name, or a conversion fails.
     """
     rules = _rules_of_transformers(model)
     if rules is None:
@@ -143,12 +143,12 @@ def name_tensors(model: nn.Module, expected: Mapping[str, Any], stored: Mapping[
 
 
 def _as_it_is(stored: Stored) -> Source:
-    """Returns the source of a tensor that needs no conversion."""
+    """Returns a tensor that needs no conversion, as a source."""
     return Source(stored, (stored.dtype,))
 
 
 def _add(found: dict[str, Source], name: str, source: Source) -> None:
-    """Adds a source; raises `ConfigError` if the name has one."""
+    """Adds a source to `found`; raises `ConfigError` if the name already has one."""
     if name in found:
         raise ConfigError(
             f"the folder contains {name} twice, under two names that transformers recognizes; keep one of them"
@@ -168,7 +168,7 @@ class _Rules:
         self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def rename(self, key: str, expected: Mapping[str, Any]) -> tuple[str, Any, str]:
-        """Returns the model's name of a tensor, and the converter and its pattern if the tensor is converted."""
+        """Returns a tensor's name in the model, its converter or None, and the pattern that it matched."""
         name, pattern = self._rename(key, self._renamings, self._converters, self._prefix, expected)
         if name not in expected and key in expected:  # the tensor has the model's own name already
             name, pattern = self._rename(key, [], [], self._prefix, expected)
@@ -176,11 +176,11 @@ class _Rules:
 
 
 def _rules_of_transformers(model: Any) -> _Rules | None:
-    """Returns the rules of a model, or None if it is not of transformers and its names stay unchanged."""
+    """Returns the rules for a model, or None for a model that is not of transformers: its names stay unchanged."""
     if not hasattr(model, "base_model_prefix") or not hasattr(model, "config"):
         return None
     try:
-        # Internal modules of transformers, which may change with each version: a missing name is reported as such.
+        # Internal modules of transformers, which may change with each version: a missing name raises the error below.
         from transformers import core_model_loading
         from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -194,7 +194,7 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
 
 def same_values(one: Origin, other: Origin) -> bool:
     """Returns True if the values of two sources of one shape are equal numbers, whatever their dtypes are."""
-    # Chunk by chunk, so that two large tensors are never both in memory. Chunks of two dtypes differ in length.
+    # Compared chunk by chunk, to save memory. The chunks of two dtypes have different numbers of elements.
     sides = [(values for _, values in origin.pieces() if len(values)) for origin in (one, other)]
     mine, theirs = (next(side, None) for side in sides)
     while mine is not None and theirs is not None:

@@ -1,15 +1,15 @@
 """Placement of a model's files in their folder: all of them, or none.
 
-    <folder>.partial             files being written, if the folder does not exist or contains only such files; takes
-    the
-                                 folder's name or is exchanged with it in one step
+    <folder>.partial             files being written, if the folder does not exist or contains only files that a save
+                                 writes; takes the folder's name, or is exchanged with the folder in one step
     <folder>/.offload.partial    files being written, if foreign files in the folder must stay; the new files are moved
                                  in one by one
-    .<folder>.lock               lock of the save in progress, which is named in the file; `.offload.lock` in the folder
-                                 if nothing can be made beside it
+    .<folder>.lock               locked during a save; names the saving process. It is `.offload.lock` in the folder if
+                                 nothing can be made beside the folder
 
-In the second case config and index are deleted first and moved in last. A kill between two moves then leaves a folder
-that nobody takes for a model, never a mixture that loads.
+Files are moved in one by one in the second case, and if the system cannot exchange folders. Config and index are then
+deleted first and moved in last, so that a kill between two moves leaves a folder that nobody takes for a model, never
+a mixture that loads.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
-"""Files without which no loader finds the weights."""
+"""Files by which loaders find the weights; without them the folder is no model."""
 TOKENIZER = (
     "tokenizer.json tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json vocab.txt merges.txt "
     "tokenizer.model spiece.model sentencepiece.bpe.model chat_template.jinja chat_template.json"
@@ -43,13 +43,14 @@ _ADAPTER = ("adapter_model.safetensors", "adapter_config.json", "README.md")
 def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> Iterator[Path]:
     """Yields a staging folder whose files replace those in `out` if the context ends without an error.
 
-    One writer at a time. After an error `out` is unchanged.
+    One writer at a time. After an error in the context `out` is unchanged. An error while the new files are put in
+    place raises too, and leaves those that are in place.
 
     Args:
         out: The output folder.
         notice: Called with a message about leftovers of a killed save, which are removed.
-        whole: True if the files are a complete model: weights of an earlier one are removed. Otherwise every file of
-            another name stays.
+        whole: True if the files are a complete model: weights of an earlier model are removed. Otherwise every file in
+            `out` stays, unless a new file has its name.
 
     Raises:
         StoreError: If another process writes to `out`, or the staging folder contains foreign files.
@@ -57,7 +58,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
     """
     make_folder(out.parent)
     with only_save(out, out.name, _lock_of(out)):
-        # The staging folder is beside `out` if the whole folder can be replaced, which is atomic; else inside of it.
+        # The staging folder is beside `out` if `out` can be replaced as a whole, which is atomic; else inside of `out`.
         beside = not _is_in_use(out) and (_is_free(out) or (whole and _is_ours(out)))
         partial = out.with_name(f"{out.name}.partial") if beside else out / ".offload.partial"
         with naming_errors(partial, "make"):
@@ -81,7 +82,7 @@ def arriving(out: Path, notice: Callable[[str], None], whole: bool = True) -> It
 
 def _lock_of(out: Path) -> Path:
     """Returns the path of the lock file. The result must not depend on anything that a save changes."""
-    # Two saves must use the same lock, also if the first of them creates or replaces `out` meanwhile.
+    # Two saves at a time must use the same lock, also if one of them creates or replaces `out` meanwhile.
     inside = out.is_dir() and not os.access(out.parent, os.W_OK)
     return out / LOCK if inside else out.with_name(f".{out.name}.lock")
 
@@ -109,7 +110,7 @@ def check_not_a_file(out: Path) -> None:
 
 
 def _is_in_use(out: Path) -> bool:
-    """Returns whether the working directory of this process is in `out`, and would be deleted after an exchange."""
+    """Returns whether the working directory of this process is in `out`: an exchange would delete that directory."""
     return Path.cwd().is_relative_to(out.resolve())
 
 
@@ -132,7 +133,7 @@ def _is_ours(out: Path) -> bool:
 
 
 def _clear(partial: Path, notice: Callable[[str], None]) -> None:
-    """Removes leftovers of a killed save; raises `StoreError` if there are foreign files among them."""
+    """Removes leftovers of a killed save; raises `StoreError` if `partial` contains a foreign file."""
     left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
     foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
@@ -150,14 +151,17 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
 
 
 def _keep_others(partial: Path, out: Path) -> None:
-    """Copies files that are not written now and stay, such as a tokenizer's."""
+    """Copies to `partial` the files of `out` that this save does not write, such as a tokenizer's."""
     for path in out.iterdir() if out.exists() else ():
         if not _WEIGHTS.fullmatch(path.name) and not (partial / path.name).exists():
             shutil.copy2(path, partial / path.name)
 
 
 def _arrive(partial: Path, out: Path) -> None:
-    """Gives the staging folder its final name; the folder that had the name is deleted."""
+    """Gives the staging folder its final name and deletes the folder that had the name.
+
+    If the system cannot exchange folders, the files are moved in one by one.
+    """
     if not out.exists() or not any(out.iterdir()):
         os.rename(partial, out)
         sync_folder(out.parent)
@@ -171,7 +175,7 @@ def _arrive(partial: Path, out: Path) -> None:
 
 
 def _move_in(partial: Path, out: Path, whole: bool) -> None:
-    """Moves files into `out` one by one; if they are a `whole` model, weights of an earlier one are deleted."""
+    """Moves files into `out` one by one; if they are a `whole` model, weights of an earlier model are deleted."""
     new = sorted(path.relative_to(partial) for path in partial.rglob("*") if path.is_file())
     heads = [path for path in new if path.name in _HEADS]
     gone = [path for path in out.iterdir() if whole and _WEIGHTS.fullmatch(path.name)]

@@ -18,11 +18,11 @@ from offload.sizes import MIB
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
-"""With larger chunks, whose fp32 copies are allocated and freed all the time, the allocator kept a gigabyte."""
+"""Bytes of a chunk. Each chunk is copied to fp32; with larger copies the allocator was seen to keep a gigabyte."""
 
 
 class Stamp(NamedTuple):
-    """Properties of a file that change with its content."""
+    """Properties of a file that show a change of its content."""
 
     inode: int
     nbytes: int
@@ -30,12 +30,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """Returns the stamp of a file's status."""
+        """Returns the stamp of the file with this status."""
         return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, none of which is in memory; implements `Origin`."""
+    """A tensor in a file, without memory of its own; implements `Origin`."""
 
     name: str
     path: Path
@@ -53,7 +53,7 @@ class Stored(NamedTuple):
         return self.place.tensor.dtype
 
     def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the elements, (n,) at a time, each chunk with the position of its first element.
+        """Yields the elements in chunks, (n,) each, with the position of the chunk's first element.
 
         A chunk is valid until the next one is requested.
 
@@ -81,7 +81,7 @@ class Stored(NamedTuple):
     def _open(self) -> Any:
         """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
         try:
-            # Opened for each tensor, so that no file stays open between two reads: each read checks the stamp again.
+            # Opened anew for each tensor: no file stays open in between, and each time the stamp is checked again.
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
@@ -98,7 +98,7 @@ class Stored(NamedTuple):
         try:
             while done < len(part):
                 count = os.preadv(descriptor, [part[done:]], offset + done)
-                # The end of the file: the file was cut after its header was read.
+                # The file ends here: it was truncated after its header was read.
                 if not count:
                     raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
                 done += count
@@ -109,10 +109,10 @@ class Stored(NamedTuple):
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Returns all tensors of a folder's safetensors files by name. Reads only headers.
 
-    The tensors are in one file, or in the files that an index names.
+    The tensors are in `model.safetensors`, or else in the files that the index names.
 
     Raises:
-        StoreError: If there are none, or a file is missing, incomplete or contradicts the index.
+        StoreError: If the folder contains neither, or a file is missing, incomplete or contradicts the index.
         IoError: If a file cannot be read.
     """
     if not folder.is_dir():
@@ -126,7 +126,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise StoreError(f"{folder / INDEX} names {name}, which is missing; fetch all files of the model")
-        # A file may contain tensors that the index assigns to another file; the index decides.
+        # A tensor that the index assigns to another file is left out here; one that it does not list is taken.
         held = _of_file(folder / name)
         found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
     lost = next((tensor for tensor in places if tensor not in found), None)
@@ -141,7 +141,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _of_file(path: Path) -> dict[str, Stored]:
     """Returns the tensors of one file."""
     try:
-        # Before the header: a change in between is then noticed by the first read.
+        # Taken before the header is read: the first read of a tensor then notices a change in between.
         stamp = Stamp.of(path.stat())
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error

@@ -1,7 +1,7 @@
-"""`engine.save_pretrained` and `save_16bit_model`: the weights between two steps as files that other libraries load.
+"""`engine.save_pretrained` and `save_16bit_model`: save the weights, between steps, for other libraries to load.
 
 All ranks iterate over all partitions in the same order. The rank that owns a partition reads it and broadcasts it, and
-rank 0 writes. A peft adapter is small: every rank gathers it, and rank 0 has peft write it.
+rank 0 writes. A peft adapter is small: every rank gathers the whole adapter, and rank 0 calls peft to write it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from offload.states import State
 logger = logging.getLogger("offload")
 
 _ONE_FILE = 1 << 62
-"""Bytes; no model is cut into several files."""
+"""Limit of a file's size in bytes that no model reaches, so that all weights are in one file."""
 
 
 class SaveOptions(NamedTuple):
@@ -45,7 +45,7 @@ class SaveOptions(NamedTuple):
     tokenizer: Any = None
     frozen: bool = True
     file_name: str | None = None
-    """Name of the single file that is written; None for all files of a model's folder."""
+    """Name of the only file to write; None to write all files of a model's folder."""
 
     def check(self) -> None:
         """Raises `UsageError`, `ConfigError` or `StoreError` if an argument is not valid."""
@@ -69,7 +69,7 @@ class SaveOptions(NamedTuple):
 
 
 class EngineSource:
-    """The weights of an engine between steps, as a `Source`. All ranks read the same bytes at the same time."""
+    """The weights of an engine between steps, as a `Source`. All ranks must read the same bytes in the same order."""
 
     def __init__(
         self,
@@ -79,14 +79,14 @@ class EngineSource:
         ranks: AllOrNothing,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Describes the model.
+        """Takes the description and the buffers of the model.
 
         Args:
             module: The model.
             components: The components of its engine.
             step: Number of the step.
             ranks: The ranks that read together.
-            check: Raises if this rank has failed since the last read. Called when all ranks can learn of the failure.
+            check: Raises if this rank has failed. Called at each read, when the error can be raised on all ranks.
         """
         self._components, self._ranks, self._check = components, ranks, check
         self.description: Mapping[str, Any] = describe(components.layouts, components.shards.mode, ranks.size)
@@ -99,14 +99,14 @@ class EngineSource:
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
-        # Only the owner reads; the others receive the bytes in `wait`, at the same place of their own iteration.
+        # Only the owner reads. The other ranks receive the bytes in `wait`, in the same order of reads.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
         return _NotifyingFuture(self, rank, buffer, futures)
 
     def completed(self, rank: int, buffer: memoryview, futures: list[Future]) -> None:
-        """Broadcasts the bytes that `rank` reads into its buffer. Collective.
+        """Waits for a read of `rank` and broadcasts its bytes. Collective.
 
-        A failure is raised on all ranks, and only once.
+        The first failure is raised on all ranks; later calls raise nothing and broadcast nothing.
 
         Args:
             rank: The rank that owns the bytes.
@@ -119,8 +119,8 @@ class EngineSource:
                 future.wait()
             self._check()
 
-        # After a failure the reads in flight are still waited for, because their buffers are about to be freed. The
-        # other ranks are not contacted again.
+        # After a failure, pending reads are still waited for, because their buffers are about to be freed. The other
+        # ranks are not contacted again.
         if self._over:
             wait_for_all(futures)
             return
@@ -173,9 +173,9 @@ class _FirstFailure:
 
 
 class _Forgiving:
-    """A sink that forwards data to another sink, and records its first failure without raising it.
+    """A sink that forwards data to another sink, if there is one, and records its first failure without raising it.
 
-    Rank 0 must stay in step with the broadcasts: an exception in the middle would leave the other ranks waiting.
+    Rank 0 must take part in every broadcast: an exception in the middle would leave the other ranks waiting.
     """
 
     def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
@@ -205,12 +205,13 @@ class PretrainedWriter:
             step: Number of the step.
         """
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
-        # Gather before the meeting below: other ranks can serve a gather only until they are in the meeting themselves.
+        # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
         gathered = adapter_state(self._module, self._components) if adapter else {}
         with all_or_nothing(self._components.agreement, Collective.SAVE, "save the model") as ranks:
             ranks.settle(wanted.check)
             ranks.settle(lambda: self._components.unit_views.check_not_gathered("saved"))
-            ranks.same({"folder": str(wanted.folder), "file": wanted.file_name, "dtype": str(wanted.dtype)})
+            names = {"folder": str(wanted.folder), "file": wanted.file_name}
+            ranks.same({**names, "dtype": str(wanted.dtype), "frozen": wanted.frozen})
             out = Path(wanted.folder).absolute()
             if adapter:
                 ranks.by_first(lambda: self._write_adapter(wanted, out, gathered))
@@ -218,7 +219,7 @@ class PretrainedWriter:
                 self._write(wanted, out, step, ranks)
 
     def _write(self, wanted: SaveOptions, out: Path, step: int, ranks: AllOrNothing) -> None:
-        """Writes the model; rank 0 holds the files. Collective.
+        """Writes the model; only rank 0 opens files. Collective.
 
         Args:
             wanted: Arguments of the user.
@@ -227,7 +228,7 @@ class PretrainedWriter:
             ranks: All ranks.
         """
         failure = _FirstFailure()
-        # A failed write on rank 0 reaches the others through `check` at the next read.
+        # A failed write on rank 0 is raised on all ranks at the next read, by `check`.
         source = EngineSource(self._module, self._components, step, ranks, failure.check)
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
@@ -247,7 +248,7 @@ class PretrainedWriter:
                     _save_tokenizer(wanted.tokenizer, made[0][0])
                 folder_open.close()
 
-            # Only rank 0 holds the staging folder open; the other ranks iterate with an empty sink.
+            # Only rank 0 opens the staging folder; the other ranks iterate over the same bytes and write nothing.
             ranks.by_first(begin)
             beyond = stream(source, plan, _Forgiving(made[0][1] if made else None, failure))
             ranks.by_first(end)
@@ -255,12 +256,12 @@ class PretrainedWriter:
             logger.warning("%s: %s", out, notice)
 
     def _write_adapter(self, wanted: SaveOptions, out: Path, state: dict[str, torch.Tensor]) -> None:
-        """Has peft write the adapter `state` into `out`. Runs on rank 0."""
+        """Calls peft to write the adapter `state` into `out`. Runs on rank 0."""
         module: Any = self._module
         with arriving(out, logger.warning, whole=False) as folder, naming_errors(folder, "write"):
             check_room(folder, sum(value.nbytes for value in state.values()), out)
             if (out / "README.md").is_file():
-                # peft extends an existing model card, so the new folder must contain it.
+                # peft extends an existing model card, so the staging folder must contain that of `out`.
                 shutil.copyfile(out / "README.md", folder / "README.md")
             module.save_pretrained(str(folder), state_dict=state)
             if wanted.tokenizer is not None:
@@ -276,7 +277,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
 def adapter_state(module: Any, components: EngineComponents) -> dict[str, torch.Tensor]:
     """Returns the tensors that peft's `save_pretrained` writes for a model, on the CPU, by the model's names.
 
-    peft receives empty tensors on the meta device in place of all weights; only those that peft selects are gathered.
+    To find them, peft selects from tensors on the meta device, one for each weight. Only selected weights are gathered.
     """
     from peft import get_peft_model_state_dict
 

@@ -29,7 +29,11 @@ class Reading(Protocol):
     """Protocol of a read in flight."""
 
     def wait(self) -> int:
-        """Waits for the read and returns its bytes; raises `IoError` if it fails or the bytes are not those written."""
+        """Waits for the read and returns its number of bytes.
+
+        Raises:
+            IoError: If the read fails, or the bytes differ from those that were written.
+        """
         ...
 
 
@@ -54,7 +58,7 @@ class Source(Protocol):
             rank: Rank of the partition.
             unit: Index of the unit.
             state: The state.
-            start: First byte of the partition.
+            start: First byte within the partition.
             buffer: Filled; owned by the caller, and in use until the read has ended.
         """
         ...
@@ -65,7 +69,7 @@ class Source(Protocol):
 
 
 class StoreSource:
-    """The last commit that all ranks of a run hold. Changes nothing; implements `Source`.
+    """The last commit that all ranks of a run have, as source of weights. Changes nothing; implements `Source`.
 
     The run is locked until `close`. Damage shows as the bytes are read.
 
@@ -90,7 +94,7 @@ class StoreSource:
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
             self._tables = [commit.table for commit in self._commits]
-            # State of the comparison, one for each rank's file.
+            # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
@@ -110,7 +114,7 @@ class StoreSource:
         return Compared(future, partial(self._compare, rank, unit, state, start, place))
 
     def _compare(self, rank: int, unit: int, state: State, start: int, place: Extents, nbytes: int, crc: int) -> None:
-        """Raises `IoError` if bytes that were read are known to differ from those written.
+        """Compares bytes that were read with their checksums, and raises `IoError` if they differ.
 
         Bytes that end within a checksummed range are compared later, together with the rest of the range.
 
@@ -118,7 +122,7 @@ class StoreSource:
             rank: Rank of the partition.
             unit: Index of the unit.
             state: The state.
-            start: First byte.
+            start: First byte within the partition.
             place: Position of the partition in the file.
             nbytes: Number of bytes.
             crc: Their CRC-32C.
@@ -142,7 +146,7 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
         stack: Receives the locks; other processes are kept out until it is closed.
 
     Raises:
-        StoreError: If there is no such folder, or a process uses one.
+        StoreError: If `run` contains no folder of a rank, or a process uses one of them.
     """
     folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
@@ -152,13 +156,13 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
             "folder that save_checkpoint has written"
         )
     for folder in folders:
-        # A lock that is already held raises and releases those taken so far, through the caller's stack.
+        # `Lock` raises if another process holds the lock. Those taken so far are released by the caller's stack.
         stack.enter_context(Lock(folder))
     return [look(folder) for folder in folders]
 
 
 def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
-    """Returns the ranks of a run, in order, without folders that an earlier run with more ranks has left.
+    """Returns the ranks of a run, in the order of `found`, without those left by an earlier run with more ranks.
 
     Raises:
         StoreError: If a rank is missing, or the folders are of different runs.
@@ -168,7 +172,7 @@ def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
     ranks = [each for each in found if each.rank < size]
     for each in ranks:
         check_can_be_read(each)
-    # Weights of all ranks are needed: each rank holds a partition of every parameter.
+    # All ranks are needed: the weights of a unit are divided among them.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
         raise StoreError(
@@ -183,16 +187,16 @@ def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
 
 
 def commits_of_all(found: Sequence[Found]) -> list[Commit]:
-    """Returns the last commit that is complete on every rank, once for each rank.
+    """Returns each rank's part of the last commit that is complete on every rank.
 
     Raises:
-        StoreError: If there is none.
+        StoreError: If there is no such commit.
     """
     for each in found:
         if not each.whole:
             words = "; ".join(map(str, each.wrong)) or "nothing was committed yet"
             raise StoreError(f"{each.folder} contains no intact commit: {words}")
-    # A kill may leave one rank a commit ahead of the others, whose last commit it still holds.
+    # A kill may leave one rank a commit ahead of the others; that rank still has the last commit of the others.
     serial = last_of_all(each.whole[0].record.serial for each in found)
     # At least one rank exists, so there is a last commit.
     assert serial is not None
@@ -209,7 +213,7 @@ def commits_of_all(found: Sequence[Found]) -> list[Commit]:
 
 
 def check_can_be_read(found: Found) -> None:
-    """Raises `StoreError` if a rank's folder is of a kind without commits that this version reads."""
+    """Raises `StoreError` if a rank's folder cannot contain commits, or has a format that this version cannot read."""
     if found.other_format is not None:
         raise StoreError(f"{found.folder} has {found.other_format}")
     if found.drive:

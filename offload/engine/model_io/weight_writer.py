@@ -2,9 +2,9 @@
 
     units ──► chunks of a rank's partition ──► requested dtype ──► each segment to its place in its file
 
-A partition is read in order, a few chunks ahead, so neither a unit nor a parameter is ever in memory as a whole. Bytes
-with checksums are compared as they are read. `offload export` writes from a store or a checkpoint, `save_pretrained`
-from an engine.
+A partition is read in order, a few chunks ahead, so the memory in use does not depend on the size of a unit or a
+parameter. Bytes with checksums are compared as they are read. `offload export` writes from a store or a checkpoint,
+`save_pretrained` from an engine.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from offload.swapper.modes import DTYPES, MODES, Mode, dtype_name
 _CHUNK_NUMEL = 1 << 21
 """Elements read at a time: 4 MiB in 16 bits, 8 MiB in fp32."""
 _CHUNKS = 4
+"""Number of chunks that are in memory at a time, most of them still being read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Names, dtypes and files of an export, decided before a file is made."""
+    """Names, dtypes and files of an export, decided before any file is created."""
 
     layouts: tuple[UnitLayout, ...]
     mode: Mode
@@ -65,7 +66,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files of tensors."""
+        """Bytes of all safetensors files, headers included."""
         heads = sum(len(plan_file(tensors, self.metadata)[0]) for tensors in self.shards.values())
         return heads + self.weights_nbytes
 
@@ -89,7 +90,7 @@ def make_plan(
         dtype: Dtype of the written weights; None for that of the model.
         shard_nbytes: Limit of a file's size in bytes.
         frozen: False to write only trainable weights and buffers.
-        name: Name of a single file, which is then all that is written; None for all files of a model's folder.
+        name: Name of the only file to write; None to write all files of a model's folder.
 
     Raises:
         ConfigError: If weights cannot be saved in `dtype`.
@@ -100,9 +101,9 @@ def make_plan(
     frozen = frozen and source.frozen
     tied: Mapping[str, str] = source.about.get("tied", {})
     config = source.about.get("config")
-    # A loader of transformers ties weights according to the config. Without a config, `safetensors.torch.load_model`
-    # ties them for a folder, by the metadata. A single file without a config is for `load_state_dict`, which expects
-    # all names.
+    # With a config, transformers ties weights as the config says. Without one, the files of a folder are for
+    # `safetensors.torch.load_model`, which ties weights by the metadata, and a single file is for `load_state_dict`,
+    # which expects all names.
     loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
@@ -135,7 +136,7 @@ def make_plan(
 
 
 def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
-    """Returns the dtype that a user asks for; raises `ConfigError` if weights cannot be saved in it."""
+    """Returns the dtype that a user asks for, None for None; raises `ConfigError` if weights cannot be saved in it."""
     if wanted is None:
         return None
     found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
@@ -145,7 +146,7 @@ def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _file_name(index: int, count: int) -> str:
-    """Returns the name that transformers expects of a file of weights."""
+    """Returns the name that transformers expects for file `index` of `count` files of weights."""
     return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
@@ -179,7 +180,7 @@ class Files:
     Args:
         folder: Must exist.
         plan: Names and sizes.
-        buffers: Persistent buffers of the model, which are written at once.
+        buffers: Persistent buffers of the model, which are written by the constructor.
 
     Raises:
         IoError: If a file cannot be written. A full disk shows before any weight is written.
@@ -223,12 +224,12 @@ class Files:
     ) -> None:
         self._open.__exit__(kind, error, trace)
         if kind is None:
-            # Last, after all weights are durable: without an index or a config nobody takes the folder for a model.
+            # Written last, when all weights are durable: without index and config nobody takes the folder for a model.
             self._write_heads()
 
 
 def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], None] = lambda _: None) -> int:
-    """Passes every byte of the weights to `sink`.
+    """Reads all weights, converts them to the dtype of the plan, and passes their bytes to `sink`.
 
     Args:
         source: The weights.
@@ -259,7 +260,7 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 
 
 def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
-    """Returns messages for the reader of the files.
+    """Returns messages for the user about the written files.
 
     Args:
         source: The weights.
@@ -279,8 +280,7 @@ def notices(source: Source, plan: Plan, beyond: int) -> tuple[str, ...]:
     absent = sum(segment.name not in plan.names for layout in plan.layouts for segment in layout.segments)
     if absent:
         found.append(
-            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the checkpoint, because its save "
-            "left them out"
+            f"{count_of(absent, 'frozen weight is', 'frozen weights are')} not in the files, because they were left out"
         )
     return tuple(found)
 
@@ -294,7 +294,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 class _Chunk(NamedTuple):
-    """Elements of a unit, in the dtype of the weight, or in fp32 if they were made from master weights."""
+    """Consecutive weights of a unit, in the dtype of the weight, or in fp32 if they are master weights."""
 
     unit: int
     start: int
@@ -303,7 +303,7 @@ class _Chunk(NamedTuple):
 
 
 class _SegmentRange(NamedTuple):
-    """Elements of a partition that are read at a time."""
+    """Elements of a partition that are read together, as one chunk."""
 
     rank: int
     unit: int
@@ -313,7 +313,7 @@ class _SegmentRange(NamedTuple):
     """First element, in the partition."""
     numel: int
     states: tuple[State, ...]
-    """States that are read: the weight, or those from which the master weight is made."""
+    """States that are read: the weight alone, or those that hold the master weight."""
 
 
 def read_nbytes(plan: Plan) -> int:
@@ -322,9 +322,9 @@ def read_nbytes(plan: Plan) -> int:
 
 
 def _segments(plan: Plan) -> Iterator[_SegmentRange]:
-    """Yields the chunks of all units and ranks, in the order of each partition."""
+    """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition."""
     weight: tuple[State, ...] = (State.WEIGHT,)
-    # In the model's own dtype the weight is exact; in any other the master weights are rounded once.
+    # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
     wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
     for unit, layout in enumerate(plan.layouts):
         for rank in range(plan.world_size):
@@ -338,7 +338,7 @@ def _segments(plan: Plan) -> Iterator[_SegmentRange]:
 
 
 def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iterator[_Chunk]:
-    """Yields the elements of all units, with a few chunks read ahead; in fp32 if they are made from master weights."""
+    """Yields the chunks of all units, reading a few chunks ahead. A chunk is valid until the next one is requested."""
     dtypes = plan.mode.weights
     buffers = [aligned_empty(_CHUNK_NUMEL * 4) for _ in range(_CHUNKS)]  # at most 4 bytes are read for an element
     flying: deque[tuple[_SegmentRange, dict[State, memoryview], list[Reading]]] = deque()
@@ -348,8 +348,7 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
         for reading in readings:
             progress(reading.wait())
         flying.popleft()
-        # The values may be views of the buffer: the buffer is reused only after the consumer has asked for the next
-        # chunk.
+        # The values may be views of the buffer, which is reused only when the consumer requests the next chunk.
         parts = {state: torch.frombuffer(memory, dtype=dtypes[state]) for state, memory in read.items()}
         values = parts[State.WEIGHT] if segment.states == (State.WEIGHT,) else join(parts)
         return _Chunk(segment.unit, segment.start, values)
@@ -366,13 +365,13 @@ def _chunks(source: Source, plan: Plan, progress: Callable[[int], None]) -> Iter
                 start, end = end, end + segment.numel * dtypes[state].itemsize
                 read[state] = buffers[count % _CHUNKS][start:end]
                 at = segment.position * dtypes[state].itemsize
-                # The entry is in `flying` before its reads begin, so that an error in between waits for those already
-                # begun.
+                # The entry is in `flying` before its reads begin: if a later one fails to begin, `finally` waits for
+                # the others.
                 readings.append(source.read(segment.rank, segment.unit, state, at, read[state]))
         while flying:
             yield deliver()
     finally:
-        # After an error, or if the consumer stops early: buffers must outlive their requests.
+        # Reads are pending here after an error, or if the consumer stops early; their buffers must outlive them.
         for *_, readings in flying:
             for reading in readings:
                 with contextlib.suppress(OSError):

@@ -338,7 +338,7 @@ class UpdateWorker:
         return self._store.write(unit, tile_state.state, self._store.target(unit), tile_state.first, buffer)
 
     def _title(self, job: Job) -> str:
-        """Returns the unit's name for the time line."""
+        """Returns the unit's name for the timeline."""
         return self._shards.sizes[job.unit].title
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -46,7 +46,8 @@ from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import announce
-from offload.swapper.memory.device import Device, compute_device, open_device
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_choice import compute_device, open_device
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format.commit_record import last_of_all
@@ -267,7 +268,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             files = RunFiles(queue=queue, store=store, written=written)
             parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
-            # The time line begins with the first step: the filling of the tiers is not shown.
+            # The timeline begins with the first step: the filling of the tiers is not shown.
             timeline.start()
             return parts
 

@@ -302,7 +302,7 @@ class Rows:
         """
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
-        # The order of one pass is cached: computing it for every row would take time linear in the data.
+        # The order of one pass is cached: computing it for every row would take timelinear in the data.
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
         self.with_positions = True
         """True if batches contain positions, by which some model families mask documents from each other."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Span(NamedTuple):
-    """An interval of the time line, from `start` to `end` in seconds."""
+    """An interval of the timeline, from `start` to `end` in seconds."""
 
     row: str
     """Kind of the work: "model", "kernel", "weight read" and so on."""
@@ -77,8 +77,8 @@ class Clock:
 
         Args:
             server: the server.
-            row: kind of the work, for the time line.
-            unit: the unit, for the time line.
+            row: kind of the work, for the timeline.
+            unit: the unit, for the timeline.
             seconds: duration at full speed; an item of 0 seconds is done at once and leaves no span.
             priority: a smaller one runs first.
         """

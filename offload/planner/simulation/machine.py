@@ -127,7 +127,7 @@ class Machine:
         """Starts a read from the drives.
 
         Args:
-            row: kind of the read, for the time line.
+            row: kind of the read, for the timeline.
             cause: the field of `Moved` to count the bytes in.
             unit: the unit.
             nbytes: bytes to read.

@@ -1,7 +1,7 @@
 """A simulation of the pager and the update worker, without data, threads or drives.
 
     simulate(uses, sizes, updates, budgets)            peaks of both budgets, hits, bytes
-    simulate(uses, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the time line
+    simulate(uses, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the timeline
 
 The functions of `policy` make every decision over an `AccessOrder` and two `Allocator`s, as in the real pager, and
 every move is one of `residency.ARROWS`. Two actors take turns: the model's thread and the update worker. Without rates
@@ -64,7 +64,7 @@ class Simulation:
     waited: Waited
     worked: Worked
     spans: tuple[Span, ...]
-    """Time line from the step's start; work that started earlier has a negative start."""
+    """Timeline from the step's start; work that started earlier has a negative start."""
 
 
 def simulate(

@@ -30,7 +30,7 @@ valid checksum wins. docs/reference/store-format.md describes the files for othe
 | `runs.py` | a run's folder from outside: status, removal |
 | `spill_file.py` | files without a name for gradients |
 | `write_counts.py` | bytes written to each drive over the life of the run |
-| `drive_spans.py` | requests and commits on the time line |
+| `drive_spans.py` | requests and commits on the timeline |
 | `format/commit_record.py` | the commit record, 4096 bytes |
 | `format/blob.py` | everything else that belongs to a step |
 | `format/manifest.py` | the place of each slot; the comparison of two stores |

@@ -1,4 +1,4 @@
-"""Spans on the time line for the work of the drives: requests, from submission to completion, and commits.
+"""Spans on the timeline for the work of the drives: requests, from submission to completion, and commits.
 
 submit ── began = now() ──► the queue ──► the request ends, on the queue's thread ──► show: one span
 """

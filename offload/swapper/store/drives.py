@@ -32,7 +32,7 @@ class Shortage(NamedTuple):
 
 def find_shortage(paths: Sequence[str | Path], need: int) -> Shortage | None:
     """Returns the shortage if the file systems of `paths` together have less than `need` bytes free; else None."""
-    # Paths on one file system report the same free bytes, so each device counts once.
+    # Paths on one file system report the same free bytes, so each file system counts once.
     free = {device: nbytes for device, nbytes in _free_bytes(paths)}
     if sum(free.values()) >= need:
         return None
@@ -40,13 +40,13 @@ def find_shortage(paths: Sequence[str | Path], need: int) -> Shortage | None:
 
 
 def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> list[float]:
-    """Returns the bytes of `need` for each of `paths`, in proportion to `speeds` and within each one's free space.
+    """Divides `need` bytes among `paths`, in proportion to `speeds` as far as free space permits.
 
-    Paths on one file system use the same free space. All free space together must suffice for `need`.
+    Paths on one file system share its free space. All free space together must suffice for `need`.
 
     Args:
         paths: a folder on each drive.
-        speeds: speed of each drive, in any one unit.
+        speeds: speed of each drive; any unit of measurement, the same for all.
         need: bytes to distribute.
     """
     found = _free_bytes(paths)
@@ -72,7 +72,7 @@ def shares(paths: Sequence[str | Path], speeds: Sequence[float], need: int) -> l
 
 
 def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
-    """Returns the device number and free bytes of each path's file system; of the nearest parent of a missing path."""
+    """Returns device number and free bytes of each path's file system. A missing path counts as its nearest parent."""
     found: list[tuple[int, int]] = []
     for path in paths:
         place = Path(path).absolute()
@@ -83,7 +83,7 @@ def _free_bytes(paths: Sequence[str | Path]) -> list[tuple[int, int]]:
 
 
 def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage | None:
-    """Returns the first file system that has no room for its own part of a store; None if all have.
+    """Returns the shortage of the first file system without room for its own part of a store; None if each has room.
 
     Args:
         paths: The folder of each drive. Some may be on one file system.
@@ -100,11 +100,11 @@ def find_drive_shortage(paths: Sequence[Path], needs: Sequence[int]) -> Shortage
 
 
 def no_room(short: Shortage, slots: int) -> StoreError:
-    """Returns the error for a store that does not fit, with both numbers and the ways out.
+    """Returns the error for a store that does not fit, with the bytes needed and free, and the remedies.
 
     Args:
         short: The file systems that are too small.
-        slots: The number of slots of the store. With two, one slot is a way out.
+        slots: The number of slots of the store. With two, the message suggests a store with one.
     """
     half = (
         ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
@@ -117,7 +117,7 @@ def no_room(short: Shortage, slots: int) -> StoreError:
 
 
 def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) -> Manifest:
-    """Returns the manifest of a new store. Several drives are measured to divide the stripes.
+    """Returns the manifest of a new store. Several drives are measured, and share the stripes by their speeds.
 
     Args:
         run: The name of the run.
@@ -143,7 +143,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
 
 
 def _measured(folders: Sequence[Path]) -> list[Bandwidth]:
-    """Measures and logs the bandwidth of each drive, by the kind of queue that will use the drives."""
+    """Measures and logs the bandwidth of each drive, with a queue of default settings."""
     found = bandwidths(folders, nbytes=128 * MIB, rounds=3)
     for folder, each in zip(folders, found, strict=True):
         logger.info("%s reads %s/s, writes %s/s", folder, format_size(each.read), format_size(each.write))

@@ -75,7 +75,7 @@ class Store:
             spec: The contents that the store must have.
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts bytes by drive, for this store and whoever else shares it.
-            spans: Records requests and commits on the time line.
+            spans: Records requests and commits on the timeline.
 
         Raises:
             StoreError: If the model has too many units, or a folder cannot be made or is in use.
