@@ -134,7 +134,9 @@ def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
 def _run_here(given: argparse.Namespace) -> None:
     seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
     part = next(part for part in PARTS if part.name == given.part)
-    size = step_size(given, part.changes.get("limit"))
+    # Only parts that train the command's model need its size, which takes seconds to find.
+    trains = (part.placement or part.name == "DeepSpeed") and "batch_size" not in part.changes
+    size = step_size(given, part.changes.get("limit")) if trains else DEFAULT_STEP
     work = Work(
         _device(given),
         given.folder,
