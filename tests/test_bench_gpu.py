@@ -366,6 +366,20 @@ def test_a_model_is_measured_with_recomputation_and_accumulation(tmp_path: Path)
     assert "2 layers of gpt2-tiny" in report._head(figures) and "computed again" in report._head(figures)
 
 
+def test_the_file_names_the_gpu_and_not_one_specimen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for the public: no UUID, path or PCI address."""
+    about = SimpleNamespace(name="A card MIG 3g.20gb", total_memory=GIB, major=9, minor=0, uuid="a-uuid")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a-uuid")
+    facts = report.machine(torch.device("cuda"))
+    (device,) = facts["devices"]
+    assert facts["gpu"] == about.name and device["slice"] == "3g.20gb" and device["memory_bytes"] == GIB
+    words = json.dumps(facts)
+    assert not [word for word in ("a-uuid", str(Path.home()), '"pci"') if word in words]
+
+
 # -- as many layers as fit ----------------------------------------------------------------------------
 
 GPU = 1 << 30
