@@ -16,20 +16,35 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from bench.gpu import __main__ as command
-from bench.gpu import correctness, report
-from bench.gpu import rates as rates_part
-from bench.gpu.copies import copies
-from bench.gpu.correctness import JOBS, bits
-from bench.gpu.deepspeed import deepspeed_steps
-from bench.gpu.exposure import Exposure, exposure, split
-from bench.gpu.gpu_tests import FILES, gpu_tests
-from bench.gpu.parts import PARTS, PLANNED, WAYS, Part, add_exposure, fitting, judge, run_child, run_parts
-from bench.gpu.planned import Fitted, fit
-from bench.gpu.training import Waits, Watch, measure_steps
-from bench.gpu.work import PLACEMENTS, Work, config_for
-from offload.engine.setup import initialize
+from offload.bench.gpu import __main__ as command
+from offload.bench.gpu import correctness, report
+from offload.bench.gpu import rates as rates_part
+from offload.bench.gpu.copies import copies
+from offload.bench.gpu.correctness import JOBS, bits
+from offload.bench.gpu.deepspeed import deepspeed_steps
+from offload.bench.gpu.exposure import Exposure, exposure, split
+from offload.bench.gpu.gpu_tests import FILES, gpu_tests
+from offload.bench.gpu.parts import (
+    PARTS,
+    PLANNED,
+    WAYS,
+    Part,
+    add_exposure,
+    bounds,
+    fitting,
+    invalid,
+    judge,
+    refused,
+    run_child,
+    run_parts,
+)
+from offload.bench.gpu.planned import Fitted, fit, largest_step
+from offload.bench.gpu.training import Waits, measure_steps
+from offload.bench.gpu.work import PLACEMENTS, StepSize, Work, config_for
+from offload.cli.main import app
+from offload.errors import ConfigError
 from offload.hardware.probe import DtypeRates, Rates
 from offload.planner.memory import Room
 from offload.sizes import GIB, MIB
@@ -51,8 +66,9 @@ FIGURES = {
     "notices",
     "steps",
     "step_seconds",
+    "all_step_seconds",
+    "no_device_kernels",
     "tokens_per_second",
-    "exposed_copy_seconds",
     "exposed_io_seconds",
     "read_wait_seconds",
     "update_wait_seconds",
@@ -77,12 +93,59 @@ def numel_of(work: Work) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_gpu_one_line_says_so_and_the_exit_code_is_0(tmp_path: Path) -> None:
-    by_hand = [sys.executable, "-m", "bench.gpu", "--budget-minutes", "8", "--json", str(tmp_path / "figures.json")]
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "bench.gpu", "--json"),
+        ("-m", "offload.bench.gpu", "--json"),
+        ("-m", "offload", "bench", "gpu", "--output"),
+    ],
+    ids=["bench.gpu", "offload.bench.gpu", "offload bench gpu"],
+)
+def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(command: tuple[str, ...], tmp_path: Path) -> None:
+    by_hand = [sys.executable, *command, str(tmp_path / "figures.json")]
     done = subprocess.run(by_hand, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1 and "skipped" in done.stdout
+    assert done.returncode == 2, done.stderr
+    assert "there is no GPU to measure" in done.stderr and not done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device", "tpu"), "expected --device cuda or cpu"),
+        (("--device", "cpu", "--steps", "0"), "expected steps of at least 1"),
+        (("--device", "cpu", "--budget-minutes", "0"), "expected minutes above 0"),
+        (("--device", "cpu", "--nbytes", "many"), "many"),
+        (("/none/such", "--device", "cpu"), "there is no folder /none/such"),
+        (("--device", "cpu", "--output", "/none/such/file"), "there is no folder /none/such"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(options: tuple[str, ...], words: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "gpu", *options])
+    assert done.exit_code == 2 and words in done.output
+
+
+def test_an_installation_without_transformers_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match="transformers is not installed"):
+        command.check_machine("cpu")
+
+
+def test_a_step_has_as_many_tokens_as_fit_beside_the_model() -> None:
+    """8 x 4096 where there is room: on a fast GPU smaller steps wait for the host and say nothing of copies."""
+    found = [largest_step("llama-1b", memory * GIB) for memory in (140, 80, 48, 24, 1)]
+    assert found[0] == StepSize(8, 4096) and found[1] == StepSize(8, 4096, recompute=True)
+    tokens = [size.batch_size * size.seq_len for size in found]
+    assert tokens == sorted(tokens, reverse=True) and tokens[3] > tokens[4] > 0
+    assert all(size.recompute for size in found[1:])
+
+
+def test_given_sizes_are_taken_as_they_are() -> None:
+    given = command._parser().parse_args(["--batch-size", "2", "--device", "cpu"])
+    assert command.step_size(given, GIB) == StepSize(2, 512)
+    given = command._parser().parse_args(["--seq-len", "64", "--recompute"])
+    assert command.step_size(given, GIB) == StepSize(8, 64, recompute=True), "without a look at the GPU"
 
 
 def test_what_matters_most_fits_in_eight_minutes_and_all_nine_placements_are_parts() -> None:
@@ -139,6 +202,49 @@ def test_the_exit_code_knows_other_bits_and_failed_parts_but_no_skipped_ones() -
     assert judge({"copies": {"state": "done", "figures": {"upload": {"right": False}}}}) == 1
     assert judge({"copies": {"state": "done", "figures": {"both": {"right": False}}}}) == 1
     assert judge({"tests": {"state": "done", "figures": {"exit_code": 1}}}) == 1
+
+
+def placed(seconds: float, **more: Any) -> dict[str, Any]:
+    work = {"model": "m", "layers": None, "parameters": 9, "tokens_per_step": 64, "recompute": False}
+    return {"state": "done", "figures": work | {"step_seconds": seconds, "no_device_kernels": None} | more}
+
+
+def test_a_placement_is_held_against_none_none_of_the_same_work_alone() -> None:
+    parts = {"none/none": placed(1.0), "cpu/cpu": placed(1.5), "nvme/nvme in 24 GiB": placed(9.0, tokens_per_step=8)}
+    add_exposure(parts)
+    assert parts["cpu/cpu"]["figures"]["exposed_seconds"] == 0.5
+    assert "exposed_seconds" not in parts["nvme/nvme in 24 GiB"]["figures"]
+
+
+def test_without_kernels_of_the_gpu_the_bound_is_invalid_and_nothing_is_held_against_it() -> None:
+    """The host would update 12 bytes a parameter over the bus each way, and every exposed second would be nonsense."""
+    why = {"no_device_kernels": "no libnvrtc"}
+    parts = {"none/none": placed(9.0, **why), "cpu/none": placed(9.0, **why), "cpu/cpu": placed(2.0, **why)}
+    parts["cpu/none in 24 GiB"] = placed(1.0, **why)
+    add_exposure(parts)
+    found = invalid(parts)
+    assert found.keys() == {"none/none", "cpu/none", "cpu/none in 24 GiB"} and "no libnvrtc" in found["none/none"]
+    assert "exposed_seconds" not in parts["cpu/cpu"]["figures"]
+    assert bounds(parts)["step_seconds"] is None and bounds({"none/none": placed(9.0)})["step_seconds"] == 9.0
+    assert judge(parts) == 0, "the bits were right"
+
+
+def test_what_gave_no_figures_is_named_with_the_reason() -> None:
+    parts: dict[str, dict[str, Any]] = {
+        "bits": {"state": "failed", "exit_code": 1, "last_lines": ["a", "RuntimeError: no"], "figures": None},
+        "copies": {"state": "stopped", "figures": None},
+        "rates": {"state": "stopped", "figures": {"plain_matmul": 1.0}},
+        "7B": {"state": "skipped", "needs_seconds": 240.0},
+        "DeepSpeed": {"state": "done", "figures": {"skipped": "DeepSpeed is not installed"}},
+        "none/none": placed(1.0),
+    }
+    assert refused(parts) == {
+        "bits": "failed with exit code 1: RuntimeError: no",
+        "copies": "stopped when the budget was over, without figures",
+        "rates": "stopped when the budget was over",
+        "7B": "not run: 240 s did not fit into the budget",
+        "DeepSpeed": "DeepSpeed is not installed",
+    }
 
 
 # -- its parts ----------------------------------------------------------------------------------------
@@ -260,6 +366,20 @@ def test_a_model_is_measured_with_recomputation_and_accumulation(tmp_path: Path)
     assert "2 layers of gpt2-tiny" in report._head(figures) and "computed again" in report._head(figures)
 
 
+def test_the_file_names_the_gpu_and_not_one_specimen_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is for the public: no UUID, path or PCI address."""
+    about = SimpleNamespace(name="A card MIG 3g.20gb", total_memory=GIB, major=9, minor=0, uuid="a-uuid")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "a-uuid")
+    facts = report.machine(torch.device("cuda"))
+    (device,) = facts["devices"]
+    assert facts["gpu"] == about.name and device["slice"] == "3g.20gb" and device["memory_bytes"] == GIB
+    words = json.dumps(facts)
+    assert not [word for word in ("a-uuid", str(Path.home()), '"pci"') if word in words]
+
+
 # -- as many layers as fit ----------------------------------------------------------------------------
 
 GPU = 1 << 30
@@ -364,62 +484,33 @@ def test_deepspeed_trains_the_same_where_it_is_installed(tmp_path: Path, monkeyp
     )
 
 
-class FakeStream:
-    """A stream on which waiting for an upload takes a quarter of a second, and nothing else takes time."""
-
-    def __init__(self, *_: Any) -> None:
-        self.clock = 0.0
-
-    def record_event(self, event: Any) -> None:
-        event.at = self.clock
+def test_waits_are_those_that_the_engine_measures() -> None:
+    measured = {"wait_for_reads_seconds": 0.25, "wait_for_updates_seconds": 0.5, "wait_for_memory_seconds": 1.0}
+    assert Waits.of(measured | {"seconds": 9.0}) == Waits(0.25, 0.5, 1.0)
+    assert Waits.of({}) == Waits(0.0, 0.0, 0.0)
 
 
-class FakeEvent:
-    def __init__(self, device: torch.device, enable_timing: bool) -> None:
-        self.at = -1.0
-
-    def synchronize(self) -> None:
-        assert self.at >= 0
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return 1e3 * (end.at - self.at)
+def test_tests_are_a_checkouts(tmp_path: Path) -> None:
+    seen: list[dict[str, Any]] = []
+    gpu_tests(small(tmp_path), seen.append, ("tests/none_such.py",))
+    assert seen[-1].keys() == {"skipped"} and "there is no tests/none_such.py" in seen[-1]["skipped"]
 
 
-class FakeUpload:
-    def __init__(self, stream: FakeStream, done: bool) -> None:
-        self._stream, self._done = stream, done
-
-    def done(self) -> bool:
-        return self._done
-
-    def wait(self) -> None:
-        self._stream.clock += 0.25
-
-
-def test_stalls_of_the_compute_stream_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = FakeStream()
-    monkeypatch.setattr(torch, "Stream", FakeStream)
-    monkeypatch.setattr(torch, "Event", FakeEvent)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: compute)
-    watch = Watch()
-    with watch.watching():
-        device = vars(initialize)["open_device"](torch.device("cuda"))
-    for done in (False, True, False):
-        device.wait_event(FakeUpload(compute, done))
-    assert watch.take() == Waits(0.5, 0.0, 0.0)
-    assert watch.take() == Waits(0.0, 0.0, 0.0)
-
-
-def test_one_command_for_all_of_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_for_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "PARTS", (Part("copies", 1), Part("none/none", 1e6)))
     figures, before = tmp_path / "figures.json", signal.getsignal(signal.SIGTERM)
-    assert command.main(["--device", "cpu", "--nbytes", "1MiB", "--folder", str(tmp_path), "--json", str(figures)]) == 0
+    words = ["--device", "cpu", "--nbytes", "1MiB", "--output", str(figures), str(tmp_path)]
+    done = CliRunner().invoke(app, ["bench", "gpu", *words])
+    assert done.exit_code == 0, done.output
     written = json.loads(figures.read_text())
     assert written["parts"]["copies"]["figures"]["upload"]["right"]
     assert written["parts"]["none/none"]["state"] == "skipped" and written["machine"]["torch"] == torch.__version__
-    assert "not run, since the budget was over: none/none" in capsys.readouterr().out
+    assert written["format"] == 1 and written["correct"] and written["invalid"] == {}
+    assert "none/none" in written["refused"] and written["bounds"]["pinned_gigabytes_per_second"]["upload"] > 0
+    assert "not run, since the budget was over: none/none" in done.output
+    monkeypatch.setattr(command, "PARTS", ())
+    done = CliRunner().invoke(app, ["bench", "gpu", "--json", *words])
+    assert json.loads(done.stdout)["parts"] == {}, "nothing but JSON on stdout"
     assert list(tmp_path.iterdir()) == [figures] and signal.getsignal(signal.SIGTERM) is before
 
 
@@ -427,7 +518,7 @@ def test_one_command_for_all_of_it(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
     given = command._parser().parse_args([])
-    result = command.run_part("bits", given, tmp_path, 240, 240)
+    result = command.run_part(PARTS[0], given, tmp_path, 240, 240)
     assert result["state"] == "done", result
     for job in JOBS:
         found = result["figures"]["jobs"][job]

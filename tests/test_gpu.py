@@ -1,6 +1,6 @@
 """A GPU keeps the promises of a device: no needless waits, no leaks, correct copies, the same bits.
 
-All of it skips without one; `python -m bench.gpu` runs it where there is one.
+All of it skips without one; `offload bench gpu` runs it where there is one.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +165,97 @@ def test_a_gpu_that_torch_cannot_use_is_reported(tmp_path: Path) -> None:
     reports = machine.gpus(tmp_path)
     assert "1 NVIDIA GPU is there" in reports["why"] and not reports["devices"]
     assert any("install a torch" in message for message in info.advice(info.facts() | {"gpus": reports}))
+
+
+# -- slices and hidden GPUs ---------------------------------------------------------------------------
+
+LISTED = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+  MIG 3g.20gb     Device  0: (UUID: MIG-c7384736-a75d-5afc-978f-d2f1294409fd)
+  MIG 1g.5gb      Device  1: (UUID: MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d)
+GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-6e6ba0d6-d33d-2b2c-524d-9e3d8d2b8a77)
+"""
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA A100-SXM4-40GB MIG 3g.20gb",
+    uuid="c7384736-a75d-5afc-978f-d2f1294409fd",
+    total_memory=20 << 30,
+    major=8,
+    minor=0,
+    pci_domain_id=0,
+    pci_bus_id=2,
+    pci_device_id=0,
+)
+
+
+@pytest.fixture
+def sliced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes torch see one slice of the first of two cards, of which a variable names it."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-c7384736-a75d-5afc-978f-d2f1294409fd")
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: PROPERTIES)
+    monkeypatch.setattr(machine, "driver_cards", lambda: machine.parse_cards(LISTED))
+
+
+def test_the_drivers_cards_and_their_slices_are_read() -> None:
+    first, second = machine.parse_cards(LISTED)
+    assert (first["index"], first["name"]) == (0, "NVIDIA A100-SXM4-40GB") and first["uuid"].startswith("GPU-5d5b")
+    assert [part["profile"] for part in first["slices"]] == ["3g.20gb", "1g.5gb"] and second["slices"] == []
+    assert machine.parse_cards("No devices were found\n") == []
+
+
+def test_a_slice_is_known_by_its_uuid_and_by_its_name() -> None:
+    cards = machine.parse_cards(LISTED)
+    assert machine.slice_of("NVIDIA A100-SXM4-40GB", "a28ad590-3fda-56dd-84fc-0a0b96edc58d", cards) == "1g.5gb"
+    assert machine.slice_of("NVIDIA A100-SXM4-40GB MIG 2g.10gb", None, []) == "2g.10gb"
+    assert machine.slice_of("NVIDIA A100-SXM4-40GB", "5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a77", cards) is None
+    assert machine.slice_of("NVIDIA GeForce RTX 4090", None, []) is None
+
+
+def test_a_slice_and_what_hides_the_rest_are_reported(sliced: None, tmp_path: Path) -> None:
+    found = machine.gpus(tmp_path)
+    assert found["why"] is None and found["visible"] == {"CUDA_VISIBLE_DEVICES": f"MIG-{PROPERTIES.uuid}"}
+    (device,) = found["devices"]
+    assert device["slice"] == "3g.20gb" and device["memory_bytes"] == 20 << 30
+    rows = info._of_gpus(found)
+    assert rows[0][0] == "GPU" and rows[0][1].startswith("NVIDIA A100-SXM4-40GB, slice 3g.20gb, 20.0 GiB")
+    words = [f"{name.strip()}: {value}" for name, value in rows]
+    assert any(line.startswith("CUDA_VISIBLE_DEVICES: 'MIG-c7384736") for line in words)
+    assert "of the driver: 2 cards, 2 slices; torch sees 1 device" in words
+    assert "card 0: NVIDIA A100-SXM4-40GB, slices 3g.20gb, 1g.5gb" in words and "card 1: NVIDIA A100-SXM4-40GB" in words
+
+
+def test_a_machine_with_nothing_hidden_has_a_line_a_gpu(sliced: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = SimpleNamespace(**vars(PROPERTIES) | {"name": "NVIDIA A100-SXM4-40GB", "uuid": "other"})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: whole)
+    monkeypatch.setattr(machine, "driver_cards", lambda: machine.parse_cards(LISTED.splitlines()[0]))
+    rows = info._of_gpus(machine.gpus())
+    assert len(rows) == 1 and "slice" not in rows[0][1]
+
+
+def test_a_variable_that_hides_every_gpu_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    found = machine.gpus(tmp_path)
+    assert found["why"].endswith("finds no CUDA device; CUDA_VISIBLE_DEVICES is ''")
+    assert ("  CUDA_VISIBLE_DEVICES", "''") in info._of_gpus(found)
+
+
+@pytest.mark.parametrize(("code", "expected"), [("echo 'GPU 0: A (UUID: GPU-1)'", 1), ("exit 9", None)])
+def test_the_drivers_tool_may_fail_or_be_missing(
+    code: str, expected: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    cards = machine.driver_cards()
+    assert (None if cards is None else len(cards)) == expected
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    assert machine.driver_cards() is None
 
 
 def test_where_no_backend_works_the_reasons_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

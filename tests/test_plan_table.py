@@ -27,7 +27,27 @@ def test_the_page_is_generated() -> None:
 
 def test_the_tables_have_all_rows() -> None:
     assert len(CARD_ROWS) == len(table.CARD_CASES) == 6
-    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(table.CASES)
+    assert sum(line.startswith("| 13B") for line in PAGE.splitlines()) == len(table.CASES) + len(table.OTHERS)
+
+
+@pytest.mark.parametrize("number", range(len(table.GPUS)))
+def test_the_rates_of_each_gpu_are_on_the_page_with_their_origins(number: int) -> None:
+    gpu = table.GPUS[number]
+    sources = [line.partition(". ")[2] for line in PAGE.splitlines() if line.partition(". ")[0].isdigit()]
+    assert table.rates_row(gpu, sources) in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(len(table.STEPS)))
+def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
+    assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("number", range(len(table.OTHERS)))
+def test_a_row_of_another_machine_is_generated(number: int) -> None:
+    found = table.row(table.MODELS[0], *table.OTHERS[number], 1)
+    assert found in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
 
 
 @pytest.mark.sample(2)

@@ -229,13 +229,30 @@ def _of_memory(found: dict[str, Any], numa: Sequence[dict[str, Any]]) -> list[tu
 
 def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
     """Returns lines about GPUs, or one with the reason why there is none."""
-    if not found["devices"]:
-        return [("GPU", f"none: {found['why']}")]
-    rows = []
+    rows = [] if found["devices"] else [("GPU", f"none: {found['why']}")]
     for each in found["devices"]:
         node = "" if each["node"] is None else f", node {each['node']}"
         how = "" if each["link"] is None else f", {_of_link(each['link'])}"
-        rows.append(("GPU", f"{each['name']}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
+        part = "" if each["slice"] is None else f", slice {each['slice']}"
+        name = each["name"].partition(" MIG ")[0]
+        rows.append(("GPU", f"{name}{part}, {format_size(each['memory_bytes'])}, CUDA {found['cuda']}{how}{node}"))
+    return rows + _of_hidden_gpus(found)
+
+
+def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns lines about what hides GPUs from torch: variables, and the driver's cards if they are not torch's."""
+    cards = found["cards"] or []
+    parts = sum(len(card["slices"]) for card in cards)
+    rows = [(f"  {name}", repr(value)) for name, value in found["visible"].items()]
+    # The driver's list tells more only if it differs from torch's, or if a card is divided.
+    if cards and (found["visible"] or parts or len(cards) != len(found["devices"])):
+        seen = count_of(len(found["devices"]), "device")
+        rows.append(
+            ("  of the driver", f"{count_of(len(cards), 'card')}, {count_of(parts, 'slice')}; torch sees {seen}")
+        )
+        for card in cards:
+            slices = ", ".join(part["profile"] for part in card["slices"])
+            rows.append((f"  card {card['index']}", card["name"] + (f", slices {slices}" if slices else "")))
     return rows
 
 

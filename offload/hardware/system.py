@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from offload.swapper.memory.limits import free_host_memory, memory_limits
 _FEATURES = ("avx2", "f16c", "fma", "avx512f", "avx512bw", "avx512_bf16", "avx512_fp16", "amx_bf16", "asimd", "bf16")
 """Instruction sets that kernels, casts or matrix products use."""
 _SYSTEM = Path("/sys")
+_HIDING = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables of the environment that hide or order GPUs."""
 
 
 def processor() -> str:
@@ -85,21 +90,54 @@ def nodes(system: Path = _SYSTEM) -> list[dict[str, Any]]:
 
 
 def gpus(system: Path = _SYSTEM) -> dict[str, Any]:
-    """Returns the GPUs that torch may use, each with its PCIe link, or the reason why there is none."""
+    """Returns the GPUs that torch may use, each with its PCIe link, or the reason why there is none.
+
+    "visible" has the environment's variables that hide or order GPUs, "cards" the GPUs and their slices (MIG) that the
+    driver reports whatever those variables say; None without the driver's tool.
+    """
+    shown, cards = visible(os.environ), driver_cards()
+    about = {"cuda": torch.version.cuda, "visible": shown, "cards": cards}
     if not torch.cuda.is_available():
-        return {"why": _no_gpu(system), "cuda": torch.version.cuda, "devices": []}
-    devices = [_gpu(index, system) for index in range(torch.cuda.device_count())]
-    return {"why": None, "cuda": torch.version.cuda, "devices": devices}
+        return {"why": _no_gpu(system, shown), "devices": [], **about}
+    devices = [_gpu(index, system, cards or []) for index in range(torch.cuda.device_count())]
+    return {"why": None, "devices": devices, **about}
 
 
-def _no_gpu(system: Path) -> str:
+def visible(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of `environ` that hide or order GPUs, with their values; an empty value hides all."""
+    return {name: environ[name] for name in _HIDING if name in environ}
+
+
+def driver_cards() -> list[dict[str, Any]] | None:
+    """Returns the cards of the NVIDIA driver with their slices; None if its tool is missing or fails."""
+    try:
+        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if said.returncode else parse_cards(said.stdout)
+
+
+def parse_cards(listed: str) -> list[dict[str, Any]]:
+    """Returns the cards of the output of `nvidia-smi -L`: index, name and UUID, and profile and UUID of each slice."""
+    found: list[dict[str, Any]] = []
+    for line in listed.splitlines():
+        card = re.match(r"GPU (\d+): (.+) \(UUID: (\S+)\)", line)
+        part = re.match(r"\s+MIG (\S+)\s+Device\s+\d+: \(UUID: (\S+)\)", line)
+        if card:
+            found.append({"index": int(card[1]), "name": card[2], "uuid": card[3], "slices": []})
+        elif part and found:
+            found[-1]["slices"].append({"profile": part[1], "uuid": part[2]})
+    return found
+
+
+def _no_gpu(system: Path, shown: Mapping[str, str]) -> str:
     """Returns the reason why torch finds no GPU, with the number of NVIDIA cards on the PCI bus."""
-    built = "is built without CUDA" if torch.version.cuda is None else "finds no CUDA device"
+    built = torch.version.cuda is not None or torch.version.hip is not None
+    why = f"torch {torch.__version__} {'finds no CUDA device' if built else 'is built without CUDA'}"
     # A card on the bus that torch does not see points to a missing driver or a CPU build of torch.
     cards = [each for each in (system / "bus/pci/devices").glob("*") if _is_nvidia(each)]
-    return f"torch {torch.__version__} {built}" + (
-        f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
-    )
+    why += f", and {count_of(len(cards), 'NVIDIA GPU is', 'NVIDIA GPUs are')} there" if cards else ""
+    return why + "".join(f"; {name} is {value!r}" for name, value in shown.items() if built)
 
 
 def _is_nvidia(device: Path) -> bool:
@@ -107,18 +145,37 @@ def _is_nvidia(device: Path) -> bool:
     return text(device / "vendor").strip() == "0x10de" and text(device / "class").startswith("0x03")
 
 
-def _gpu(index: int, system: Path) -> dict[str, Any]:
-    """Returns name, bytes of memory, compute capability, PCI address, NUMA node and link of a GPU."""
+def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns name, slice, UUID, bytes of memory, compute capability, PCI address, NUMA node and link of a GPU."""
     about = torch.cuda.get_device_properties(index)
     address = pci_address(about)
+    # Older torch has no UUID. A UUID of torch lacks the driver's "GPU-" or "MIG-".
+    uuid = getattr(about, "uuid", None)
     return {
         "name": about.name,
+        "slice": slice_of(about.name, None if uuid is None else str(uuid), cards),
+        "uuid": None if uuid is None else str(uuid),
         "memory_bytes": about.total_memory,
         "capability": f"{about.major}.{about.minor}",
         "pci": address,
         "node": memory_node(about, system / "bus/pci/devices"),
         "link": None if address is None else link(system / "bus/pci/devices" / address),
     }
+
+
+def slice_of(name: str, uuid: str | None, cards: Sequence[Mapping[str, Any]]) -> str | None:
+    """Returns the profile of the slice (MIG) that a device of torch is, such as "3g.20gb"; None for a whole card.
+
+    Args:
+        name: the device's name; CUDA adds "MIG" and the profile to that of a slice.
+        uuid: the device's UUID, or None.
+        cards: the driver's cards, as `parse_cards` returns them.
+    """
+    for card in cards:
+        for part in card["slices"]:
+            if uuid is not None and part["uuid"].endswith(uuid):
+                return str(part["profile"])
+    return name.partition(" MIG ")[2] or None
 
 
 def link(device: Path) -> dict[str, Any] | None:

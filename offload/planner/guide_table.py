@@ -1,18 +1,25 @@
 """Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
 
-The command writes all of docs/reference/plan-table.md, three models on three GPUs. In docs/guides/finetune-13b.md, 13B
+The command writes all of docs/reference/plan-table.md: three models on three GPUs, the rates of all GPUs with their
+origins, 13B on other machines, and predictions beside steps that others measured. In docs/guides/finetune-13b.md, 13B
 on one card, the command replaces the rows of the table only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from offload.errors import BudgetError
 from offload.planner import recommend as choice
 from offload.planner import report
 from offload.planner.hardware import Hardware, described, parse_drive
+from offload.planner.memory import settings
 from offload.planner.model_shape import from_count
+from offload.planner.published.gpus import GPUS, Gpu
+from offload.planner.published.rate import Rate
 from offload.planner.recommend import Planned
 from offload.planner.timing import Load
 from offload.sizes import GIB, format_size, format_time
@@ -29,21 +36,91 @@ _DRIVE, _TBW, _RAM = "7GB/s,5GB/s,4TB", 2400e12, 128 * GIB
 _SEQUENCE, _ACCUMULATION = 2048, 8
 _BATCHES = (16, 8, 4, 2, 1)
 
+OTHERS = (
+    ("RX 7900 XTX", 60e9),
+    ("MI300X", 250e9),
+    ("GH200", 250e9),
+    ("MI300A", None),
+    ("DGX Spark GB10", None),
+    ("Ryzen AI MAX+ 395", None),
+)
+"""Machines of ROCm, with a fast link or with one memory: GPU, and host bandwidth, None for what a plan assumes."""
+
+
+class Step(NamedTuple):
+    """A step that others measured without a drive in its way."""
+
+    words: str
+    gpu: str
+    model: tuple[int, int]
+    """Billions of parameters, and layers."""
+    sequence: int
+    batch: int
+    tokens_per_second: int
+    source: str
+
+
+STEPS = (
+    Step("torchtitan, FSDP, not compiled", "H100", (8, 32), 8192, 1, 5762, "torchtitan, llama3_h100_202412"),
+    Step("LoHan, six SSDs", "RTX 4090", (13, 40), 1024, 64, 1942, "arXiv 2403.06504"),
+    Step("llm.q, kernels of its own", "RTX 4090", (14, 48), 1024, 32, 1300, "github.com/IST-DASLab/llmq"),
+)
+
 _RATED = f"{_TBW / 1e12:.0f} TB"
+_NAMES = (
+    *("model", "GPU", "drives", "tiers (weights, states)", "micro-batch", "host", "disk"),
+    *("step", "tokens/s", "limit", "drive life"),
+)
+_COLUMNS = f"| {' | '.join(_NAMES)} |\n|{'---|' * len(_NAMES)}\n"
 _HEAD = f"""# Three models on three GPUs
 
-Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; nothing here was measured. One GPU,
-{_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for {_RATED} written.
-bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches, each of the
-largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is the time until
-all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
-seconds, and its share.
+Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
+measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
+{_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
+each of the largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}. "drive life" is the
+time until all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a
+step's seconds, and its share.
 
-Assumed: matrix products reach half of the published speed, other work 70 % of the GPU's memory bandwidth, host memory
-60, 150 and 250 GB/s beside the three GPUs. [How to read a plan](../guides/plan-a-run.md).
+Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the
+three GPUs, and the drives as said. [How to read a plan](../guides/plan-a-run.md).
 
-| model | GPU | drives | tiers (weights, states) | micro-batch | host | disk | step | tokens/s | limit | drive life |
-|---|---|---|---|---|---|---|---|---|---|---|
+{_COLUMNS}"""
+_RATES_HEAD = """
+## Rates
+
+Every rate of a plan is one of four:
+
+| | |
+|---|---|
+| measured | by `offload probe`, on the machine that the plan is for; none of this page |
+| published | reached by a program of others, who say so in public: the number in brackets is the source below |
+| given | by an option, such as `--pcie` |
+| assumed | a guess: 50 % of the data sheet for matrix products, 70 % for other work, where nobody published a figure |
+
+`offload plan` prints the same marks. Peaks of data sheets are bounds, and no plan computes with one. "one memory" is a
+chip whose GPU and CPU share it: copies take no time in a plan, and both budgets come out of it. A run there still makes
+the copies, inside of that memory, and `offload plan --write` gives it both budgets. ROCm cards are planned like others;
+whether a run works on them was not tried. A GPU may be slower than here when it is hot or limited in power.
+
+| GPU | memory | products, bf16 | products, fp32 | other work | copies, each way |
+|---|---|---|---|---|---|
+"""
+_OTHERS_HEAD = f"""
+## 13B on other machines
+
+As the first table, with one drive. RAM is {_RAM // GIB} GiB; where it is one memory, that is all there is. Host memory
+is assumed at 60 and 250 GB/s beside the cards, and at what the CPU's cores are assumed to reach in one memory.
+
+{_COLUMNS}"""
+_STEPS_HEAD = """
+## Beside steps of others
+
+The compute alone that a plan predicts, beside steps that others measured. Their programs keep more activations than
+one column, recompute fewer than the other, or have fused kernels where a plan counts those of plain PyTorch, whose
+elementwise work takes half of the time on a card such as the RTX 4090: read it as a check of the rates, not as a race.
+
+| measured by others | GPU | model, tokens | tokens/s | plan, nothing recomputed | plan, all recomputed | source |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -95,21 +172,73 @@ def card_row(ram: int, load: Load, durability: str) -> str:
 
 def document() -> str:
     """Returns the text of docs/reference/plan-table.md."""
-    return _HEAD + "".join(f"{row(model, *case)}\n" for model in MODELS for case in CASES)
+    sources = list(dict.fromkeys(rate.source for gpu in GPUS for rate in _rates(gpu) if rate.origin == "published"))
+    return "".join(
+        [
+            _HEAD,
+            *(f"{row(model, *case)}\n" for model in MODELS for case in CASES),
+            _RATES_HEAD,
+            *(f"{rates_row(gpu, sources)}\n" for gpu in GPUS),
+            "\n",
+            *(f"{number}. {source}\n" for number, source in enumerate(sources, 1)),
+            _OTHERS_HEAD,
+            *(f"{row(MODELS[0], gpu, bandwidth, 1)}\n" for gpu, bandwidth in OTHERS),
+            _STEPS_HEAD,
+            *(f"{step_row(step)}\n" for step in STEPS),
+        ]
+    )
 
 
-def machine(gpu: str, bandwidth: float, drives: int) -> Hardware:
-    """Returns one machine of the table; `bandwidth` is that of host memory, in bytes per second."""
+def _rates(gpu: Gpu) -> tuple[Rate, Rate, Rate, Rate]:
+    """Returns the rates of products in bf16 and fp32, of other work and of copies."""
+    products, work, copies, *_ = described(gpu.name).rates
+    return products, described(gpu.name, dtype="fp32").rates[0], work, copies
+
+
+def rates_row(gpu: Gpu, sources: Sequence[str]) -> str:
+    """Returns the row of a GPU's rates.
+
+    Args:
+        gpu: the GPU.
+        sources: all published sources; a cell names its own by the number of its place.
+    """
+    cells = [
+        f"{rate.amount}, {rate.origin}" + (f" [{sources.index(rate.source) + 1}]" if rate.source in sources else "")
+        for rate in _rates(gpu)
+    ]
+    memory = f"{gpu.memory // GIB} GiB" + (", one memory" if gpu.unified else "")
+    return f"| {gpu.name} | {memory} | {' | '.join(cells)} |"
+
+
+def step_row(step: Step) -> str:
+    """Returns the row of a step of others, with what a plan says of the same GPU if its memory had no end."""
+    shape = from_count(step.model[0] * 10**9, step.model[1], step.sequence)
+    on = replace(described(step.gpu), gpu_memory=1 << 50)
+    content = settings("none", "none", batch=step.batch)
+    plans = (choice.plan(shape, on, Load(step.batch, 1, again), content) for again in (False, True))
+    cells = (
+        step.words,
+        step.gpu,
+        f"{step.model[0]}B, {step.batch} x {step.sequence}",
+        f"{step.tokens_per_second:,}",
+        *(f"{planned.timing.tokens / planned.timing.compute_seconds:,.0f}" for planned in plans),
+        step.source,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def machine(gpu: str, bandwidth: float | None, drives: int) -> Hardware:
+    """Returns one machine of the table; `bandwidth` is that of host memory, in bytes per second, if it is given."""
     return described(gpu, _RAM, [parse_drive(_DRIVE)] * drives, bandwidth)
 
 
-def row(model: tuple[int, int], gpu: str, bandwidth: float, drives: int) -> str:
+def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int) -> str:
     """Returns one row of the table.
 
     Args:
         model: billions of parameters, and layers.
-        gpu: a name of `hardware.GPUS`.
-        bandwidth: bytes per second of host memory.
+        gpu: a name of `GPUS`.
+        bandwidth: bytes per second of host memory; None for what a plan assumes.
         drives: number of drives.
     """
     billions, layers = model

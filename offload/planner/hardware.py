@@ -1,6 +1,7 @@
 """A machine in numbers: probed or described, with a list of the assumptions made.
 
 `probed` takes measured rates from `offload probe`; `described` takes published ones from a name such as "RTX 4090".
+`Hardware.rates` says of each rate whether it was measured, published, given or assumed, and where it comes from.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import NamedTuple
 
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, Probed
+from offload.planner.published import card_rates
+from offload.planner.published.gpus import find_gpu
+from offload.planner.published.rate import Origin, Rate, sentences
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
@@ -21,46 +25,14 @@ KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
 written; the gradient is read. An fp16 weight is written only."""
 _ITEMSIZES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
-# Fractions of published figures that a described machine is assumed to reach; `described` lists each as an assumption.
-_MATMUL_SHARE = 0.5
-_DEVICE_SHARE = 0.7
-_HOST_SHARE = 0.9
 _USABLE_RAM = 0.9
 _DRIVE = (7e9, 5e9)
-_RAM_BANDWIDTH = 50e9
+_OF_UNIFIED = (
+    "copies between GPU and CPU take no time, although a run still makes them inside of the one memory",
+    "the CPU's optimizer and the GPU do not slow each other, although they share the memory's rate",
+)
 _HANDED_SECONDS = 0.4e-3
 """Measured on two cores at about 3 GHz, for units of up to a dozen parameters."""
-
-
-class Gpu(NamedTuple):
-    """A GPU's published figures."""
-
-    name: str
-    memory: int
-    flops: float
-    """Dense operations per second in bf16 and fp16, accumulated in fp32."""
-    flops_fp32: float
-    """Dense operations per second in fp32, by the CUDA cores: torch uses TF32 only on request."""
-    bandwidth: float
-    """Bytes per second of the GPU's own memory."""
-    link: float
-    """Bytes per second that copies from pinned memory reach: 12, 25 and 50 GB/s for 16 lanes of PCIe 3, 4 and 5."""
-
-
-GPUS = (
-    Gpu("RTX 3090", 24 * GIB, 71e12, 35.6e12, 936e9, 25e9),
-    Gpu("RTX 4090", 24 * GIB, 165e12, 82.6e12, 1008e9, 25e9),
-    Gpu("RTX 5090", 32 * GIB, 210e12, 104.8e12, 1792e9, 50e9),
-    Gpu("RTX A6000", 48 * GIB, 155e12, 38.7e12, 768e9, 25e9),
-    Gpu("L4", 24 * GIB, 121e12, 30.3e12, 300e9, 25e9),
-    Gpu("L40S", 48 * GIB, 362e12, 91.6e12, 864e9, 25e9),
-    Gpu("A100 40GB", 40 * GIB, 312e12, 19.5e12, 1555e9, 25e9),
-    Gpu("A100 80GB", 80 * GIB, 312e12, 19.5e12, 2039e9, 25e9),
-    Gpu("H100", 80 * GIB, 989e12, 67e12, 3350e9, 50e9),
-    Gpu("H200", 141 * GIB, 989e12, 67e12, 4800e9, 50e9),
-)
-"""Figures from NVIDIA's data sheets and its white papers on Ampere (GA102), Ada and Blackwell. H100 and H200 are the
-SXM versions."""
 
 
 class Drive(NamedTuple):
@@ -124,9 +96,18 @@ class Hardware:
     queued work does, so the value is 0."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
-    """Sentences, one per assumption that was neither measured nor given."""
+    """Sentences, one per assumption that is no rate and was neither measured nor given."""
+    rates: tuple[Rate, ...] = ()
+    """The rates above with their origins, for a reader."""
+    unified: bool = False
+    """True if GPU and CPU have one memory: `ram` and `gpu_memory` are then the same bytes, and copies take no time."""
     measured: Measured | None = None
     """The timing to which the rates of compute are scaled; None if they are the probe's own."""
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Returns all that was assumed, in sentences: `assumed`, then the rates that were."""
+        return (*self.assumed, *sentences(self.rates, "assumed"))
 
     @property
     def itemsize(self) -> int:
@@ -152,35 +133,6 @@ class Hardware:
     def mixed(self) -> float:
         """Returns the bytes per second that all drives together move while they read and write at once."""
         return sum(drive.mixed for drive in self.drives)
-
-
-def find_gpu(text: str) -> tuple[Gpu, str | None]:
-    """Returns the GPU that `text` names, and an assumption in words or None.
-
-    Args:
-        text: a name or a part of one, such as "4090" or "a100-80gb", or a memory size such as "24GB". A size selects
-            the smallest and slowest RTX card with that much memory, or else the smallest and slowest other GPU.
-
-    Raises:
-        ConfigError: `text` is neither.
-    """
-    wanted = re.sub(r"[^a-z0-9]", "", text.lower())
-    named = [gpu for gpu in GPUS if wanted and wanted in re.sub(r"[^a-z0-9]", "", gpu.name.lower())]
-    size = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*gi?b", text.strip().lower())
-    # GPUs sold as 24 GB contain 24 GiB.
-    nbytes = 0 if size is None else int(float(size[1]) * GIB)
-    # Without a size, the entry with the most memory represents the name: "A100" is the one of 80 GB.
-    if size is None and named:
-        return max(named, key=lambda gpu: gpu.memory), None
-    if nbytes:
-        of_size = sorted((gpu for gpu in GPUS if gpu.memory >= nbytes), key=lambda gpu: (gpu.memory, gpu.flops))
-        # A bare memory size usually means a consumer card, so RTX cards are preferred.
-        like = next((gpu for gpu in of_size if gpu.name.startswith("RTX")), None) or (of_size or GPUS[-1:])[0]
-        return like._replace(
-            name=f"GPU of {format_size(nbytes)}", memory=nbytes
-        ), f"the GPU is as fast as a {like.name}"
-    names = ", ".join(gpu.name for gpu in GPUS)
-    raise ConfigError(f"there is no GPU {text!r} here: give a size such as 24GB, or one of {names}")
 
 
 def parse_drive(text: str) -> Drive:
@@ -250,47 +202,61 @@ def described(
     if gpu is None:
         raise ConfigError("a described machine needs --gpu, such as 24GB or 'RTX 4090'")
     found, like = find_gpu(gpu)
+    if found.unified and link is not None:
+        raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
     assumed = [] if like is None else [like]
-    # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
-    flops = found.flops_fp32 if dtype == "fp32" and not autocast else found.flops
-    assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {flops / 1e12:.0f} Tflop/s")
-    assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
-    if link is None:
-        assumed.append(f"copies to and from the GPU move {found.link / 1e9:.0f} GB/s each way")
-    if memory is None:
-        assumed.append(f"host memory moves {_RAM_BANDWIDTH / 1e9:.0f} GB/s, the optimizer {_HOST_SHARE:.0%} of it")
     if ram is None:
-        ram = 64 * GIB
+        ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
-    assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
+    of_drives = drive_rates(drives, "given", "--drive")
     if not drives:
         # The mixed rate is the harmonic mean: reading and writing at once takes as long as one after the other.
         drives = [Drive("one drive", *_DRIVE, 2 / (1 / _DRIVE[0] + 1 / _DRIVE[1]))]
-        assumed.append(f"one drive reads {_DRIVE[0] / 1e9:.0f} and writes {_DRIVE[1] / 1e9:.0f} GB/s")
-    else:
-        assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
-    bandwidth = memory or _RAM_BANDWIDTH
+        of_drives = drive_rates(drives, "assumed", "a fast drive in PCIe 4")
+    assumed.append("drives move as many bytes a second when they read and write at once as one after the other")
+    if found.unified:
+        assumed += _OF_UNIFIED
+    assumed.append(f"{_USABLE_RAM:.0%} of the RAM and {_USABLE_RAM:.0%} of the GPU's memory are free")
+    # Under autocast fp32 weights are multiplied in bf16, at the rate of tensor cores.
+    products = card_rates.products(found, fp32=dtype == "fp32" and not autocast)
+    device = card_rates.other_work(found)
+    copies = card_rates.copies(found, link)
+    host = card_rates.host_memory(found, memory)
+    optimizer = card_rates.optimizer(host, KERNEL_BYTES[dtype])
     return Hardware(
         name=found.name,
         dtype=dtype,
-        gpu_memory=int(_USABLE_RAM * found.memory),
+        gpu_memory=int(_USABLE_RAM * (ram if found.unified else found.memory)),
         ram=int(_USABLE_RAM * ram),
-        matmul=_MATMUL_SHARE * flops,
+        matmul=products.value,
         # Published figures contain one bandwidth, so all memory-bound rates are equal here.
-        weights=_DEVICE_SHARE * found.bandwidth,
-        fresh=_DEVICE_SHARE * found.bandwidth,
-        elementwise=_DEVICE_SHARE * found.bandwidth,
-        upload=link or found.link,
-        download=link or found.link,
-        memory=bandwidth,
-        # The optimizer is limited by memory: its rate is bandwidth divided by bytes per parameter.
-        optimizer=_HOST_SHARE * bandwidth / KERNEL_BYTES[dtype],
-        device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
+        weights=device.value,
+        fresh=device.value,
+        elementwise=device.value,
+        upload=copies.value,
+        download=copies.value,
+        memory=host.value,
+        optimizer=optimizer.value,
+        device_optimizer=device.value / KERNEL_BYTES[dtype],
         # Each element of a gradient is read once and written once.
-        gradient=_HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
+        gradient=card_rates.HOST_SHARE * host.value / (2 * _ITEMSIZES[dtype]),
         handed_seconds=0.0,
         drives=tuple(drives),
         assumed=tuple(assumed),
+        rates=(products, device, copies, host, optimizer, *of_drives),
+        unified=found.unified,
+    )
+
+
+def drive_rates(drives: Sequence[Drive], origin: Origin, source: str) -> tuple[Rate, ...]:
+    """Returns the rates of all drives together, reading and writing; nothing without drives."""
+    if not drives:
+        return ()
+    sums = {"reads": sum(drive.read for drive in drives), "writes": sum(drive.write for drive in drives)}
+    of = "the drive" if len(drives) == 1 else f"{len(drives)} drives"
+    return tuple(
+        Rate(name=f"{name} of {of}", value=value, unit="B/s", origin=origin, source=source)
+        for name, value in sums.items()
     )
 
 
@@ -318,9 +284,7 @@ def probed(
     if not gpu:
         assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
-        assumed.append(
-            f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer runs at the rate of elementwise work"
-        )
+        assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free")
     return Hardware(
         name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
         dtype=dtype,
@@ -339,6 +303,44 @@ def probed(
         handed_seconds=0.0 if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
+        rates=(
+            *_of_probe(found, "bf16" if autocast else dtype, dtype),
+            *drive_rates(drives, "measured", "offload probe"),
+        ),
+    )
+
+
+def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
+    """Returns the probe's rates.
+
+    Args:
+        found: the stored probe.
+        products: dtype of matrix products.
+        dtype: dtype of the weights.
+    """
+    rates, of = found.rates, found.rates.by_dtype[dtype]
+    gpu = bool(found.machine["gpu"])
+
+    def rate(name: str, value: float, unit: str, origin: Origin = "measured", source: str = "offload probe") -> Rate:
+        return Rate(name=name, value=value, unit=unit, origin=origin, source=source)
+
+    on_gpu = (
+        rate("copies to the GPU", rates.upload, "B/s"),
+        rate("copies from the GPU", rates.download, "B/s"),
+        rate(
+            "AdamW on the GPU",
+            of.elementwise / KERNEL_BYTES[dtype],
+            "parameters/s",
+            "assumed",
+            "at the rate of elementwise work",
+        ),
+    )
+    return (
+        rate(f"matrix products in {products}", found.rates.by_dtype[products].matmul, "flop/s"),
+        rate("other work", of.elementwise, "B/s"),
+        *(on_gpu if gpu else ()),
+        rate("host memory", rates.memory, "B/s"),
+        rate("AdamW on the CPU", of.optimizer, "parameters/s"),
     )
 
 

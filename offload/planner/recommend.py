@@ -99,7 +99,7 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
     if hardware.on_cpu:
         return memory
     kept = beside_weights(memory, shape, load)
-    room = DeviceRoom(hardware.gpu_memory - memory.device - kept, kept)
+    room = DeviceRoom(_for_device(hardware, memory) - memory.device - kept, kept)
     more = growth(memory.device, memory.placement.device_need, room)
     return replace(memory, placement=memory.placement.grown(more))
 
@@ -110,9 +110,14 @@ def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Mem
     if hardware.on_cpu:
         have = hardware.ram - memory.host - memory.device
     else:
-        have = hardware.gpu_memory - memory.device - (beside_weights(memory, shape, load) - need)
+        have = _for_device(hardware, memory) - memory.device - (beside_weights(memory, shape, load) - need)
     if need > have:
         raise _too_long(shape, load, have)
+
+
+def _for_device(hardware: Hardware, memory: Memory) -> int:
+    """Returns the bytes that the GPU may take; of a memory that it shares, those that the host arena leaves."""
+    return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
 
 
 def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
@@ -231,7 +236,8 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
     except BudgetError:
         if hardware.on_cpu or "nvme" not in tiers:
             raise
-        room = hardware.gpu_memory - beside_weights(settle(shape.layouts, content, _room(hardware)), shape, load)
+        memory = settle(shape.layouts, content, _room(hardware))
+        room = _for_device(hardware, memory) - beside_weights(memory, shape, load)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)
     _check_moved(planned, tiers)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
+from offload.planner.published.rate import ORIGINS, Rate, sentences
 from offload.planner.recommend import Advice, Planned
 from offload.planner.timing import Timing, hiding_tokens
 from offload.sizes import format_count, format_size, format_time
@@ -39,7 +41,9 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
             "gpu_memory": planned.hardware.gpu_memory,
             "ram": planned.hardware.ram,
             "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
-            "assumed": list(planned.hardware.assumed),
+            "rates": [_as_json(rate) for rate in planned.hardware.rates],
+            "unified": planned.hardware.unified,
+            "assumed": list(planned.hardware.assumptions),
             "measured": None if planned.hardware.measured is None else planned.hardware.measured._asdict(),
         },
         "config": dict(planned.content),
@@ -97,11 +101,12 @@ def heading(planned: Planned) -> list[str]:
     """Returns the lines above the table of tiers."""
     shape, hardware, load = planned.shape, planned.hardware, planned.load
     drives = ", ".join(f"{d.name} ({d.read / 1e9:.1f}, {d.write / 1e9:.1f} GB/s)" for d in hardware.drives) or "none"
-    device = "" if hardware.on_cpu else f", {format_size(hardware.gpu_memory)} of GPU memory"
+    device = "" if hardware.on_cpu or hardware.unified else f", {format_size(hardware.gpu_memory)} of GPU memory"
+    shared = " that the GPU shares" if hardware.unified else ""
     zero = planned.memory.config.zero_optimization
     return [
         f"{shape.name}: {_count(shape.parameters)} parameters in {len(shape.layouts)} units",
-        f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM; drives: {drives}",
+        f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM{shared}; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
         f"{', activations recomputed' if load.recompute else ''}",
@@ -127,8 +132,21 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *(f"  {each.words}: {each.gain:.2f} times the tokens a second" for each in advice.changes[:4]),
         *_no_change(planned, advice),
         *_measured(planned),
-        "assumed: " + "; ".join(planned.hardware.assumed),
+        *_of_rates(planned),
+        "assumed: " + "; ".join(planned.hardware.assumptions),
     ]
+
+
+def _as_json(rate: Rate) -> dict[str, Any]:
+    """Returns a rate for `--json`; work that takes no time has the rate None."""
+    value = None if math.isinf(rate.value) else _rounded(rate.value)
+    return {"name": rate.name, "value": value, "unit": rate.unit, "origin": rate.origin, "source": rate.source}
+
+
+def _of_rates(planned: Planned) -> list[str]:
+    """Returns a line for each origin that some rate has, but for those that were assumed."""
+    of = {origin: sentences(planned.hardware.rates, origin) for origin in ORIGINS if origin != "assumed"}
+    return [f"{origin}: {'; '.join(words)}" for origin, words in of.items() if words]
 
 
 def _measured(planned: Planned) -> list[str]:

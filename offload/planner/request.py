@@ -20,7 +20,7 @@ from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
 from offload.planner import recommend as choice
-from offload.planner.hardware import Hardware, described, parse_drive, parse_rate, probed
+from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
 from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.recommend import Planned
@@ -179,7 +179,10 @@ def hardware(machine: Described, dtype: str = "bf16", autocast: bool = False) ->
     if memory is not None or link is not None:
         raise ConfigError("--memory-bandwidth and --pcie belong to a described machine; give --gpu too")
     on = probed(found, free_host_memory() if ram is None else ram, machine.paths, dtype, autocast)
-    return replace(on, drives=drives) if drives else on
+    if not drives:
+        return on
+    kept_rates = tuple(rate for rate in on.rates if rate not in drive_rates(on.drives, "measured", "offload probe"))
+    return replace(on, drives=drives, rates=(*kept_rates, *drive_rates(drives, "given", "--drive")))
 
 
 # -- drives -------------------------------------------------------------------------------------------
@@ -254,13 +257,13 @@ def ready(planned: Planned) -> dict[str, Any]:
     """Returns the plan's config with the planned budgets, so that a run of the config uses the planned memory.
 
     The device budget of a GPU is left out unless the config sets one: the first step measures the memory beside the
-    activations.
+    activations. Where GPU and CPU share a memory both budgets are written, since a run sees that memory as free twice.
     """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
     if planned.memory.host:
         block.setdefault("host_memory", format_exact(planned.memory.host))
-    if planned.hardware.on_cpu:
+    if planned.hardware.on_cpu or planned.hardware.unified:
         block.setdefault("device_memory", format_exact(planned.memory.device))
     content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
     content.setdefault("gradient_accumulation_steps", planned.load.accumulation)

@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "give the GPU what the host arena has of a memory that both share",
+        "offload.planner.recommend",
+        "return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory",
+        "return hardware.gpu_memory",
+        "tests/test_plan_rates.py",
+    ),
+    Mutant(
+        "hold placements against a step on the GPU that the host updated",
+        "offload.bench.gpu.parts",
+        'if "step_seconds" not in base or BASE in invalid(parts):',
+        'if "step_seconds" not in base:',
+        "tests/test_bench_gpu.py",
+    ),
+    Mutant(
         "end a run without saving its model",
         "offload.cli.commands.train_run",
         "job.save_model()",

@@ -221,6 +221,68 @@ def bench_swap(typed: SwapOptions) -> None:
         console.print(swap_figures.in_words(plan, row), soft_wrap=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GpuOptions:
+    """Options of `offload bench gpu` as they are typed; None where nothing was."""
+
+    folder: Annotated[str, typer.Argument(help="Folder for swap files, on the drive to measure.")] = "."
+    budget_minutes: Annotated[float, typer.Option(help="Minutes that the command may take.")] = 8.0
+    output: Annotated[Path, typer.Option(metavar="FILE", help="File for all figures, as JSON.")] = Path(
+        "bench-gpu.json"
+    )
+    model: Annotated[str, typer.Option(help="Preset whose steps are timed.")] = "llama-1b"
+    batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: as fit, 8 at most]")] = None
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence. [default: as fit, 4096 at most]")] = None
+    steps: Annotated[int, typer.Option(help="Timed steps of a placement, fewer where time is short.")] = 8
+    nbytes: Annotated[str, typer.Option(help="Bytes of one copy.")] = "256MiB"
+    device: Annotated[str, typer.Option(help="cuda; cpu is a rehearsal that measures nothing of interest.")] = "cuda"
+    only: Annotated[
+        list[str] | None, typer.Option(help="Only parts whose names begin so; may repeat. [default: all]")
+    ] = None
+    json_output: Json = False
+
+
+@bench.command("gpu")
+@takes_options(GpuOptions)
+def bench_gpu(typed: GpuOptions) -> None:
+    """Measure a GPU in 8 minutes: equal bits, copies, rates and steps in all placements, up to 13B in 24 GiB.
+
+    Needs transformers: pip install 'offload[bench]'. Writes one file that docs/benchmarks/submit.md says how to send.
+
+    Example: offload bench gpu /mnt/nvme
+    """
+    with errors(BAD_INPUT):
+        _check_gpu_options(typed)
+        from offload.bench.gpu import __main__ as command
+
+        command.check_machine(typed.device)
+    words = ["--folder", typed.folder, "--json", str(typed.output), "--model", typed.model]
+    words += ["--budget-minutes", str(typed.budget_minutes), "--steps", str(typed.steps)]
+    words += ["--nbytes", typed.nbytes, "--device", typed.device]
+    words += [] if typed.batch_size is None else ["--batch-size", str(typed.batch_size)]
+    words += [] if typed.seq_len is None else ["--seq-len", str(typed.seq_len)]
+    for name in typed.only or ():
+        words += ["--only", name]
+    words += ["--print-json"] if typed.json_output else []
+    raise typer.Exit(command.main(words))
+
+
+def _check_gpu_options(typed: GpuOptions) -> None:
+    """Raises `ConfigError` for options that would fail after minutes of measuring."""
+    if typed.device not in ("cuda", "cpu"):
+        raise ConfigError(f"expected --device cuda or cpu, got {typed.device!r}")
+    if not Path(typed.folder).is_dir():
+        raise ConfigError(f"there is no folder {typed.folder}")
+    if not typed.output.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {typed.output.absolute().parent}")
+    for name, value in (("batch-size", typed.batch_size), ("seq-len", typed.seq_len), ("steps", typed.steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
+    if not typed.budget_minutes > 0:
+        raise ConfigError(f"expected minutes above 0, got {typed.budget_minutes:g}")
+    parse_size(typed.nbytes)
+
+
 def _check_plot(path: Path | None) -> None:
     """Raises `ConfigError` if a plot cannot be written to `path`, before minutes of measuring."""
     if path is None:

@@ -1,8 +1,10 @@
-"""What a part works on: sizes, placements and configs."""
+"""Sizes, placements and configs that a part works on, and how it takes times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,8 +32,19 @@ PLACEMENTS = (
 """weights/states: all nine, most important first."""
 
 
+class StepSize(NamedTuple):
+    """The size of a step of one micro-batch."""
+
+    batch_size: int
+    seq_len: int
+    recompute: bool = False
+
+
+DEFAULT_STEP = StepSize(8, 512)
+
+
 class Work(NamedTuple):
-    """What a part works on."""
+    """The work of a part."""
 
     device: torch.device
     folder: Path
@@ -43,7 +56,7 @@ class Work(NamedTuple):
     seq_len: int = 512
     accumulation: int = 1
     recompute: bool = False
-    """Whether activations are computed again in the backward."""
+    """True if activations are computed again in the backward."""
     limit: int | None = None
     """Bytes of the GPU that may be taken, None for all of it."""
     steps: int = 8
@@ -54,23 +67,24 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Returns the tokens of a step."""
         return self.batch_size * self.seq_len * self.accumulation
 
     def keep_limit(self) -> None:
-        """From now on this process takes no more of the GPU than `limit`."""
+        """Keeps this process from now on within `limit` bytes of the GPU."""
         if self.limit is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(self.limit / total, 1.0), self.device)
 
     def build(self) -> nn.Module:
-        """The model. Inside `offload.init` it takes no memory."""
+        """Returns the model. Inside of `offload.init` it takes no memory."""
         model = build(self.model, self.layers)
         make_ready(model, self.recompute)
         return model
 
 
 def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, clip: float = 0.0) -> dict[str, Any]:
+    """Returns the config of a placement, written as weights/states."""
     weights, states = placement.split("/")
     return {
         "train_micro_batch_size_per_gpu": work.batch_size,
@@ -85,3 +99,33 @@ def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, cl
         },
         "offload": {"nvme_path": str(work.folder), "device": work.device.type},
     }
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    """Returns the seconds that a call takes."""
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start
+
+
+def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
+    """Returns the seconds of each of two calls, measured alternately after one round that does not count."""
+    one(), other()
+    pairs = [(seconds_of(one), seconds_of(other)) for _ in range(rounds)]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """Returns the median of the ratios of paired measurements."""
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
+
+
+def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.Tensor:
+    """Returns random tokens on the CPU, the same ones for the same seed."""
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def peak_resident() -> int:
+    """Returns the most bytes that this process had in RAM so far; `ru_maxrss` would begin with those of its parent."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))

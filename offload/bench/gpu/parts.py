@@ -1,4 +1,4 @@
-"""Parts, each in a process of its own, as far as the minutes go; and what all of them came to."""
+"""Parts, each in a process of its own, as far as the minutes go; and the sum of what they found."""
 
 from __future__ import annotations
 
@@ -10,23 +10,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.gpu.work import PLACEMENTS
+from offload.bench.gpu.work import PLACEMENTS
 from offload.sizes import GIB
 
 
 class Part(NamedTuple):
+    """A part of the benchmark."""
+
     name: str
     seconds: float
-    """What it takes from start to end, roughly, with the model of 1B parameters."""
+    """Rough seconds from start to end, with the model of 1B parameters."""
     placement: str = ""
     """Of a part that trains a model: weights/states, or "planned"; else empty."""
     changes: Mapping[str, Any] = {}
-    """What of `Work` is otherwise than the command says."""
+    """Fields of `Work` that differ from those of the command."""
 
 
 LIMIT = 24 * GIB
-"""Of a card that many have."""
+"""Bytes of a card that many have."""
 PLANNED = "planned"
+BASE = "none/none"
+"""The part whose step bounds those of the other placements."""
+_SAME_WORK = ("model", "layers", "parameters", "tokens_per_step", "recompute")
 _USUAL = {"none/none": 60.0, "nvme/nvme": 110.0, "cpu/cpu": 60.0}
 _13B = {"model": "llama-13b", "batch_size": 4, "seq_len": 2048, "accumulation": 4, "recompute": True, "limit": LIMIT}
 _LAYERS = {"layers": 4, "accumulation": 1}
@@ -56,17 +61,16 @@ PARTS = (
 """Most important first: with 8 minutes as many as fit, with `--only` those that are asked for."""
 
 WAYS = ("upload", "download", "both")
-"""Of copies."""
+"""Ways of copies."""
 
 _LEAVING = 5.0
 """Seconds in which a process that has measured ends: more where a step is long, which the part itself knows."""
 
 _LAST_LINES = 15
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def fitting(parts: Sequence[Part], seconds: float) -> list[Part]:
-    """Those of `parts`, most important first, that fit into `seconds` one after the other."""
+    """Returns those of `parts`, most important first, that fit into `seconds` one after the other."""
     chosen = []
     for part in parts:
         if part.seconds <= seconds:
@@ -81,7 +85,7 @@ def run_parts(
     run: Callable[[Part, float, float], dict[str, Any]],
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Run what fits into `budget` seconds; each part's name and how it went, those that were left out last.
+    """Runs what fits into `budget` seconds; yields each part's name and result, those that were left out last.
 
     `run` gets a part, the seconds after which it should come to an end, and those after which it must.
     """
@@ -97,7 +101,7 @@ def run_parts(
 
 
 def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
-    """Run a part's process for at most `seconds`: how it ended, its last lines, and what it left in `figures`."""
+    """Runs a part's process for at most `seconds`; returns its end, its last lines, and the content of `figures`."""
     log, start = figures.with_suffix(".log"), time.monotonic()
     with log.open("w") as words:
         try:
@@ -107,7 +111,6 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
                 stdout=words,
                 stderr=subprocess.STDOUT,
                 timeout=max(seconds, 0.0),
-                cwd=_ROOT,
                 env=os.environ | environment,
                 check=False,
             )
@@ -124,7 +127,7 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
 
 
 def judge(parts: Mapping[str, Mapping[str, Any]]) -> int:
-    """The exit code: 1 where a placement gave other bits, a copy other bytes, or a part failed; else 0."""
+    """Returns the exit code: 1 if a placement gave other bits, a copy other bytes, or a part failed; else 0."""
     if any(part["state"] == "failed" for part in parts.values()):
         return 1
     jobs = figures_of(parts, "bits").get("jobs", {}).values()
@@ -135,13 +138,60 @@ def judge(parts: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def figures_of(parts: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
+    """Returns the figures of a part; empty if there are none."""
     return parts.get(name, {}).get("figures") or {}
 
 
 def add_exposure(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give each placement, of the GPU limited or not, the seconds that its step takes beyond that of none/none."""
-    base = figures_of(parts, "none/none").get("step_seconds")
+    """Gives each placement of the same work the seconds that its step takes beyond that of none/none, if that counts.
+
+    Steps of other tokens, or with activations computed again, are no bound of each other.
+    """
+    base = figures_of(parts, BASE)
+    if "step_seconds" not in base or BASE in invalid(parts):
+        return
     for part in PARTS:
-        of_the_model = part.placement in PLACEMENTS and "model" not in part.changes
-        if base is not None and of_the_model and (figures := figures_of(parts, part.name)):
-            figures["exposed_seconds"] = figures["step_seconds"] - base
+        figures = figures_of(parts, part.name)
+        if part.placement in PLACEMENTS and all(figures.get(key) == base.get(key) for key in _SAME_WORK):
+            figures["exposed_seconds"] = figures["step_seconds"] - base["step_seconds"]
+
+
+def invalid(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the parts whose figures do not say what they seem to say, each with the reason."""
+    found = {}
+    for name in parts:
+        placement = name.partition(" in ")[0]
+        missing = figures_of(parts, name).get("no_device_kernels")
+        # States on the GPU are then copied to the host for each update and back: 12 bytes a parameter each way.
+        if missing and placement in PLACEMENTS and placement.endswith("/none"):
+            found[name] = f"the host, not the GPU, updated states that are on the GPU: {missing}"
+    return found
+
+
+def refused(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the parts that gave no figures or not all, each with the reason."""
+    found = {}
+    for name, part in parts.items():
+        if part["state"] == "failed":
+            found[name] = f"failed with exit code {part['exit_code']}: {(part['last_lines'] or ['no words'])[-1]}"
+        elif part["state"] == "stopped":
+            found[name] = "stopped when the budget was over" + ("" if part["figures"] else ", without figures")
+        elif part["state"] == "skipped":
+            found[name] = f"not run: {part['needs_seconds']:.0f} s did not fit into the budget"
+        elif why := figures_of(parts, name).get("skipped"):
+            found[name] = why
+    return found
+
+
+def bounds(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what the figures are held against, as far as it was measured and counts."""
+    base, copies = figures_of(parts, BASE), figures_of(parts, "copies")
+    return {
+        "step_seconds": None if BASE in invalid(parts) else base.get("step_seconds"),
+        "matmul": figures_of(parts, "rates").get("plain_matmul"),
+        "pinned_gigabytes_per_second": {
+            way: copies[way]["pinned_gigabytes_per_second"] for way in WAYS if way in copies
+        },
+        "most_read_bytes_per_parameter": 14,
+        "most_written_bytes_per_parameter": 12,
+    }

@@ -5,12 +5,16 @@ from __future__ import annotations
 import shutil
 from typing import Any, NamedTuple
 
+import torch
+
 import offload
-from bench.gpu.work import Work
-from offload.errors import BudgetError
+from offload.bench.gpu.work import StepSize, Work
+from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settings, settle
+from offload.planner.model_shape import from_name
+from offload.planner.timing import Load, activations
 from offload.sizes import format_size
 from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.limits import free_host_memory
@@ -22,8 +26,19 @@ _PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
 """Of weights and states. What goes to a drive moves up again as far as there is RAM."""
 
 
+_GPU_SHARE = 0.9
+_OF_A_PARAMETER = 14
+"""Bytes on the device in none/none: weight and gradient in bf16, the low bits of the master, two moments in fp32."""
+_STEPS = (
+    StepSize(8, 4096),
+    *(StepSize(8, tokens, recompute=True) for tokens in (4096, 2048, 1024, 512)),
+    *(StepSize(sequences, 512, recompute=True) for sequences in (4, 2, 1)),
+)
+"""Steps to try, the largest first."""
+
+
 class Fitted(NamedTuple):
-    """What of a model a machine has room for."""
+    """The layers of a model that a machine has room for."""
 
     layers: int
     """0 where not even one fits."""
@@ -32,7 +47,7 @@ class Fitted(NamedTuple):
 
 
 def fit(work: Work, room: Room) -> Fitted:
-    """The config that holds most layers of the model: all in RAM, else over RAM and disk."""
+    """Returns the config that holds most layers of the model: all in RAM, else over RAM and disk."""
     with offload.init():
         model: Any = work.build()
     whole = int(model.config.num_hidden_layers)
@@ -53,15 +68,35 @@ def fit(work: Work, room: Room) -> Fitted:
     return Fitted(least, _settings(work, room, found), f"{what} {whole} layers of {work.model} {takes}")
 
 
+def largest_step(model: str, memory: int) -> StepSize:
+    """Returns the largest step for which weights, states and activations of a model fit on a GPU; else the smallest.
+
+    Room for none/none decides, so that every placement has the same step.
+
+    Args:
+        model: a preset.
+        memory: bytes of the GPU.
+    """
+    for size in _STEPS:
+        try:
+            shape = from_name(model, size.seq_len, torch.bfloat16)
+        except ConfigError:  # longer than the model's positions
+            continue
+        beside = activations(shape, Load(size.batch_size, recompute=size.recompute))
+        if _OF_A_PARAMETER * shape.parameters + beside <= _GPU_SHARE * memory:
+            return size
+    return _STEPS[-1]
+
+
 def room_of(work: Work) -> Room:
-    """What this machine has for it."""
+    """Returns the room of this machine."""
     device = open_device(work.device)
     disk = int(_DISK_SHARE * shutil.disk_usage(work.folder).free)
     return Room(int(_HOST_SHARE * free_host_memory()), device.free_bytes(), disk)
 
 
 def _settled(work: Work, room: Room) -> Memory | None:
-    """What goes where, None where it does not fit."""
+    """Returns the memory of a run, or None if it does not fit."""
     with offload.init():
         model = work.build()
     layouts = layouts_of(model, find_units(model))

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 import offload
-from bench.gpu.work import PLACEMENTS, Save, Work, config_for
-from bench.measure import random_ids
+from offload.bench.gpu.work import PLACEMENTS, Save, Work, config_for, random_ids
 from offload.presets import require_transformers
 
 
 class _Tiny(NamedTuple):
+    """A small model and its accumulation."""
+
     config: str
     settings: dict[str, Any]
     accumulation: int
@@ -45,6 +46,8 @@ JOBS = tuple(f"{model} {dtype}" for model in _TINY for dtype in ("bf16", "fp32")
 
 
 class _Result(NamedTuple):
+    """The numbers of a training."""
+
     losses: list[float]
     norms: list[float]
     weights: dict[str, torch.Tensor]
@@ -53,9 +56,9 @@ class _Result(NamedTuple):
 def bits(
     work: Work, save: Save, jobs: Sequence[str] = JOBS, placements: Sequence[str] = PLACEMENTS, steps: int = 5
 ) -> None:
-    """Train each job in each placement, none/none a second time too, and compare with none/none.
+    """Trains each job in each placement, none/none a second time too, and compares with none/none.
 
-    Wants to be the first in its process to use CUDA: cuBLAS reads its setting when it starts.
+    The part is the first in its process to use CUDA, since cuBLAS reads its setting when it starts.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
@@ -110,7 +113,7 @@ def _train(job: str, placement: str, work: Work, steps: int) -> _Result:
 
 
 def _differences(expected: _Result, got: _Result) -> list[str]:
-    """In words, the first difference of each kind; empty where all bits are equal."""
+    """Returns the first difference of each kind in words; an empty list if all bits are equal."""
     words = []
     for what, wanted, have in (("loss", expected.losses, got.losses), ("norm", expected.norms, got.norms)):
         for index, (a, b) in enumerate(zip(wanted, have, strict=True), 1):

@@ -1,4 +1,4 @@
-"""What of a step the GPU spent on what, by the profiler: kernels, copies that no kernel hides, and neither."""
+"""The GPU's seconds of a step by the profiler: kernels, copies that no kernel hides, and neither."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Exposure(NamedTuple):
 
 
 def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> Exposure:
-    """What a step of so many seconds came to, whose kernels and copies ran then; they may overlap as they like."""
+    """Returns the parts of a step of so many seconds; its kernels and copies may overlap as they like."""
     computing, copying = union(kernels), union(copies)
     busy = length(union([*computing, *copying]))
     return Exposure(seconds, length(computing), length(copying), busy - length(computing), max(seconds - busy, 0.0))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time in intervals that do not overlap, ascending."""
+    """Returns the same time in intervals that do not overlap, ascending."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -47,12 +47,12 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of intervals that do not overlap, together."""
+    """Returns the sum of intervals that do not overlap."""
     return sum(end - start for start, end in intervals)
 
 
 def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | None:
-    """What one step came to; None where there is no GPU. The step may end before its updates do."""
+    """Returns the parts of one step; None without a GPU. The step may end before its updates do."""
     if device.type != "cuda":
         step()
         return None
@@ -67,7 +67,7 @@ def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | Non
 
 
 def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
-    """Of torch's profiler's events those of kernels, and those of copies between host and GPU."""
+    """Returns the times of kernels, and of copies between host and GPU, among the events of torch's profiler."""
     kernels: list[Interval] = []
     copies: list[Interval] = []
     for event in events:

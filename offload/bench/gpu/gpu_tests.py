@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from bench.gpu.work import Save, Work
+from offload.bench.gpu.work import Save, Work
 
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
+"""A checkout, if the package is one's."""
 FILES = ("tests/test_gpu.py", "tests/test_kernels_cuda.py", "tests/test_pinning.py", "tests/test_deepnvme_files.py")
 _LAST_LINES = 30
 
 
 def gpu_tests(work: Work, save: Save, files: tuple[str, ...] = FILES, marked: str = "gpu") -> None:
-    """Run those of `files`: how many passed, failed or were skipped, and the last lines where any failed."""
+    """Runs those of `files`: saves how many passed, failed or were skipped, and the last lines if any failed."""
+    missing = [name for name in files if not (_ROOT / name).exists()]
+    if missing or importlib.util.find_spec("pytest") is None:
+        what = f"there is no {missing[0]}" if missing else "pytest is not installed"
+        save({"skipped": f"{what}: the tests are run from a checkout with its tools (make test)"})
+        return
     command = [sys.executable, "-m", "pytest", "-m", marked, "-p", "no:cacheprovider", "--basetemp"]
     command += [str(work.folder / "pytest"), *files]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from bench.gpu.work import Save, Work
-from bench.measure import in_turns, median_ratio
+from offload.bench.gpu.work import Save, Work, in_turns, median_ratio
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.host_arena import Classes, HostArena, HostBuffer
 
 
 def copies(work: Work, save: Save) -> None:
-    """Copies to and from a host arena by the device object, in turns with the same copies by torch."""
+    """Measures copies to and from a host arena by the device object, in turns with the same copies by torch."""
     nbytes, device = work.copy_nbytes, open_device(work.device)
     arena = HostArena(Classes(nbytes, 0, 0, 0), device)  # registers its memory
     lease = arena.tiles.take(nbytes)
@@ -48,7 +47,7 @@ def copies(work: Work, save: Save) -> None:
 
 
 def _both(work: Work, device: Device, lease: HostBuffer) -> dict[str, Any]:
-    """Half of the bytes up and half down at once, which a bus does at the same time."""
+    """Returns the rates of half of the bytes up and half down at once, which a bus does at the same time."""
     half = work.copy_nbytes // 2
     up, down = lease.tensor(torch.uint8)[:half], lease.tensor(torch.uint8)[half : 2 * half]
     pinned = [torch.ones(half, dtype=torch.uint8, pin_memory=work.device.type == "cuda") for _ in range(2)]

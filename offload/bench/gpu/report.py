@@ -1,4 +1,4 @@
-"""What was measured, and on what, in words."""
+"""The figures and the machine, in words."""
 
 from __future__ import annotations
 
@@ -12,21 +12,29 @@ import psutil
 import torch
 
 import offload
-from bench.gpu.parts import PARTS, WAYS, figures_of
-from bench.gpu.work import PLACEMENTS
 from offload import kernels
+from offload.bench.gpu.parts import PARTS, WAYS, figures_of, invalid
+from offload.bench.gpu.work import PLACEMENTS
+from offload.hardware.system import gpus, processor
 from offload.sizes import GIB, format_size
+
+_OF_A_DEVICE = ("name", "slice", "memory_bytes", "capability", "node", "link")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Returns the machine and the versions that the figures belong to."""
     cuda = device.type == "cuda"
+    seen = gpus()
     properties = torch.cuda.get_device_properties(device) if cuda else None
     return {
         "gpu": properties.name if properties else None,
         "gpu_memory": properties.total_memory if properties else None,
         "driver": _driver() if cuda else None,
         "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        # Without what names one specimen of a card: the file is for the public.
+        "devices": [{key: each[key] for key in _OF_A_DEVICE} for each in seen["devices"]] if cuda else [],
+        "processor": processor(),
         "torch": torch.__version__,
         "offload": offload.__version__,
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -47,7 +55,7 @@ def _driver() -> str | None:
 
 
 def words(report: Mapping[str, Any]) -> str:
-    """The report for people: one table for each kind of part, and a line for each part without figures."""
+    """Returns the report for people: one table for each kind of part, and a line for each part without figures."""
     parts = report["parts"]
     blocks = [_machine_words(report["machine"])]
     if figures_of(parts, "bits"):
@@ -64,7 +72,8 @@ def words(report: Mapping[str, Any]) -> str:
     blocks += _steps_words(measured, rates.get("plain_matmul"))
     if profiled := _profiled_words(measured):
         blocks.append(profiled)
-    ends = [f"{name}: {figures['fitted']}" for name, figures in measured.items() if "fitted" in figures]
+    ends = [f"{name} is INVALID: {why}" for name, why in invalid(parts).items()]
+    ends += [f"{name}: {figures['fitted']}" for name, figures in measured.items() if "fitted" in figures]
     for name, part in parts.items():
         if why := figures_of(parts, name).get("skipped"):
             ends.append(f"{name} was skipped: {why}")
@@ -127,15 +136,15 @@ def _rates_words(figures: Mapping[str, Any]) -> str:
     return line
 
 
-_WAITS = ("exposed_copy_seconds", "exposed_io_seconds", "read_wait_seconds", "update_wait_seconds")
+_WAITS = ("exposed_io_seconds", "read_wait_seconds", "update_wait_seconds")
 _TITLES = (
-    "weights/states|tokens/s|TFLOPS 6N|TFLOPS 8N|of matmul|step s|over none/none|copies s|I/O s|reads s|updates s|"
+    "weights/states|tokens/s|TFLOPS 6N|TFLOPS 8N|of matmul|step s|over none/none|I/O s|reads s|updates s|"
     "read B/p|written B/p|peak HBM|peak RSS|steps"
 )
 
 
 def _steps_words(measured: Mapping[str, Mapping[str, Any]], matmul: float | None) -> list[str]:
-    """One table for each model. "of matmul" counts what was computed: 8N with recomputation, else 6N."""
+    """Returns one table for each model. "of matmul" counts what was computed: 8N with recomputation, else 6N."""
     tables: dict[str, list[list[str]]] = {}
     for name, figures in measured.items():
         rows = tables.setdefault(_head(figures), [_TITLES.split("|")])
@@ -165,7 +174,7 @@ def _head(figures: Mapping[str, Any]) -> str:
 
 
 def _profiled_words(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the profiler saw of one step of each."""
+    """Returns the table of one profiled step of each."""
     rows = [["one step, by the profiler", "step s", "kernels s", "copies s", "exposed copies", "idle"]]
     for name, figures in measured.items():
         if seen := figures.get("profiled"):
@@ -175,7 +184,7 @@ def _profiled_words(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells: the first column to the left, the others to the right."""
+    """Returns lines of rows of equally many cells: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)

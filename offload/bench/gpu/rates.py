@@ -1,4 +1,4 @@
-"""What the machine does by itself: matrix products in a plain loop, the optimizer, copies, the drive."""
+"""The machine by itself: matrix products in a plain loop, the optimizer, copies, the drive."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.work import Save, Work
-from bench.measure import seconds
+from offload.bench.gpu.work import Save, Work, seconds_of
 from offload.hardware.probe import Rates, drive_rates, measure_rates
 
 _OF_A_COPY = 8
@@ -17,22 +16,22 @@ _PRODUCTS = 20
 
 
 def rates(work: Work, save: Save) -> None:
-    """Matrix products, and all of `offload probe` of this device and of the folder's drive."""
+    """Measures matrix products, and all of `offload probe` of this device and of the folder's drive."""
     found = {"plain_matmul": plain_matmul(work.device, work.rounds), **_flat(measure_rates(work.device))}
     save(found)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
-    save(found | {"drive": drive._asdict()})
+    save(found | {"drive": {name: value for name, value in drive._asdict().items() if name != "path"}})
 
 
 def _flat(measured: Rates) -> dict[str, Any]:
-    """Those of bf16, in which all of this trains."""
+    """Returns the rates with those of bf16, in which all of this trains."""
     found = measured._asdict()
     by_dtype = found.pop("by_dtype")
     return {**found, **by_dtype["bf16"]._asdict()}
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:
-    """Floating-point operations a second of square products in bf16, one after the other: the bound of a model's."""
+    """Returns the operations a second of square products in bf16, one after the other: the bound of a model's."""
     width = 8192 if device.type == "cuda" else 256
     one, other = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -43,4 +42,4 @@ def plain_matmul(device: torch.device, rounds: int) -> float:
             torch.cuda.synchronize(device)  # it is what is measured
 
     products()
-    return 2 * width**3 * _PRODUCTS / statistics.median(seconds(products) for _ in range(rounds))
+    return 2 * width**3 * _PRODUCTS / statistics.median(seconds_of(products) for _ in range(rounds))

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from bench.gpu.training import sizes, step, timed, times
-from bench.gpu.work import Save, Work, config_for
-from bench.measure import random_ids
+from offload.bench.gpu.training import sizes, step, timed, times
+from offload.bench.gpu.work import Save, Work, config_for, random_ids
 
 _ALONE = {
     "RANK": "0",
@@ -23,7 +22,7 @@ _ALONE = {
 
 
 def deepspeed_steps(work: Work, save: Save) -> None:
-    """Train the model of `work` as cpu/cpu does, by DeepSpeed, and time its steps."""
+    """Trains the model of `work` as cpu/cpu does, by DeepSpeed, and times its steps."""
     if importlib.util.find_spec("deepspeed") is None:
         save({"skipped": "DeepSpeed is not installed"})
         return
@@ -46,7 +45,7 @@ def deepspeed_steps(work: Work, save: Save) -> None:
 
 
 def theirs(work: Work) -> dict[str, Any]:
-    """The config of cpu/cpu without what DeepSpeed does not know, and with pinned memory, which it has to be told."""
+    """Returns the config of cpu/cpu without keys that DeepSpeed does not know, and with pinned memory."""
     settings = config_for("cpu/cpu", work, "bf16", work.accumulation)
     del settings["offload"]
     for key in ("offload_param", "offload_optimizer"):

@@ -1,0 +1,264 @@
+"""The GPU in one command: `offload bench gpu [FOLDER] [--budget-minutes 8] [--json FILE] [--model M]`.
+
+Parts, most important first, each in a process of its own, as far as the budget goes:
+
+    bits         tiny models in all placements: losses, norms and weights equal to those of none/none, bit for bit
+    copies       to and from the engine's host memory, one way and both at once. Bound: the same bytes to and from
+                 torch's own pinned memory
+    rates        matrix products in a plain loop, the optimizer, the drive
+    none/none    steps of the model, a part for each placement (weights/states). Bound of the time: the step of
+    nvme/nvme    none/none, where both stay on the device. Bound of the bytes: 26 for each parameter and step
+    …
+    13B layers   four layers of the width of 13B, all on the drive, in 24 GiB of the GPU
+    tests        those of tests/ that need a GPU, in a checkout
+    … in 24 GiB  placements again, in so much of the GPU
+    DeepSpeed    the step of cpu/cpu by DeepSpeed, where it is installed
+    7B, 13B      in 24 GiB of the GPU, states over RAM and drive as they have room, or as many layers as fit
+
+Without sizes a step has as many tokens as fit beside the model on the GPU, 8 x 4096 at most: smaller steps of a fast
+GPU wait for the host. `--only NAME` runs the parts whose names begin with it, and may repeat. `--part NAME` runs one of
+them alone, in this process. Without a GPU the command is an error that touches nothing; `--device cpu` is a rehearsal
+that measures nothing of interest. A GPU's other users are seen in the figures, so run it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from offload.bench.gpu.copies import copies
+from offload.bench.gpu.correctness import bits
+from offload.bench.gpu.deepspeed import deepspeed_steps
+from offload.bench.gpu.gpu_tests import gpu_tests
+from offload.bench.gpu.parts import (
+    PARTS,
+    PLANNED,
+    Part,
+    add_exposure,
+    bounds,
+    invalid,
+    judge,
+    refused,
+    run_child,
+    run_parts,
+)
+from offload.bench.gpu.planned import fit, largest_step, room_of
+from offload.bench.gpu.rates import rates
+from offload.bench.gpu.report import machine, words
+from offload.bench.gpu.training import measure_steps
+from offload.bench.gpu.work import DEFAULT_STEP, Save, StepSize, Work, config_for
+from offload.errors import ConfigError
+from offload.presets import require_transformers
+from offload.sizes import parse_size
+
+FORMAT = 1
+"""Version of the JSON file's keys."""
+_PASSED_ON = ("device", "model", "steps", "nbytes")
+"""Options of the command that are those of a part's process too, as they are."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the benchmark, or one part of it; returns the exit code.
+
+    Args:
+        arguments: words of the command line; None for those of this process.
+
+    Raises:
+        ConfigError: there is no GPU, or no transformers. Nothing was touched.
+    """
+    given = _parser().parse_args(arguments)
+    check_machine(given.device)
+    if given.part:
+        _run_here(given)
+        return 0
+    return _run_all(given)
+
+
+def check_machine(device: str) -> None:
+    """Raises `ConfigError` if this machine or its packages cannot run the benchmark on `device`, "cuda" or "cpu"."""
+    if device == "cuda" and not torch.cuda.is_available():
+        built = torch.version.cuda is not None or torch.version.hip is not None
+        raise ConfigError(
+            f"there is no GPU to measure: torch {torch.__version__} "
+            f"{'finds no CUDA device' if built else 'is built without CUDA'}; `offload info` says more"
+        )
+    require_transformers()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--budget-minutes", type=float, default=8.0)
+    parser.add_argument("--folder", type=Path, default=Path(), help="for swap files: a folder on the drive to measure")
+    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="where all figures go")
+    parser.add_argument("--model", default="llama-1b")
+    parser.add_argument("--batch-size", type=int, help="sequences of a step; by default as many as fit, 8 at most")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence; by default as many as fit, 4096 at most")
+    parser.add_argument("--recompute", action="store_true", help="compute activations again, with given sizes")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer where time is short")
+    parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", action="append", metavar="NAME", help="only parts whose names begin so; may repeat")
+    parser.add_argument("--print-json", action="store_true", help="print the figures in place of the tables")
+    parser.add_argument("--part", choices=[part.name for part in PARTS], metavar="NAME", help="run this part alone")
+    return parser
+
+
+def _device(given: argparse.Namespace) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if given.device == "cuda" else torch.device("cpu")
+
+
+def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
+    """Returns the step of a part: the given one, or the largest that fits into the GPU or `limit` bytes of it."""
+    if given.batch_size or given.seq_len or given.device == "cpu":
+        usual = DEFAULT_STEP
+        return StepSize(given.batch_size or usual.batch_size, given.seq_len or usual.seq_len, given.recompute)
+    memory = torch.cuda.get_device_properties(_device(given)).total_memory
+    return largest_step(given.model, memory if limit is None else min(limit, memory))
+
+
+def _run_here(given: argparse.Namespace) -> None:
+    seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
+    part = next(part for part in PARTS if part.name == given.part)
+    # Only parts that train the command's model need its size, which takes seconds to find.
+    trains = (part.placement or part.name == "DeepSpeed") and "batch_size" not in part.changes
+    size = step_size(given, part.changes.get("limit")) if trains else DEFAULT_STEP
+    work = Work(
+        _device(given),
+        given.folder,
+        given.model,
+        batch_size=size.batch_size,
+        seq_len=size.seq_len,
+        recompute=size.recompute,
+        steps=given.steps,
+        seconds=seconds,
+        copy_nbytes=parse_size(given.nbytes),
+    )
+
+    def save(figures: dict[str, Any]) -> None:
+        _write(given.json, figures)
+
+    run_here(part, work._replace(**part.changes), save)
+    print(given.json.read_text(), end="")
+
+
+_WORK = {"bits": bits, "copies": copies, "rates": rates, "tests": gpu_tests, "DeepSpeed": deepspeed_steps}
+
+
+def run_here(part: Part, work: Work, save: Save) -> None:
+    """Runs one part in this process."""
+    if not part.placement:
+        _WORK[part.name](work, save)
+    elif part.placement != PLANNED:
+        measure_steps(work, config_for(part.placement, work, "bf16", work.accumulation), save)
+    else:
+        work.keep_limit()
+        fitted = fit(work, room_of(work))
+        if not fitted.layers:
+            save({"skipped": fitted.words})
+            return
+        work = work._replace(layers=fitted.layers)
+        measure_steps(work, fitted.settings, lambda figures: save(figures | {"fitted": fitted.words}))
+
+
+def _run_all(given: argparse.Namespace) -> int:
+    chosen = [part for part in PARTS if not given.only or part.name.startswith(tuple(given.only))]
+    report: dict[str, Any] = {
+        "benchmark": "gpu",
+        "format": FORMAT,
+        "machine": machine(torch.device(given.device)),
+        "given": {key: getattr(given, key) for key in ("budget_minutes", "batch_size", "seq_len", *_PASSED_ON)},
+        "parts": {},
+    }
+    with _terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=given.folder.resolve()) as folder:
+
+        def run(part: Part, soft: float, hard: float) -> dict[str, Any]:
+            print(f"{part.name} …", file=sys.stderr if given.print_json else sys.stdout, flush=True)
+            return run_part(part, given, Path(folder), soft, hard)
+
+        for name, result in run_parts(chosen, 60 * given.budget_minutes, run):
+            parts = report["parts"]
+            parts[name] = result
+            add_exposure(parts)
+            report |= {
+                "correct": not judge(parts),
+                "bounds": bounds(parts),
+                "refused": refused(parts),
+                "invalid": invalid(parts),
+            }
+            _write(given.json, report)  # after each part: who ends this process early has what was measured
+    print(json.dumps(report) if given.print_json else f"\n{words(report)}\n\nall figures: {given.json}")
+    return judge(report["parts"])
+
+
+def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, hard: float) -> dict[str, Any]:
+    """Runs one part in a process of its own, that ends by itself about `soft` seconds from now, and by force at `hard`.
+
+    `folder` is empty again afterwards: a part that was stopped leaves its swap files, a part that failed may.
+    """
+    files = folder / "swap"
+    files.mkdir()
+    figures = folder / "figures.json"
+    command = [sys.executable, "-m", "offload.bench.gpu", "--part", part.name]
+    command += ["--json", str(figures), "--folder", str(files), "--budget-minutes", str(soft / 60)]
+    for key in ("batch_size", "seq_len"):
+        # Without sizes each part finds its own: one in 24 GiB has room for fewer tokens.
+        if getattr(given, key) is not None:
+            command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
+    command += ["--recompute"] if given.recompute else []
+    for key in _PASSED_ON:
+        command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
+    setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # costs speed, so for no other part
+    try:
+        return run_child(command, figures, hard, HF_HUB_OFFLINE="1", **setting)
+    finally:
+        figures.unlink(missing_ok=True)
+        shutil.rmtree(files)
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """Lets SIGTERM end the process as an exception does, so that the part under way ends and its files are removed."""
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write(path: Path, value: Any) -> None:
+    """Replaces the file at once: a reader, or whoever kills this process, never finds half of it."""
+    beside = path.with_name(path.name + ".new")
+    beside.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(beside, path)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Returns the exit code of `main`; an error of the machine is one line on stderr."""
+    try:
+        return main(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run())

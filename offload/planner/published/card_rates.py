@@ -1,0 +1,73 @@
+"""The rates of a described machine: published ones where there are any, else fractions of the data sheet's figures."""
+
+from __future__ import annotations
+
+import math
+
+from offload.planner.published.gpus import Gpu
+from offload.planner.published.rate import Rate
+
+_MATMUL_SHARE = 0.5
+_DEVICE_SHARE = 0.7
+_RAM_BANDWIDTH = 50e9
+_CORES_BANDWIDTH = 100e9
+HOST_SHARE = 0.9
+"""Fraction of the host memory's rate that the optimizer is assumed to reach."""
+
+
+def products(gpu: Gpu, fp32: bool) -> Rate:
+    """Returns the rate of matrix products: what others reached, else a fraction of the data sheet's."""
+    found, peak = (gpu.matmul_fp32, gpu.flops_fp32) if fp32 else (gpu.matmul, gpu.flops)
+    name = f"matrix products in {'fp32' if fp32 else 'bf16'}"
+    if found is not None:
+        return Rate(name=name, value=found.value, unit="flop/s", origin="published", source=found.source)
+    source = f"{_MATMUL_SHARE:.0%} of the data sheet's {peak / 1e12:.4g} Tflop/s"
+    return Rate(name=name, value=_MATMUL_SHARE * peak, unit="flop/s", origin="assumed", source=source)
+
+
+def other_work(gpu: Gpu) -> Rate:
+    """Returns the rate of all other work on the GPU, which its memory limits."""
+    name = "other work on the GPU"
+    if gpu.reached is not None:
+        return Rate(name=name, value=gpu.reached.value, unit="B/s", origin="published", source=gpu.reached.source)
+    source = f"{_DEVICE_SHARE:.0%} of the data sheet's {gpu.bandwidth / 1e9:.4g} GB/s"
+    return Rate(name=name, value=_DEVICE_SHARE * gpu.bandwidth, unit="B/s", origin="assumed", source=source)
+
+
+def copies(gpu: Gpu, given: float | None) -> Rate:
+    """Returns the rate of copies to and from the GPU, each way."""
+    name = "copies to and from the GPU, each way,"
+    if given is not None:
+        return Rate(name=name, value=given, unit="B/s", origin="given", source="--pcie")
+    if gpu.link is None:
+        return Rate(name=name, value=math.inf, unit="B/s", origin="assumed", source="GPU and CPU have one memory")
+    return Rate(name=name, value=gpu.link.value, unit="B/s", origin="published", source=gpu.link.source)
+
+
+def host_memory(gpu: Gpu, given: float | None) -> Rate:
+    """Returns the rate at which the CPU reads and writes its memory."""
+    name = "host memory"
+    if given is not None:
+        return Rate(name=name, value=given, unit="B/s", origin="given", source="--memory-bandwidth")
+    if gpu.unified:
+        # The cores of such chips reach a part of their memory's rate; most of it is for the GPU.
+        value, source = _CORES_BANDWIDTH, "by the CPU's cores, of the memory that the GPU uses too"
+    else:
+        value, source = _RAM_BANDWIDTH, "two channels of DDR5"
+    return Rate(name=name, value=value, unit="B/s", origin="assumed", source=source)
+
+
+def optimizer(host: Rate, nbytes: int) -> Rate:
+    """Returns the rate of AdamW on the CPU, which the host's memory limits.
+
+    Args:
+        host: the rate of host memory.
+        nbytes: bytes that the update of one parameter reads and writes.
+    """
+    return Rate(
+        name="AdamW on the CPU",
+        value=HOST_SHARE * host.value / nbytes,
+        unit="parameters/s",
+        origin="assumed",
+        source=f"{HOST_SHARE:.0%} of the host memory's rate",
+    )
