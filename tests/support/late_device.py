@@ -10,8 +10,8 @@ clock. `broken` names each order that a real GPU would not have kept:
     changed early   the source of a copy was changed, or freed, before the copy was carried out
 
 Inside of `Ticks` the device's arena is in pages that the host cannot touch (`protected_memory`): they are reachable in
-an operation of torch, a copy that is carried out, and a kernel of the device. A backward runs on another thread than its
-forward (`backward_thread`).
+an operation of torch, a copy that is carried out, and a kernel of the device. A backward runs on another thread than
+its forward (`backward_thread`).
 """
 
 from __future__ import annotations

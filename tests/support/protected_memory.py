@@ -1,8 +1,8 @@
 """Memory of a device that the host cannot touch: a stray access ends the process with SIGSEGV.
 
 On a GPU the addresses of device memory mean nothing to the host. Here they are addresses of the process, so the pages
-are made unreadable, but for the moments in which the device itself works on them: a *window*. A window is open for every
-thread, so a stray access is only sure to be seen where no other thread computes or copies.
+are made unreadable, but for the moments in which the device itself works on them: a *window*. A window is open for
+every thread, so a stray access is only sure to be seen where no other thread computes or copies.
 """
 
 from __future__ import annotations
