@@ -335,7 +335,7 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
         3,
     ),
     "`data_ptr()` of the weight of a module that does not run": (trains, LAYERS._replace(model=ReadingAddresses), 3),
-    "address and strides of such a weight, read by an `autograd.Function` as a Triton kernel reads them": (
+    "address and strides of such a weight, as Triton kernels of a fused loss read them (Liger)": (
         trains,
         LAYERS._replace(model=Launching),
         3,

@@ -9,17 +9,23 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from offload import kernels
+from offload.cli.main import app
 from offload.config import load_config
 from offload.engine import memory_report as reports
 from offload.engine.setup import dtype_choice, gpu_allocator
 from offload.errors import UsageError
+from offload.finetune import job
 from offload.kernels import settings
 from offload.notices import Remark
 from tests.support import models
+from tests.support.cli_in_process import isolated_cache, run_folder
 from tests.support.late_device import LateDevice, use_device
 from tests.support.oracle import start, train_step
+
+__all__ = ["isolated_cache", "run_folder"]  # fixtures
 
 GROWING = "expandable_segments:True"
 
@@ -55,6 +61,18 @@ def test_the_environment_is_set_once_and_the_line_stays(monkeypatch: pytest.Monk
     assert GROWING in (os.environ["PYTORCH_ALLOC_CONF"], os.environ["PYTORCH_CUDA_ALLOC_CONF"])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert gpu_allocator.let_segments_grow("cuda") == (line,)
+
+
+def test_train_asks_before_it_uses_the_gpu(monkeypatch: pytest.MonkeyPatch, run_folder: Path) -> None:
+    """The choice of a dtype asks the GPU, and torch reads the setting with the first use."""
+    calls: list[str] = []
+    settle = job.settle
+    monkeypatch.setattr(job, "let_segments_grow", lambda device: calls.append(device))
+    monkeypatch.setattr(job, "settle", lambda content: calls.append("settle") or settle(content))
+    small = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu", "--steps", "1")
+    done = CliRunner().invoke(app, ["train", *small])
+    assert done.exit_code == 0, done.output
+    assert calls == ["cpu", "settle"]
 
 
 def test_the_memory_report_has_the_figures_of_torchs_allocator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
