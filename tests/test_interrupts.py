@@ -104,12 +104,16 @@ class Interrupt:
 
 def _run(interrupt: Interrupt, act: Callable[[], object]) -> None:
     """Call `act` under `interrupt`; Ctrl-C ends it, and goes no further. An engine wraps the handler by itself."""
+    threads = _thread._count()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     unraisable, sys.unraisablehook = sys.unraisablehook, _drop
     try:
         sys.settrace(interrupt)
         act()
-        time.sleep(0.02)  # for a signal that was deferred, and arrives again
+        deadline = time.monotonic() + 5
+        while _thread._count() > threads and time.monotonic() < deadline:
+            time.sleep(0.001)  # the thread of a signal that was deferred: it arrives again
+        time.sleep(0.001)
     except KeyboardInterrupt:
         pass
     finally:

@@ -60,8 +60,15 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
             finally:
                 done.set_result(None)
 
+        interrupts: list[KeyboardInterrupt] = []
         _queue().put(work)
-        done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
+        while not done.done():
+            try:
+                done.wait()  # in C++, as torch's own wait: Ctrl-C is handled when it returns
+            except KeyboardInterrupt as caught:  # it came before the wait began, or as it ended
+                interrupts.append(caught)
+        if interrupts:
+            raise interrupts.pop()
         if error:
             raise error.pop()
         return result.pop()

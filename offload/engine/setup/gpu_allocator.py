@@ -17,8 +17,12 @@ import torch
 
 from offload.notices import Remark
 
-_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Variables with settings of the allocator. From torch 2.9 on the first is for all devices, and the second warns."""
+_NAME = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable that every version reads for CUDA. torch 2.9 alone warns that it is deprecated, and ignores
+PYTORCH_ALLOC_CONF for CUDA in 2.9.1 (pytorch/pytorch#183387); later versions take either name.
+"""
+_NAMES = (_NAME, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""All variables with settings of the allocator."""
 _GROWING = "expandable_segments:True"
 
 
@@ -36,32 +40,29 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
     """
     if device == "cpu" or torch.version.hip is not None or not torch.cuda.is_available():
         return ()
-    name, line = chosen(os.environ, torch.__version__, torch.cuda.is_initialized())
-    if name is not None:
-        os.environ[name] = _GROWING
+    asks, line = chosen(os.environ, torch.cuda.is_initialized())
+    if asks:
+        os.environ[_NAME] = _GROWING
     return () if line is None else (line,)
 
 
-def chosen(environment: Mapping[str, str], version: str, in_use: bool) -> tuple[str | None, Remark | None]:
-    """Returns the variable to set, if any, and the line for the user.
+def chosen(environment: Mapping[str, str], in_use: bool) -> tuple[bool, Remark | None]:
+    """Returns True if the variable is to be set, and the line for the user.
 
     Args:
         environment: the environment of the process.
-        version: the version of torch.
         in_use: True if CUDA has been used, and the environment read.
     """
     given = {name: environment[name] for name in _NAMES if environment.get(name)}
-    major, minor = (int(part) for part in version.split(".")[:2])
-    name = _NAMES[0] if (major, minor) >= (2, 9) else _NAMES[1]
     grows = Remark(
-        f"torch's allocator lets its segments grow ({next(iter(given), name)}={_GROWING}), which leaves fewer gaps "
+        f"torch's allocator lets its segments grow ({next(iter(given), _NAME)}={_GROWING}), which leaves fewer gaps "
         "beside the weights; another value of this variable changes that"
     )
     if given:
-        return None, grows if set(given.values()) == {_GROWING} else None
+        return False, grows if set(given.values()) == {_GROWING} else None
     if in_use:
-        return None, Remark(
+        return False, Remark(
             f"CUDA was in use before offload.initialize, so torch's allocator keeps segments of fixed size, which may "
-            f"lose memory to gaps: set {name}={_GROWING} in the environment"
+            f"lose memory to gaps: set {_NAME}={_GROWING} in the environment"
         )
-    return name, grows
+    return True, grows
