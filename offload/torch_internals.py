@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = [
@@ -20,6 +24,7 @@ __all__ = [
     "call_after_backward",
     "fake_tensors",
     "has_no_storage",
+    "inner_tensors",
     "inside_backward",
     "make_subclass",
     "plain_tensors",
@@ -72,6 +77,20 @@ make_subclass = torch.Tensor._make_subclass
 def has_no_storage(tensor: torch.Tensor) -> bool:
     """Returns True for a tensor whose storage must not be accessed: one of torch.func, or all zeros without memory."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor._is_zerotensor()
+
+
+def inner_tensors(tensor: torch.Tensor) -> tuple[dict[str, Any], Any] | None:
+    """Returns what a wrapper of other tensors (`_make_wrapper_subclass`) is made of; None for any other tensor.
+
+    Returns:
+        The inner values by name, tensors but for rare others, and the context; both are what the class's
+        `__tensor_unflatten__` takes.
+    """
+    # The type first: a saved tensor is nearly always a plain one, and the search for attributes takes a microsecond.
+    if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
+        return None
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
 
 
 def fake_tensors(allow_others: bool = False) -> Any:

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node
+from offload.aio import _native, aligned_empty, crc32c, huge_page_share, prefer_node, release_pages
+from offload.aio import memory as aio_memory
 from tests.support.seccomp import refusing
 
 HUGE = 2 << 20
@@ -50,6 +51,19 @@ def test_it_is_unmapped_with_its_last_view() -> None:
     del view
     mapped = re.findall(r"^([0-9a-f]+)-([0-9a-f]+)", Path("/proc/self/maps").read_text(), re.MULTILINE)
     assert not any(int(start, 16) <= address < int(stop, 16) for start, stop in mapped)
+
+
+def test_pages_are_those_of_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 KiB on many aarch64 kernels, whose madvise refuses any other start."""
+    monkeypatch.setattr(aio_memory, "_SYSTEM_PAGE", 64 << 10)
+    buffer = aligned_empty(HUGE)
+    buffer[:] = b"x" * HUGE
+    start = -(_address(buffer) - ctypes.addressof(ctypes.c_char.from_buffer(buffer.obj))) % (64 << 10)
+    page = buffer[start : start + (64 << 10)]
+    release_pages(buffer[start + 4096 : start + (192 << 10)])
+    assert bytes(page) == b"x" * len(page), "only a part of it was given back"
+    assert not any(buffer[start + (64 << 10) : start + (192 << 10)])
+    assert buffer[start + (192 << 10)] == ord("x")
 
 
 def test_large_allocations_use_huge_pages() -> None:

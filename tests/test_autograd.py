@@ -22,6 +22,7 @@ from tests.support.autograd_modules import (
     HooksInside,
     KeepsParameters,
     KeepsViews,
+    Launching,
     Mapped,
     PenaltyInside,
     Pushed,
@@ -334,6 +335,11 @@ LOOPS: dict[str, tuple[Loop, Job, int]] = {
         3,
     ),
     "`data_ptr()` of the weight of a module that does not run": (trains, LAYERS._replace(model=ReadingAddresses), 3),
+    "address and strides of such a weight, as Triton kernels of a fused loss read them (Liger)": (
+        trains,
+        LAYERS._replace(model=Launching),
+        3,
+    ),
     "activations of a subclass that wraps other tensors (`TwoTensor`)": (trains, LAYERS._replace(model=Wrapping), 2),
 }
 

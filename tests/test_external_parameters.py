@@ -1,4 +1,4 @@
-"""A registered parameter is there for another module's code, where torch does not see the use."""
+"""A parameter is there for another module's code: announced where torch does not see the use, else by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import nn
 import offload
 from offload.errors import UsageError
 from tests.support import models, rounding_bounds
-from tests.support.oracle import Job, plain_loop, start, train_step
+from tests.support.autograd_modules import Launching
+from tests.support.oracle import Job, plain_loop, room_for, start, train_step
 
 DISK = ("nvme", "nvme")
 
@@ -46,7 +47,9 @@ class WithUnseen(nn.Module):
         return values
 
 
-@pytest.mark.works("Modules", "a parameter read by code that torch does not see, registered", "right")
+@pytest.mark.works(
+    "Modules", "a parameter read by code that torch does not see (a fused loss in C++), registered", "right"
+)
 @pytest.mark.numeric
 def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
     """It was registered before the engine was made, or after."""
@@ -67,6 +70,19 @@ def test_a_registered_parameter_is_there(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="was not registered"):
             offload.unregister_external_parameter(unseen, weight)
         engine.destroy(remove=True)
+
+
+@pytest.mark.numeric
+def test_a_kernel_that_reads_by_address_and_strides_needs_no_announcement(tmp_path: Path) -> None:
+    """As a launcher of Triton kernels does, of a weight whose module does not run, forward and backward."""
+    job = Job(Launching, models.mixture_loss, steps=2)
+    engine = start(job, DISK, tmp_path, device_memory=room_for(job, 3))
+    found = [train_step(engine, job, step) for step in range(2)]
+    rounding_bounds.same_losses(found, plain_loop(job).losses, job)
+    weight = engine.module.first.weight
+    assert weight.stride() == (0, 0) and weight.data_ptr() and not weight.is_contiguous(), "outside as they were"
+    assert all(entry.pins == 0 for entry in engine._core.components.pager._entries)
+    engine.destroy(remove=True)
 
 
 def test_only_modules_and_parameters_can_be_registered() -> None:

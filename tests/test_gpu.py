@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS starts, for sums in one order
 
@@ -23,7 +24,19 @@ from torch.profiler import ProfilerActivity, profile
 import offload
 from offload.sizes import GIB, MIB
 from tests.support import models
-from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, config, room_for, run, start, train_step, trained
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    config,
+    room_for,
+    run,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -266,6 +279,46 @@ def test_autocast_has_the_same_bits_in_memory_and_on_disk(own: bool, tmp_path: P
         found.append((losses, engine.get_global_grad_norm()))
         engine.destroy(remove=True)
     assert found[0] == found[1]
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_a_backward_has_the_same_bits_on_torchs_thread_and_on_the_callers(tmp_path: Path) -> None:
+    """`loss.backward()` runs hooks and recomputations on torch's own thread, `engine.backward(loss)` on this one."""
+    found = []
+    for plain in (False, True):
+        engine = start(JOB, ("nvme", "nvme"), tmp_path, device_memory=room_for(JOB, 2), **GPU)
+        losses, threads = [], set[int]()
+        for step in range(JOB.steps):
+            loss = JOB.loss(engine, step, 0)
+            assert loss.grad_fn is not None
+            loss.grad_fn.register_prehook(lambda _, threads=threads: threads.add(threading.get_ident()))
+            loss.backward() if plain else engine.backward(loss)
+            losses.append(float(loss.detach()))
+            engine.step()
+        assert (threads == {threading.get_ident()}) is not plain
+        found.append(Result(losses, [engine.get_global_grad_norm() or 0.0], weights_of(engine)))
+        engine.destroy(remove=True)
+    assert_same(*found)
+
+
+def test_a_capture_of_a_graph_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
+    train_step(engine, JOB, 0)
+    values = torch.randn(64, WIDTH, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(offload.UsageError, match="a CUDA graph cannot be captured"), torch.cuda.graph(graph):
+        engine.module(values)
+    train_step(engine, JOB, 1)
+    engine.destroy(remove=True)
+
+
+def test_the_memory_report_has_torchs_figures(tmp_path: Path) -> None:
+    engine = start(JOB, ("cpu", "cpu"), tmp_path, **GPU)
+    train_step(engine, JOB, 0)
+    found = engine.memory_report()["allocator"]
+    assert found["allocated"] == torch.cuda.memory_allocated() <= found["allocated_peak"] <= found["reserved_peak"]
+    assert engine.memory_report()["device"]["arena"] <= found["allocated"]
+    engine.destroy(remove=True)
 
 
 def test_a_loss_is_that_of_plain_pytorch(tmp_path: Path) -> None:

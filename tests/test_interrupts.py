@@ -20,12 +20,14 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import offload
+from offload import interrupts
 from offload.errors import EngineFailed
 from offload.interrupts import defer_signals
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
@@ -102,14 +104,43 @@ class Interrupt:
         return self._local
 
 
+class Deferred:
+    """Counts signals that the library defers, and waits until each has arrived again."""
+
+    def __init__(self) -> None:
+        self._asked, self._again = interrupts._is_deferred, interrupts._signal_again
+        self._begun = self._arrived = 0
+
+    def is_deferred(self, frame: FrameType | None) -> bool:
+        found = self._asked(frame)
+        self._begun += found
+        return found
+
+    def signal_again(self, number: int) -> None:
+        self._again(number)
+        self._arrived += 1
+
+    def wait(self) -> None:
+        while self._arrived < self._begun:
+            time.sleep(0.001)
+
+
 def _run(interrupt: Interrupt, act: Callable[[], object]) -> None:
     """Call `act` under `interrupt`; Ctrl-C ends it, and goes no further. An engine wraps the handler by itself."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     unraisable, sys.unraisablehook = sys.unraisablehook, _drop
+    deferred = Deferred()
     try:
-        sys.settrace(interrupt)
-        act()
-        time.sleep(0.02)  # for a signal that was deferred, and arrives again
+        with (
+            mock.patch.object(interrupts, "_is_deferred", deferred.is_deferred),
+            mock.patch.object(interrupts, "_signal_again", deferred.signal_again),
+        ):
+            try:
+                sys.settrace(interrupt)
+                act()
+            finally:
+                sys.settrace(None)
+                deferred.wait()  # whatever `act` raised
     except KeyboardInterrupt:
         pass
     finally:
@@ -224,12 +255,12 @@ def test_interrupts(tmp_path: Path) -> None:
 
 
 def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_device(monkeypatch, LateDevice(0, 0.5))
+    use_device(monkeypatch, LateDevice(0, 0.5), always=False)  # signals come on the main thread
     _try(0, examples(40), tmp_path)
 
 
 def test_interrupts_where_the_device_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_device(monkeypatch, LateDevice(0, 0.5))
+    use_device(monkeypatch, LateDevice(0, 0.5), always=False)  # signals come on the main thread
     _try(0, examples(40), tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)
 
 

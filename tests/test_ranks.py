@@ -74,16 +74,16 @@ def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool
 
 
 def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -> Result:
-    """On a device beside the host, where parts of gradients are added, and updated if all is there."""
-    from offload.engine.setup import initialize
-    from tests.support.late_device import LateDevice
+    """On a device beside the host, where parts of gradients are added, and updated if all is there.
 
-    real, device = initialize.open_device, LateDevice(rank_and_size()[0], 0.5)
-    initialize.open_device = lambda _: device  # type: ignore[assignment]
-    try:
+    Its memory is not hidden from the host, on which gloo carries out the collectives.
+    """
+    from tests.support.late_device import LateDevice, use_device
+
+    device = LateDevice(rank_and_size()[0], 0.5)
+    with pytest.MonkeyPatch.context() as patch:
+        use_device(patch, device)
         result = train(job, placement, folder, device_memory=1 << 24)
-    finally:
-        initialize.open_device = real
     assert device.broken == []
     return result
 

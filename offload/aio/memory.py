@@ -12,6 +12,8 @@ import weakref
 
 from offload.sizes import PAGE
 
+_SYSTEM_PAGE = max(mmap.PAGESIZE, PAGE)
+"""Unit of madvise and mincore in bytes: 64 KiB on many aarch64 kernels, which refuse any other address."""
 _HUGE_PAGE = 2 << 20
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call numbers of mbind, which has no wrapper in the C library."""
@@ -40,9 +42,9 @@ def aligned_empty(nbytes: int) -> memoryview:
     mapping.madvise(mmap.MADV_DONTFORK)
     with contextlib.suppress(OSError):  # a kernel without transparent huge pages: slower, not wrong
         mapping.madvise(mmap.MADV_HUGEPAGE)
-        # The last 4 KiB page, which follows the buffer, has the opposite setting. Otherwise the kernel would merge this
+        # The last page, which follows the buffer, has the opposite setting. Otherwise the kernel would merge this
         # mapping with an adjacent one, and `huge_page_share` could not count the huge pages of each.
-        mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - PAGE, PAGE)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE, room + _HUGE_PAGE - _SYSTEM_PAGE, _SYSTEM_PAGE)
     start = -ctypes.addressof(ctypes.c_char.from_buffer(mapping)) % _HUGE_PAGE
     _mappings.add(mapping)
     return memoryview(mapping)[start : start + nbytes]
@@ -58,7 +60,8 @@ def release_pages(buffer: memoryview) -> None:
     assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
     base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     offset = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - base if buffer else 0
-    start, stop = -(-offset // PAGE) * PAGE, (offset + len(buffer)) // PAGE * PAGE
+    start = -(-offset // _SYSTEM_PAGE) * _SYSTEM_PAGE
+    stop = (offset + len(buffer)) // _SYSTEM_PAGE * _SYSTEM_PAGE
     if start < stop:
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
@@ -118,13 +121,13 @@ def resident_bytes(address: int, nbytes: int) -> int:
     Raises:
         OSError: mincore fails, for example because the range is not mapped.
     """
-    start = address // PAGE * PAGE
-    pages = -(-(address + nbytes - start) // PAGE) if nbytes else 0
+    start = address // _SYSTEM_PAGE * _SYSTEM_PAGE
+    pages = -(-(address + nbytes - start) // _SYSTEM_PAGE) if nbytes else 0
     found = ctypes.create_string_buffer(max(pages, 1))
     libc = ctypes.CDLL(None, use_errno=True)
-    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * PAGE), found):
+    if pages and libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * _SYSTEM_PAGE), found):
         raise OSError(ctypes.get_errno(), "mincore")
-    return found.raw[:pages].count(1) * PAGE
+    return found.raw[:pages].count(1) * _SYSTEM_PAGE
 
 
 _SPAN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ")

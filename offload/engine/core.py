@@ -205,6 +205,12 @@ class EngineCore(EngineCallbacks):
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
+        # Before any event is recorded: one more would spoil the user's capture with an error that names no cause.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
+                "in each pass: run the model without torch.cuda.graph and make_graphed_callables"
+            )
         self.enter()  # a user may run the model without the engine; that is an entry too
 
     def enter_weights(self) -> None:

@@ -133,7 +133,8 @@ class Engine(PersistenceApi):
     ) -> torch.Tensor:
         """Runs the backward of `loss`, which adds its gradients to those of the current step.
 
-        In fp16 the loss is multiplied by the loss scale first; the returned loss is without the scale.
+        In fp16 the loss is multiplied by the loss scale first; the returned loss is without the scale. The whole
+        backward runs on the calling thread, also on a GPU, so that a Ctrl-C ends it within one unit.
 
         Args:
             loss: a tensor of one element that depends on a trainable parameter.
@@ -158,7 +159,10 @@ class Engine(PersistenceApi):
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        with self._core.device_budget.advised():
+        # torch would run the nodes of a GPU on a thread of its own while the caller waits in C++, where no handler of
+        # a signal runs: a Ctrl-C would be obeyed when the backward ends. One GPU's nodes run one after the other on
+        # either thread, and the nodes of a CPU run on the caller's anyway.
+        with self._core.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
             # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
             self.scale(divided).backward(retain_graph=retain_graph)
         if self._core.components.meter is not None:

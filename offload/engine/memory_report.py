@@ -9,7 +9,7 @@ import torch
 
 from offload.aio import resident_bytes
 from offload.engine.training.components import EngineComponents
-from offload.sizes import format_size
+from offload.sizes import count_of, format_size
 from offload.swapper.memory.host_arena import process_memory
 
 
@@ -34,6 +34,15 @@ class MemoryReport(dict[str, Any]):
             f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
             f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
+        allocator = self["allocator"]
+        if allocator:
+            lines.append(
+                f"torch's allocator: {format_size(allocator['allocated'])} allocated, "
+                f"{format_size(allocator['allocated_peak'])} at most, of {format_size(allocator['reserved'])} "
+                f"reserved, {format_size(allocator['reserved_peak'])} at most; "
+                f"{count_of(allocator['retries'], 'retry', 'retries')} after it freed its cache, "
+                f"{count_of(allocator['out_of_memory'], 'error')} of no memory"
+            )
         return "\n".join(lines)
 
 
@@ -53,8 +62,9 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     """Returns the memory of this process by owner, in bytes.
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
-    activations, gradients in flight, libraries. `device`: allocated = arena + other. Each of `classes` lists its budget
-    in the host arena, the bytes in use now, and the peak.
+    activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
+    allocator of the GPU, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget in
+    the host arena, the bytes in use now, and the peak.
 
     Args:
         components: components of the engine.
@@ -88,7 +98,26 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
             "in_use": budget.used_bytes,
             "other": allocated - budget.nbytes,
         },
+        allocator=_allocator(device),
     )
+
+
+def _allocator(device: torch.device) -> dict[str, int]:
+    """Returns bytes and counts of torch's allocator of a GPU since the start of the process; empty on a CPU.
+
+    A retry means that torch had to give its cache back to the driver before an allocation succeeded: memory is short.
+    """
+    if device.type != "cuda":
+        return {}
+    found = torch.cuda.memory_stats(device)
+    return {
+        "allocated": found.get("allocated_bytes.all.current", 0),
+        "allocated_peak": found.get("allocated_bytes.all.peak", 0),
+        "reserved": found.get("reserved_bytes.all.current", 0),
+        "reserved_peak": found.get("reserved_bytes.all.peak", 0),
+        "retries": found.get("num_alloc_retries", 0),
+        "out_of_memory": found.get("num_ooms", 0),
+    }
 
 
 def _others(components: EngineComponents) -> int:

@@ -18,6 +18,7 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.engine.engine import Engine
 from offload.engine.setup.dtype_choice import settle
+from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.initialize import initialize
 from offload.errors import ConfigError, OffloadError, StoreError
 from offload.fileio.jsonl import check_log, cut_log
@@ -155,6 +156,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=resuming or is_marked(options.output, mine))
     check_apart(options.output, config)
+    let_segments_grow(config.offload.device)  # the choice of a dtype uses CUDA; `initialize` has the line for the user
     content = _with_dtype(content, say)
     torch.manual_seed(config.offload.seed)
     # The seed is the same on all ranks here, so that all build the same initial weights.

@@ -15,7 +15,7 @@ import os
 from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
 from offload.kernels.optimizer import CPUAdamW
-from offload.kernels.settings import isa_from, threads_from
+from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
 from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, PlainSGDStep, Segment, SGDStep, Step
 from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
 from offload.kernels.update import Partition, adamw, probe, update
@@ -39,6 +39,7 @@ __all__ = [
     "lamb_moments",
     "lamb_move",
     "lamb_ratio",
+    "leave_cores",
     "probe",
     "split_master",
     "sum_squares",
@@ -47,6 +48,16 @@ __all__ = [
 ]
 
 _native.configure(isa_from(os.environ, _native.supported_isas()), threads_from(os.environ))
+
+
+def leave_cores() -> None:
+    """Leaves a core or two to the threads that give work to a device beside the CPU; see `threads_beside_device`.
+
+    For the whole process, from the next call of a kernel on. Does nothing if OFFLOAD_THREADS is set. Results keep their
+    bits.
+    """
+    isa = isa_from(os.environ, _native.supported_isas())
+    _native.configure(isa, threads_beside_device(os.environ, available_cores()))
 
 
 def thread_count() -> int:

@@ -50,6 +50,23 @@ def threads_from(environment: dict[str, str] | os._Environ[str]) -> int:
     return int(text)
 
 
+def threads_beside_device(environment: dict[str, str] | os._Environ[str], cores: int) -> int:
+    """Returns the threads of the kernels where another device computes: OFFLOAD_THREADS, or fewer than all cores.
+
+    The thread that gives work to the device must find a core at once: a millisecond that it waits for one is a
+    millisecond in which the device is idle. From 16 cores on a second one is left, for the threads that receive
+    gradients and start reads: an update is bound by the memory long before all of so many cores compute. With fewer
+    than 4 cores a core is a large part of the update's speed, and none is left.
+
+    Args:
+        environment: the environment of the process.
+        cores: the cores that this process may use.
+    """
+    if environment.get("OFFLOAD_THREADS", ""):
+        return threads_from(environment)
+    return cores - (2 if cores >= 16 else 1 if cores >= 4 else 0)
+
+
 def isa_from(environment: dict[str, str] | os._Environ[str], supported: list[str]) -> str:
     """Returns OFFLOAD_ISA, or the best of `supported` (ordered worst to best) if the variable is empty.
 

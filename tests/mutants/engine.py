@@ -435,6 +435,27 @@ MUTANTS = (
         "tests/test_autograd_refused.py",
     ),
     Mutant(
+        "hold the weights that a saved wrapper is made of",
+        "offload.engine.params.saved_tensors",
+        "        if self.saved.wraps_weights(tensor):\n",
+        "        if False:\n",
+        "tests/test_wrapper_subclasses.py",
+    ),
+    Mutant(
+        "give a kernel the strides of a placeholder",
+        "offload.engine.params.torch_function_rules",
+        '"data_ptr untyped_storage storage_offset stride is_contiguous"',
+        '"data_ptr untyped_storage"',
+        "tests/test_external_parameters.py",
+    ),
+    Mutant(
+        "run a backward where no signal comes",
+        "offload.engine.engine",
+        "torch.autograd.set_multithreading_enabled(False)",
+        "torch.autograd.set_multithreading_enabled(True)",
+        "tests/test_interrupted_backward.py",
+    ),
+    Mutant(
         "use a window of a gradient again while it is written",
         "offload.engine.gradients.disk_spill",
         "            future.wait()  # a write's buffer may not change before its end\n",

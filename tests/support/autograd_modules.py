@@ -113,6 +113,52 @@ class ReadingAddresses(Borrowing):
         return nn.Linear(WIDTH, WIDTH) if index == 0 else ReadsAddress(self.first)
 
 
+def _read(tensor: torch.Tensor, strides_first: bool) -> torch.Tensor:
+    """Reads a matrix by its address and strides, which a launcher of kernels asks for in one order or the other."""
+    strides = tensor.stride() if strides_first else None
+    address, (rows, columns) = tensor.data_ptr(), tensor.shape
+    step, next_column = strides or (tensor.stride(0), tensor.stride(1))
+    assert tensor.is_contiguous() == (next_column == 1)
+    room = (rows - 1) * step + (columns - 1) * next_column + 1
+    memory = (ctypes.c_char * (room * tensor.element_size())).from_address(address)
+    values = torch.frombuffer(memory, dtype=tensor.dtype)
+    return values.as_strided((rows, columns), (step, next_column)).clone()
+
+
+class Kernel(torch.autograd.Function):
+    """A product by a kernel that torch does not see: `apply` hands a placeholder on as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, strides_first: bool) -> torch.Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.strides_first = strides_first
+        return hidden @ _read(weight, strides_first).t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        hidden, weight = ctx.saved_tensors
+        flat = gradient.flatten(0, -2)
+        return gradient @ _read(weight, ctx.strides_first), flat.t() @ hidden.flatten(0, -2), None
+
+
+class Launches(nn.Module):
+    """A module whose kernels read the weight of a module that does not run, as a fused loss reads the head's."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.own, self.lenders = nn.Linear(WIDTH, WIDTH), [lender]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.lenders[0].weight
+        hidden = Kernel.apply(self.own(hidden), weight, True)
+        return Kernel.apply(hidden, weight, False)
+
+
+class Launching(Borrowing):
+    def layer(self, index: int) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH) if index == 0 else Launches(self.first)
+
+
 class Wrap(torch.autograd.Function):
     """A tensor subclass that has no memory of its own, as those of torchao and DTensor have none."""
 

@@ -8,15 +8,20 @@ clock. `broken` names each order that a real GPU would not have kept:
     copied early    a copy was carried out of a place that compute, not yet known to be done, writes
     written early   a copy was carried out into a place that compute, not yet known to be done, reads
     changed early   the source of a copy was changed, or freed, before the copy was carried out
+
+Inside of `Ticks` the device's arena is in pages that the host cannot touch (`protected_memory`): they are reachable in
+an operation of torch, a copy that is carried out, and a kernel of the device. A backward runs on another thread than
+its forward (`backward_thread`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import random
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -25,8 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from offload.engine.gradients import accumulator
+from offload.engine.params import unit_views
 from offload.engine.setup import initialize
 from offload.swapper.memory.device import Device, DeviceRoom, Event
+from tests.support.backward_thread import use_backward_thread
+from tests.support.protected_memory import ProtectedMemory
 
 
 class _Mark:
@@ -69,7 +78,8 @@ class _Copy:
         self._source, self._storage = source.data_ptr(), StorageWeakRef(source.untyped_storage())
         self._sum = self._checksum()
         self.carried_out = self.finished = False
-        ctypes.memset(self.start, 0xFF, self.nbytes)  # NaN, in any dtype: who reads it early shall see it
+        with device.memory.window():
+            ctypes.memset(self.start, 0xFF, self.nbytes)  # NaN, in any dtype: who reads it early shall see it
 
     def done(self) -> bool:
         with self._device.lock:
@@ -89,7 +99,8 @@ class _Copy:
         if self._is_as_it_was():
             self._device.check_made(self._source, self.nbytes)
             self._device.check_written(self.start, self.nbytes)
-            ctypes.memmove(self.start, self._source, self.nbytes)
+            with self._device.memory.window():
+                ctypes.memmove(self.start, self._source, self.nbytes)
         self.carried_out = True
 
     def finish(self) -> None:
@@ -108,7 +119,8 @@ class _Copy:
         return all(event.tick <= self._device.progress for event in self._after if isinstance(event, _Mark))
 
     def _checksum(self) -> int:
-        return zlib.crc32((ctypes.c_char * self.nbytes).from_address(self._source))
+        with self._device.memory.window():
+            return zlib.crc32((ctypes.c_char * self.nbytes).from_address(self._source))
 
 
 class LateDevice(Device):
@@ -118,6 +130,7 @@ class LateDevice(Device):
         super().__init__(torch.device("cpu"))
         self.host_addressable = False
         self.broken: list[str] = []
+        self.memory = ProtectedMemory()
         self.lock = threading.RLock()
         self.progress = 0
         self.copies = self.downloads = self.downloaded = 0
@@ -132,6 +145,9 @@ class LateDevice(Device):
 
     def room(self) -> DeviceRoom:
         return self.spare
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return self.memory.allocate(nbytes)
 
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         return self._give("upload", destination, source, after)
@@ -179,16 +195,26 @@ class LateDevice(Device):
             while copy in stream:
                 stream.pop(0).finish()
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        with self.memory.window():  # kernels run at once, unless a test hands them to `start_kernel`
+            yield
+
     def updated(self) -> Event:
         return _Kernels(self)
+
+    def enter_thread(self) -> None:
+        # The library's threads may copy by torch, as `squares` to the host. The thread ends before the device.
+        Operations(self).__enter__()
 
     def start_kernel(self, kernel: Callable[[], None]) -> None:
         """Records a kernel that runs when the host waits for the update stream."""
         self._kernels.append(kernel)
 
     def run_kernels(self) -> None:
-        while self._kernels:
-            self._kernels.pop(0)()
+        with self.memory.window():
+            while self._kernels:
+                self._kernels.pop(0)()
 
     def tick(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Records an operation of torch that reads, or writes, `ranges` of memory: (first address, last address)."""
@@ -228,16 +254,35 @@ class LateDevice(Device):
             self.broken.append("written early")
 
 
-class Ticks(TorchDispatchMode):
-    """A dispatch mode that reports every operation of torch on this thread to a `LateDevice`."""
+class Operations(TorchDispatchMode):
+    """A dispatch mode in which operations of torch on this thread reach the memory of a `LateDevice`."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
         self._device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.is_view or not self._device.memory.holds(ranges((args, kwargs))):
+            return func(*args, **(kwargs or {}))
+        with self._device.memory.window():
+            return func(*args, **(kwargs or {}))
+
+
+class Ticks(Operations):
+    """`Operations` that are reported to the device as compute. The host cannot touch its memory meanwhile."""
+
+    def __enter__(self) -> Ticks:
+        self._device.memory.guard(1)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._device.memory.guard(-1)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._device.tick([] if func.is_view else ranges((args, kwargs)))
-        result = func(*args, **(kwargs or {}))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         self._device.made([] if func.is_view else ranges(result))
         return result
 
@@ -248,6 +293,35 @@ def ranges(tree: Any) -> list[tuple[int, int]]:
     return [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in tensors if t.nbytes and not t.is_meta]
 
 
-def use_device(monkeypatch: pytest.MonkeyPatch, device: Device) -> None:
-    """Engines made from now on use this device."""
+def use_device(monkeypatch: pytest.MonkeyPatch, device: Device, always: bool = True) -> None:
+    """Engines made from now on use this device.
+
+    Args:
+        monkeypatch: ends it.
+        device: the device.
+        always: False lets a backward of a `LateDevice` run on its caller's thread if that asks torch for it.
+    """
     monkeypatch.setattr(initialize, "open_device", lambda _: device)
+    if isinstance(device, LateDevice):
+        use_backward_thread(monkeypatch, always)
+        _let_kernels_in(monkeypatch, device)
+
+
+_SQUARES_OF, _WITHOUT_MODES = accumulator.squares_of, unit_views.without_modes
+"""The engine's own, also where a test has replaced them already."""
+
+
+def _let_kernels_in(monkeypatch: pytest.MonkeyPatch, device: LateDevice) -> None:
+    """Opens a window for what the engine computes on the device beside the operations that a dispatch mode sees."""
+
+    def squares_of_device(values: torch.Tensor) -> torch.Tensor:
+        with device.memory.window():  # on a GPU a kernel
+            return _SQUARES_OF(values)
+
+    @contextlib.contextmanager
+    def without_other_modes() -> Iterator[None]:
+        with _WITHOUT_MODES(), Operations(device):
+            yield
+
+    monkeypatch.setattr(accumulator, "squares_of", squares_of_device)
+    monkeypatch.setattr(unit_views, "without_modes", without_other_modes)

@@ -41,8 +41,8 @@ _HARMLESS: frozenset[Any] = frozenset(
 """Functions that need no element; `grad` and `backward` know a parameter by its autograd node alone."""
 
 
-_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag"})
-"""Properties that return the elements themselves."""
+_WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag", "__cuda_array_interface__"})
+"""Properties that return the elements themselves, or their address."""
 
 
 def _is_harmless_property(func: Any) -> bool:

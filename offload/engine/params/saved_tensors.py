@@ -1,7 +1,8 @@
 """Saved-tensor hooks of the engine: a view of weights is saved as a handle, any other tensor as it is.
 
 A saved view of a device buffer is packed as (unit, update count, dtype, size, stride, offset). Unpacking makes the view
-again from the unit's weights, in whatever tier they are by then; so a graph contains no weights. Saved-tensor hooks
+again from the unit's weights, in whatever tier they are by then; so a graph contains no weights. A wrapper of views of
+weights (`_make_wrapper_subclass`) is packed as its class and its packed inner tensors. Saved-tensor hooks
 disable torch's own check for in-place changes, so any other tensor is packed with its version, which is compared at
 unpack. If other hooks are active, of the user (`save_on_cpu`) or of checkpointing, other tensors are passed to those.
 """
@@ -21,6 +22,7 @@ from offload.interrupts import uninterrupted
 from offload.swapper.pager import Pager
 from offload.torch_internals import (
     has_no_storage,
+    inner_tensors,
     plain_tensors,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -53,6 +55,17 @@ class _Packed(NamedTuple):
     unpack: Callable[[Any], torch.Tensor]
 
 
+class _Wrapped(NamedTuple):
+    """A wrapper of other tensors, at least one of which is a view of weights."""
+
+    kind: Any
+    inner: dict[str, Any]
+    """The packed inner tensors by name, and inner values that are none."""
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
 class _Pack:
     """A pack hook that makes handles of views of weights, and leaves other tensors to the enclosing hooks."""
 
@@ -63,11 +76,20 @@ class _Pack:
         handle = self.saved.handle(tensor)
         if handle is not None:
             return handle
+        if self.saved.wraps_weights(tensor):
+            return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self._outer is None:
             return _Saved(tensor.detach(), tensor._version)
         pack, unpack = self._outer
         return _Packed(pack(tensor), unpack)
+
+    def _wrapped(self, tensor: torch.Tensor) -> _Wrapped:
+        """Packs each inner tensor of a wrapper by itself, as if autograd had saved it."""
+        found = inner_tensors(tensor)
+        assert found is not None, "only a wrapper wraps weights"
+        inner = {name: self(each) if isinstance(each, torch.Tensor) else each for name, each in found[0].items()}
+        return _Wrapped(type(tensor), inner, found[1], tensor.size(), tensor.stride())
 
 
 class SavedTensors:
@@ -151,8 +173,16 @@ class SavedTensors:
             )
         return None
 
+    def wraps_weights(self, tensor: torch.Tensor) -> bool:
+        """Returns True for a wrapper of other tensors, directly or not, of which one is a view of weights."""
+        found = inner_tensors(tensor)
+        return found is not None and any(
+            isinstance(each, torch.Tensor) and (self.handle(each) is not None or self.wraps_weights(each))
+            for each in found[0].values()
+        )
+
     @uninterrupted
-    def unpack(self, packed: _Handle | _Saved | _Packed) -> torch.Tensor:
+    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 
         Raises:
@@ -168,6 +198,13 @@ class SavedTensors:
             return packed.tensor
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
+        if isinstance(packed, _Wrapped):
+            kinds = (_Handle, _Saved, _Packed, _Wrapped)
+            inner = {
+                name: self.unpack(each) if isinstance(each, kinds) else each for name, each in packed.inner.items()
+            }
+            wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
+            return wrapper
         # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(packed.unit) != packed.updates:
             raise UsageError(

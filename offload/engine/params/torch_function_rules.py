@@ -51,18 +51,19 @@ def _alias(func: Any, tensor: Any) -> Any:
     return tensor.offload_handle.alias() if own is None else own.detach()
 
 
-def _address(func: Any, tensor: Any) -> Any:
-    """Implements `data_ptr()` and `untyped_storage()`.
+def _address(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """Implements `data_ptr()`, `untyped_storage()`, `storage_offset()`, `stride()` and `is_contiguous()`.
 
-    A caller that asks while a module runs will read memory without calling another torch function, so the weights are
-    fetched and stay while the innermost module runs. Otherwise an address only tells whether two parameters are the
-    same.
+    A caller that asks while a module runs will read memory without calling another torch function, as a launcher of
+    Triton kernels does, so the weights are fetched and stay while the innermost module runs. The strides of a
+    placeholder are all 0: a kernel that was given those, and the address of the weights, would read one element.
+    Otherwise an address only tells whether two parameters are the same.
     """
     handle, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
-        return func(own)
+        return func(own, *args, **kwargs)
     brought = handle.owner is not None and handle.owner.fetch(handle.unit, stays=True)
-    return call_plainly(func, handle.parameter if brought else tensor)
+    return call_plainly(func, handle.parameter if brought else tensor, *args, **kwargs)
 
 
 def _set_data(func: Any, tensor: Any, values: Any) -> None:
@@ -224,8 +225,10 @@ RULES: Mapping[Any, Callable[..., Any]] = {
     torch.detach: _alias,
     TENSOR.data.__get__: _alias,
     TENSOR.data.__set__: _set_data,
-    TENSOR.data_ptr: _address,
-    TENSOR.untyped_storage: _address,
+    **{
+        getattr(TENSOR, name): _address
+        for name in "data_ptr untyped_storage storage_offset stride is_contiguous".split()
+    },
     SHALLOW_COPY_QUERY: _is_compatible,
     TENSOR.copy_: _copy,
     TENSOR.requires_grad_: _set_requires_grad,

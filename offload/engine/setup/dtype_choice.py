@@ -114,7 +114,10 @@ def _precision(layout: Mapping[str, Any]) -> str:
 
 
 def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
-    """Warns once in a process if this processor multiplies the config's dtype much slower than fp32.
+    """Warns once in a process if this machine is slow in the config's dtype.
+
+    A processor is measured, and slow if it multiplies the dtype much slower than fp32. A GPU is asked whether it has
+    arithmetic in bf16.
 
     Args:
         config: The whole config.
@@ -122,14 +125,28 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
         goes_on: True if a run is resumed, whose dtype cannot change.
     """
     dtype = config.torch_autocast.dtype if config.torch_autocast.enabled else config.dtype
-    # Only processors are measured, and each dtype is worth one warning.
-    if dtype == "fp32" or device.type != "cpu" or dtype in warned:
+    # Each dtype is worth one warning.
+    if dtype == "fp32" or dtype in warned:
         return
     warned.add(dtype)
+    if device.type == "cuda":
+        if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+            logger.warning("offload: %s", _emulated(torch.cuda.get_device_name(device), config, goes_on))
+        return
     found = precision.rates(dtype)
     if found.slower >= _WARNED_FROM:
         block = "torch_autocast" if config.torch_autocast.enabled else dtype
         logger.warning("offload: %s", _slow(dtype, found.slower, block, goes_on and config.dtype != "fp32"))
+
+
+def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
+    """Returns the warning for a GPU without arithmetic in bf16, with its advice."""
+    cure = 'set "fp16": {"enabled": true} in place of "bf16"'
+    if config.torch_autocast.enabled:
+        cure = 'leave the block "torch_autocast" out of the config, and set "fp16": {"enabled": true}'
+    elif goes_on:
+        cure = "a resumed run keeps its dtype; start another run in fp16, or resume this run on a newer GPU"
+    return f"{gpu} has no arithmetic in bf16, which torch emulates slowly: {cure}"
 
 
 def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from offload import kernels
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config, effective, load_config, resolve_batch
@@ -34,6 +35,7 @@ from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
+from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
 from offload.engine.setup.run_files import RunFiles
@@ -124,6 +126,7 @@ def initialize(
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
         check_data(training_data, collate_fn)
+        let_segments_grow(loaded.offload.device)  # before CUDA is used
         device = open_device(compute_device(loaded.offload.device))
     except Exception as error:
         # The process group of this engine does not exist yet, so the reason goes through torch's store.
@@ -159,8 +162,10 @@ def _initialize(
     kept = optimizer_choice.kept_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
-    as_trained = _as_trained(loaded, plan.world_size, model)
+    as_trained = (*_as_trained(loaded, plan.world_size, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
+    if not device.host_addressable:
+        kernels.leave_cores()
     # The user's object wins over the config, as in DeepSpeed.
     if optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used, because optimizer= is given"

@@ -1,0 +1,137 @@
+"""Ctrl-C during a backward ends it within one unit, also on a device whose backwards torch runs on another thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import offload
+from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.oracle import Job, start, train_step
+
+BLOCKS = 6
+AT = 3
+"""The block in whose backward Ctrl-C comes; the blocks before it are still to come."""
+
+
+class Watch:
+    """The blocks whose backward began, last first, and the thread of each."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.threads: set[int] = set()
+        self.armed = False
+
+
+class Mark(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, watch: Watch, block: int) -> torch.Tensor:
+        ctx.watch, ctx.block = watch, block
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.watch.blocks.append(ctx.block)
+        ctx.watch.threads.add(threading.get_ident())
+        if ctx.watch.armed and ctx.block == AT:
+            os.kill(os.getpid(), signal.SIGINT)
+        return gradient.clone(), None, None
+
+
+class Net(nn.Module):
+    def __init__(self, recomputes: bool | None = None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(BLOCKS))
+        self.watch, self._reentrant = Watch(), recomputes
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if self._reentrant is None:
+                hidden = block(hidden)
+            else:
+                hidden = checkpoint(block, hidden, use_reentrant=self._reentrant)
+            hidden = torch.tanh(Mark.apply(hidden, self.watch, index))
+        return hidden
+
+
+class Recomputed(Net):
+    def __init__(self) -> None:
+        super().__init__(False)
+
+
+class Reentrant(Net):
+    def __init__(self) -> None:
+        super().__init__(True)
+
+
+def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    hidden = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+    return model(hidden.requires_grad_()).pow(2).mean()  # a reentrant checkpoint wants an input that does
+
+
+JOB = Job(Net, loss, steps=3)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
+    """A device that obeys the caller's wish for one thread, as torch does; the handler is Python's."""
+    device = LateDevice(0, 0.5)
+    use_device(monkeypatch, device, always=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield device
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("model", [Net, Recomputed, Reentrant])
+def test_ctrl_c_ends_a_backward_within_one_unit(model: type[Net], device: LateDevice, tmp_path: Path) -> None:
+    job = JOB._replace(model=model)
+    expected = start(job, ("nvme", "nvme"), tmp_path / "whole")
+    losses = [train_step(expected, job, step) for step in range(job.steps)]
+    expected.destroy(remove=True)
+    engine = start(job, ("nvme", "nvme"), tmp_path / "interrupted")
+    with Ticks(device):
+        assert train_step(engine, job, 0) == losses[0]
+        watch = engine.module.watch
+        watch.blocks.clear()
+        watch.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            engine.backward(loss(engine, 1, 0))
+        assert watch.blocks[: BLOCKS - AT] == list(range(BLOCKS - 1, AT - 1, -1))
+        assert len(watch.blocks) <= BLOCKS - AT + 1, "the next unit at most"
+        watch.armed = False
+        engine.zero_grad()
+        assert [train_step(engine, job, step) for step in (1, 2)] == losses[1:]
+    assert watch.threads == {threading.get_ident()} and device.broken == []
+    engine.destroy(remove=True)
+
+
+def test_a_backward_of_torch_is_ended_when_it_is_over(device: LateDevice, tmp_path: Path) -> None:
+    """Where the loop calls `loss.backward()`: as in plain PyTorch on a GPU. Training goes on as right."""
+    engine = start(JOB, ("nvme", "nvme"), tmp_path)
+    watch = engine.module.watch
+    watch.armed = True
+    with Ticks(device):
+        with pytest.raises(KeyboardInterrupt):
+            loss(engine, 0, 0).backward()
+        assert watch.blocks == list(range(BLOCKS - 1, -1, -1)) and threading.get_ident() not in watch.threads
+        watch.armed = False
+        engine.zero_grad()
+        train_step(engine, JOB, 0)
+    assert device.broken == []
+    engine.destroy(remove=True)
+
+
+def test_the_setting_of_torch_is_the_users_again(tmp_path: Path) -> None:
+    engine: offload.Engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    engine.backward(loss(engine, 0, 0))
+    assert torch._C._is_multithreading_enabled()
+    engine.destroy(remove=True)
