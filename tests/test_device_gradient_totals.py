@@ -296,7 +296,7 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
 
 
 def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU without CuPy: totals then go through staging buffers."""
+    """As on a GPU without kernels of ours: totals then go through staging buffers."""
     expected = run(JOB, ("cpu", "cpu"), tmp_path)
     make = assembly._downloads
 

@@ -15,7 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import offload
-from offload.sizes import GIB, PAGE
+from offload.engine.gradients import small_gradients
+from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks, use_device
@@ -55,6 +56,8 @@ class Plan(NamedTuple):
     """What the first step is said to leave of the device."""
     pieces: bool
     """Whether gradients, tiles and what streams come in tiny pieces."""
+    small: int
+    """Bytes below which gradients leave the device together."""
 
 
 def draw(chance: random.Random) -> Plan:
@@ -78,6 +81,7 @@ def draw(chance: random.Random) -> Plan:
         chance.choice([0.5, 0.9, 1.0]),
         chance.choice([0, GIB]),
         chance.random() < 0.5,
+        chance.choice([0, 1 << 12, MIB]),
     )
 
 
@@ -119,6 +123,7 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     if plan.pieces:
         small_pieces(monkeypatch)
     expected = run(plan.job, ("none", "none"), folder / "plain")
+    monkeypatch.setattr(small_gradients, "SMALL", plan.small)
     device = LateDevice(seed, plan.lateness)
     device.spare = DeviceRoom(plan.spare, 0)
     use_device(monkeypatch, device)

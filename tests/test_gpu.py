@@ -198,7 +198,6 @@ def test_every_placement_has_the_same_bits(accumulation: int, dtype: str, tmp_pa
 
 
 def test_what_lives_on_the_gpu_is_updated_there(tmp_path: Path) -> None:
-    pytest.importorskip("cupy")
     engine = start(JOB, ("none", "none"), tmp_path, **GPU)
     units = range(len(engine._core.components.layouts))
     assert all(engine._core.components.gradients.stays(unit) for unit in units)

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import offload
-from offload.engine.gradients.accumulator import borders
 from offload.engine.gradients.disk_spill import DiskSpill, windows
+from offload.engine.gradients.values import borders
 from offload.errors import EngineFailed, IoError, StoreError
 from offload.layout.flat_layout import lay_out
 from offload.swapper.memory.device import Device

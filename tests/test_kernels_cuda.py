@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import shutil
-import subprocess
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from offload import kernels
-from offload.errors import ConfigError
 from offload.kernels import AdamWStep, Partition, Segment, cuda
+from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
+from tests.support.fake_cuda import COMPILER, fake_cuda
+from tests.support.sampling import examples
 
-COMPILER = shutil.which("g++") or shutil.which("c++")
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
 STEPS = [
     AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.1, 7, 0.37),
     AdamWStep(1e-3, 0.9, 0.999, 1e-8, 0.1, 1, 1.0, False),
     AdamWStep(1e-2, 0.3, 0.95, 1e-6, 0.0, 10**6, 0.5, False),
 ]
-SHIM = """
-#include <cmath>
-#include <cstring>
-#define __device__
-#define __forceinline__ inline
-#define __global__
-struct Index { unsigned x; };
-static Index blockIdx{0}, threadIdx{0}, blockDim{1}, gridDim{1};
-static inline float __uint_as_float(unsigned bits) { float f; std::memcpy(&f, &bits, 4); return f; }
-static inline unsigned __float_as_uint(float f) { unsigned bits; std::memcpy(&bits, &f, 4); return bits; }
-static inline float __fadd_rn(float a, float b) { return a + b; }
-static inline float __fsub_rn(float a, float b) { return a - b; }
-static inline float __fmul_rn(float a, float b) { return a * b; }
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fsqrt_rn(float a) { return std::sqrt(a); }
-static inline double __dadd_rn(double a, double b) { return a + b; }
-static inline double __dmul_rn(double a, double b) { return a * b; }
-"""
 
 
 def arrays(numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> Partition:
@@ -81,65 +65,40 @@ def same(one: Partition, other: Partition) -> None:
         assert (np.signbit(a) == np.signbit(b))[~np.isnan(a)].all()
 
 
-def compiled(folder: Path, name: str, weight: int, grad: int) -> ctypes.CDLL:
-    """The source of a kernel as C++."""
-    library = folder / f"{name}{weight}{grad}.so"
-    if not library.exists():
-        source = folder / f"{name}.cpp"
-        source.write_text(SHIM + cuda.source(name))
-        assert COMPILER is not None
-        flags = ["-O2", "-ffp-contract=off", "-shared", "-fPIC", f"-DWEIGHT={weight}", f"-DGRAD={grad}"]
-        subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
-    return ctypes.CDLL(str(library))
-
-
-def sums_as_cpp(folder: Path, values: torch.Tensor, chunk: int) -> torch.Tensor:
-    """`cuda.sum_squares`, each kernel as one block of one thread."""
-    library = compiled(folder, "block_sums", 0, cuda.GRADS[values.dtype])
-    chunks, of_chunk = -(-len(values) // chunk), -(-chunk // cuda.BLOCK)
-    sums, totals = torch.empty(chunks * of_chunk, dtype=torch.float64), torch.empty(chunks, dtype=torch.float64)
-    many, pointer = ctypes.c_ulonglong, ctypes.c_void_p
-    library.block_sums(pointer(values.data_ptr()), pointer(sums.data_ptr()), many(len(values)), many(chunk))
-    library.chunk_sums(pointer(sums.data_ptr()), pointer(totals.data_ptr()), many(chunks), many(of_chunk))
-    return totals
-
-
 def sums_on_the_cpu(values: torch.Tensor, chunk: int) -> torch.Tensor:
     parts = (values[start : start + chunk] for start in range(0, len(values), chunk))
     return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64)
 
 
-def run_as_cpp(folder: Path, partition: Partition, step: AdamWStep) -> None:
-    """The kernel, as one block of one thread."""
-    library = compiled(folder, "adamw", cuda.WEIGHTS[partition.weight.dtype], cuda.GRADS[partition.grad.dtype])
-    beside = partition.residual if partition.residual is not None else partition.master
-    tensors = (partition.weight, beside, *partition.moments, partition.grad)
-    addresses = [ctypes.c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
-    scalars = cuda.Scalars.of(step)
-    numbers = [ctypes.c_float(value) for value in scalars.numbers] + [ctypes.c_int(value) for value in scalars.choices]
-    library.adamw(*addresses, ctypes.c_ulonglong(partition.weight.numel()), *numbers)
+@cache
+def fake_kernels() -> Kernels:
+    """The kernels as C++, launched as on a GPU."""
+    return fake_cuda().kernels()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cuda")
+@pytest.fixture
+def cpp() -> Kernels:
+    return fake_kernels()
 
 
-CASES = list(itertools.product(cuda.WEIGHTS, cuda.GRADS))
+CASES = list(itertools.product(WEIGHTS, GRADS))
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+@needs_compiler
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), CASES)
-def test_its_arithmetic_is_that_of_the_cpu(folder: Path, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
     for step in STEPS:
         mine = arrays(5000, weight_dtype, grad_dtype)
         theirs = on(mine, "cpu")
-        run_as_cpp(folder, mine, step)
-        kernels.update(theirs, [Segment(0, 5000, step)])
+        segments = [Segment(0, 3000, step), Segment(3000, 3000, step), Segment(3001, 5000, step._replace(lr=0.5))]
+        cpp.update(mine, segments, 0)
+        kernels.update(theirs, segments)
         same(mine, theirs)
 
 
+# The last ones have chunks of more than 32 blocks, which a warp reads at a time.
 SIZES = [(1, 4096), (15, 4096), (4096, 4096), (4097, 4096), (100_003, 8192), (100_003, 1000), (30_000, 30_000)]
+SIZES += [(33 * 4096, 1 << 22), (600_001, 300_000)]
 
 
 def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -149,22 +108,36 @@ def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * scale).to(dtype)
 
 
-@pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-@pytest.mark.parametrize("dtype", cuda.GRADS)
+@needs_compiler
+@pytest.mark.parametrize("dtype", GRADS)
 @pytest.mark.parametrize(("numel", "chunk"), SIZES)
-def test_its_sums_of_squares_are_those_of_the_cpu(folder: Path, numel: int, chunk: int, dtype: torch.dtype) -> None:
+def test_its_sums_of_squares_are_those_of_the_cpu(cpp: Kernels, numel: int, chunk: int, dtype: torch.dtype) -> None:
     values = spread(numel, dtype)
-    assert torch.equal(sums_as_cpp(folder, values, chunk), sums_on_the_cpu(values, chunk))
+    assert torch.equal(cpp.sum_squares(values, chunk, 0), sums_on_the_cpu(values, chunk))
     for wrong in (torch.inf, torch.nan):
         values[numel // 2] = wrong
-        sums, expected = sums_as_cpp(folder, values, chunk), sums_on_the_cpu(values, chunk)
+        sums, expected = cpp.sum_squares(values, chunk, 0), sums_on_the_cpu(values, chunk)
         assert torch.equal(sums.isfinite(), expected.isfinite()) and not sums.isfinite().all()
 
 
+@needs_compiler
+@settings(deadline=None, max_examples=examples(150), derandomize=True)
+@given(
+    numel=st.one_of(st.integers(0, 300), st.integers(0, 40_000), st.integers(130_000, 400_000)),
+    chunk=st.one_of(st.integers(1, 64), st.integers(65, 50_000), st.integers(130_000, 400_000)),
+    dtype=st.sampled_from(list(GRADS)),
+)
+def test_sums_of_any_length_in_any_chunks_have_the_bits_of_the_cpu(numel: int, chunk: int, dtype: torch.dtype) -> None:
+    """Half warps without a block, lanes without an element, blocks beyond the end of the last chunk."""
+    chunk = max(chunk, numel // 300)  # a warp for each chunk is slow here
+    values = spread(numel, dtype)
+    expected = sums_on_the_cpu(values, min(chunk, max(numel, 1)))
+    assert torch.equal(fake_kernels().sum_squares(values, chunk, 0), expected if numel else torch.zeros(0).double())
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", cuda.GRADS)
+@pytest.mark.parametrize("dtype", GRADS)
 def test_on_a_gpu_sums_of_squares_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    pytest.importorskip("cupy")
     for numel, chunk in [*SIZES, (9_000_000, 1 << 22)]:
         values = spread(numel, dtype)
         sums = cuda.sum_squares(values.cuda(), chunk)
@@ -179,7 +152,6 @@ def test_sums_want_a_tensor_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), CASES)
 def test_on_a_gpu_it_has_the_bits_of_the_cpu(weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
-    pytest.importorskip("cupy")
     numel = 1_000_003
     for step in STEPS:
         mine = arrays(numel, weight_dtype, grad_dtype)
@@ -192,7 +164,6 @@ def test_on_a_gpu_it_has_the_bits_of_the_cpu(weight_dtype: torch.dtype, grad_dty
 
 @pytest.mark.gpu
 def test_wrong_tensors_on_a_gpu() -> None:
-    pytest.importorskip("cupy")
     partition = on(arrays(8, torch.float32, torch.float32), "cuda")
     with pytest.raises(ValueError, match="CUDA device"):
         cuda.update(partition._replace(grad=partition.grad.cpu()), [])
@@ -201,13 +172,3 @@ def test_wrong_tensors_on_a_gpu() -> None:
 def test_without_a_gpu_the_error_names_the_need() -> None:
     with pytest.raises(ValueError, match="a CUDA device"):
         cuda.update(arrays(8, torch.float32, torch.float32), [])
-
-
-def test_without_cupy_the_error_names_the_package() -> None:
-    try:
-        import cupy  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match="cuda12"):
-            cuda._cupy()
-    else:
-        pytest.skip("CuPy is installed")

@@ -2,53 +2,52 @@
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import itertools
 import re
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
+import torch
 
-from offload.kernels import cuda
+from offload.errors import ConfigError
+from offload.kernels.cuda import nvrtc
+from offload.kernels.cuda.kernels import _OPTIONS, GRADS, WEIGHTS, source
 
 ARCHITECTURES = (75, 80, 90, 120)
 EXPECTED = {
     "adamw": {"add.rn.f32", "sub.rn.f32", "mul.rn.f32", "div.rn.f32", "sqrt.rn.f32"},
-    "block_sums": {"add.rn.f64", "mul.rn.f64"},
-    "chunk_sums": {"add.rn.f64"},
+    "sums": {"add.rn.f64", "fma.rn.f64"},
 }
+ENTRIES = {"adamw": {"adamw"}, "sums": {"block_sums", "chunk_sums"}}
 ROUNDED = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)")
+# A square of a float is exact in double, so it may be fused with an addition in double, which then rounds alone.
+EXACT = {"adamw": set(), "sums": {"fma.rn.f64"}}
+READ = re.compile(r"ld\.global\.nc\.\w+\s+%\w+, \[%\w+(?:\+(-?\d+))?\]")
 CONTRACTED = 'extern "C" __global__ void f(float *a) { a[0] = a[0] * a[1] + a[2]; }'
 
 
-def find_nvrtc() -> Path | None:
-    """The library of the wheel that the tests install."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [] if spec is None else spec.submodule_search_locations or []
-    found = (file for folder in folders for file in Path(folder).glob("cuda_nvrtc/lib/libnvrtc.so.*"))
-    return next((file for file in found if file.suffix[1:].isdigit()), None)
+def find_nvrtc() -> nvrtc.Compiler | None:
+    """That of the wheel that the tests install."""
+    try:
+        return nvrtc.load("12")
+    except ConfigError:
+        return None
 
 
 NVRTC = find_nvrtc()
 pytestmark = pytest.mark.skipif(NVRTC is None and sys.platform != "linux", reason="NVRTC is there for Linux alone")
 
 
-def ptx(source: str, *options: str) -> str:
-    """The assembly of `source`; an assertion with the compiler's words where it takes none."""
+def compiled(source: str, *options: str) -> bytes:
+    """What the driver would load; a `ConfigError` with the compiler's words where it takes none."""
     assert NVRTC is not None, "nvidia-cuda-nvrtc-cu12 is of the tests' packages: run make again"
-    nvrtc, program, size = ctypes.CDLL(str(NVRTC)), ctypes.c_void_p(), ctypes.c_size_t()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None) == 0
-    given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
-    failed = nvrtc.nvrtcCompileProgram(program, len(options), given)
-    size_of, text_of = ("ProgramLogSize", "ProgramLog") if failed else ("PTXSize", "PTX")
-    assert getattr(nvrtc, f"nvrtcGet{size_of}")(program, ctypes.byref(size)) == 0
-    text = ctypes.create_string_buffer(size.value)
-    assert getattr(nvrtc, f"nvrtcGet{text_of}")(program, text) == 0
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-    assert not failed, text.value.decode()
-    return text.value.decode()
+    return NVRTC.compile("kernel", source, options)
+
+
+def ptx(source: str, *options: str) -> str:
+    """The assembly of `source`."""
+    return compiled(source, *options).rstrip(b"\0").decode()
 
 
 def arithmetic(assembly: str) -> set[str]:
@@ -57,17 +56,53 @@ def arithmetic(assembly: str) -> set[str]:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("name", ["adamw", "block_sums", "chunk_sums"])
-def test_it_compiles_and_rounds_each_operation_once(name: str, architecture: int) -> None:
-    weights = cuda.WEIGHTS.values() if name == "adamw" else (0,)
-    for weight, grad in itertools.product(weights, cuda.GRADS.values()):
-        defines = f"-DWEIGHT={weight}", f"-DGRAD={grad}"
-        assembly = ptx(cuda.source(name), *cuda._OPTIONS, *defines, f"--gpu-architecture=compute_{architecture}")
-        assert f".entry {name}(" in assembly
+def variants(program: str) -> Iterator[tuple[str, ...]]:
+    weights = WEIGHTS.values() if program == "adamw" else (0,)
+    for weight, grad in itertools.product(weights, GRADS.values()):
+        yield (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}")
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("program", EXPECTED)
+def test_it_compiles_and_rounds_each_operation_once(program: str, architecture: int) -> None:
+    for options in variants(program):
+        assembly = ptx(source(program), *options, f"--gpu-architecture=compute_{architecture}")
+        assert set(re.findall(r"\.entry (\w+)\(", assembly)) == ENTRIES[program]
         found = arithmetic(assembly)
-        assert found >= EXPECTED[name] and all(ROUNDED.fullmatch(operation) for operation in found)
+        assert found >= EXPECTED[program]
+        assert all(ROUNDED.fullmatch(operation) for operation in found - EXACT[program])
+
+
+@pytest.mark.parametrize("program", EXPECTED)
+def test_for_an_architecture_that_it_knows_it_gives_machine_code(program: str) -> None:
+    assert NVRTC is not None
+    options = *next(variants(program)), f"--gpu-architecture={nvrtc.target((9, 0), NVRTC.architectures)}"
+    image = compiled(source(program), *options)
+    assert image.startswith(b"\x7fELF")
+    assert all(f".text.{entry}".encode() in image for entry in ENTRIES[program])
+
+
+def test_a_thread_may_have_eight_reads_under_way_each_of_its_own_lane() -> None:
+    """Reads of a thread are 16 elements apart, so that 16 threads read neighbours.
+
+    No branch stands between eight of them, so all may be under way before the first addition.
+    """
+    sizes = {GRADS[torch.float32]: 4, GRADS[torch.bfloat16]: 2, GRADS[torch.float16]: 2}
+    for options, size in zip(variants("sums"), sizes.values(), strict=True):
+        assembly = ptx(source("sums"), *options, "--gpu-architecture=compute_90")
+        body = assembly.partition(".entry block_sums(")[2].partition(".entry ")[0]
+        blocks = re.split(r"\bbra\b|^\$L.*:$", body, flags=re.MULTILINE)
+        first = sorted(
+            int(offset or 0) for offset in READ.findall(next(block for block in blocks if READ.search(block)))
+        )
+        assert [offset - first[0] for offset in first] == [row * 16 * size for row in range(8)]
+
+
+def test_the_words_of_the_compiler_are_in_the_error() -> None:
+    with pytest.raises(ConfigError, match=r"does not compile the kernel kernel \(--fmad=false.*\n.*undefined"):
+        compiled('extern "C" __global__ void f(float *a) { a[0] = nowhere; }', "--fmad=false")
 
 
 def test_what_it_looks_for_would_be_found() -> None:
     assert "fma.rn.f32" in arithmetic(ptx(CONTRACTED, "--gpu-architecture=compute_90"))
-    assert "fma.rn.f32" not in arithmetic(ptx(CONTRACTED, *cuda._OPTIONS, "--gpu-architecture=compute_90"))
+    assert "fma.rn.f32" not in arithmetic(ptx(CONTRACTED, *_OPTIONS, "--gpu-architecture=compute_90"))

@@ -16,13 +16,13 @@ GROUND = ("errors", "interrupts", "sizes", "notices", "states", "timeline", "tor
 """Modules that every room may import. Each of them may import those before it."""
 
 MAY_IMPORT = {
-    "kernels": "",
     "aio": "",
     "config": "",
     "presets": "",
     "report": "",
     "deepnvme": "aio",
     "fileio": "aio",
+    "kernels": "fileio",
     "precision": "fileio",
     "schedules": "config",
     "swapper": "aio fileio",

@@ -31,7 +31,7 @@ from offload.engine.shutdown import Shutdown
 from offload.engine.step import OptimizerStep
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
-from offload.engine.training.device_growth import advised, grow
+from offload.engine.training.device_growth import DeviceBudget
 from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings
@@ -98,14 +98,14 @@ class EngineCore(EngineCallbacks):
         self.module, self.device, self.optimizer = module, device, optimizer
         self.state = TrainingState(module, device, optimizer, lr_scheduler, loader, settings, layouts, commits)
         self.accumulation = GradientAccumulation()
-        self._is_first_step = True
-        """True until the first step of this process ends. Until then the memory of its activations is unknown."""
         self._missed_gradient_reported = False
         # The components store `self` without a call: attributes that are set below do not exist yet.
         components = self.components = assemble(self)
         try:
             self.checkpoints = Checkpoints(module, components, self.state)
             self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
+            shards, need = components.shards, settings.device_need
+            self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = ParamAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)
@@ -165,6 +165,7 @@ class EngineCore(EngineCallbacks):
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
+        self.device_budget.relieve()
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
         # the step. The update worker's thread writes the blob, this thread must take it.
@@ -172,9 +173,11 @@ class EngineCore(EngineCallbacks):
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
 
-    def advised(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which torch's out-of-memory error of the device also advises what to change."""
-        return advised(self.components.pager.arena, self.state.settings.device_need)
+    def run_model(self, args: Any, kwargs: Any) -> Any:
+        """Returns the output of the model, whose out-of-memory error the device budget may answer."""
+        return self.device_budget.run(
+            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.ranks is None
+        )
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -186,10 +189,7 @@ class EngineCore(EngineCallbacks):
             self.optimizer_step.end_step()
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
         # allocator shows their peak, and the arena may grow into what they leave free.
-        if self._is_first_step:
-            self._is_first_step = False
-            memory = grow(self.components.pager, self.state.settings.device_need, self.components.shards.device)
-            self.components.gradients.add_up_in(memory)
+        self.device_budget.end_step()
         self.state.ended()
         if self.components.meter is not None:
             self.components.meter.end_step(self.optimizer_step.stepped())

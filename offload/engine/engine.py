@@ -58,10 +58,10 @@ class Engine(PersistenceApi):
         """
         self._core.enter()
         # The batch may be what the device has no room for, so it moves where an out-of-memory error is explained.
-        with self.autocast(), self._core.advised():
+        with self.autocast(), self._core.device_budget.advised():
             args, kwargs = self._core.inputs((args, kwargs))
             try:
-                return self.module(*args, **kwargs)
+                return self._core.run_model(args, kwargs)
             except RuntimeError as error:
                 # torch reports a dtype mismatch deep inside the model; the replacement names the input and the config
                 # key.
@@ -158,7 +158,7 @@ class Engine(PersistenceApi):
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        with self._core.advised():
+        with self._core.device_budget.advised():
             # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
             self.scale(divided).backward(retain_graph=retain_graph)
         if self._core.components.meter is not None:
@@ -376,3 +376,19 @@ class Engine(PersistenceApi):
         """
         with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
             self._core.enter_between_steps("synchronize")
+
+    def empty_partition_cache(self) -> int:
+        """Gives device memory back before an evaluation or a generation that needs much of it, between steps.
+
+        Drops the copies of weights that are on the device only because memory was free, and all that torch caches.
+        Nothing is lost: weights are copied again when they are used. After some steps the engine takes free memory
+        again.
+
+        Returns:
+            The bytes by which the device budget is smaller; 0 if it is what the config says or as small as it can be.
+
+        Raises:
+            UsageError: if a forward or a backward is running.
+        """
+        self._core.enter_between_steps("empty_partition_cache")
+        return self._core.device_budget.release()

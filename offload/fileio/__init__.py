@@ -10,7 +10,7 @@ from offload.fileio.atomic_write import (
     write_all,
     write_new,
 )
-from offload.fileio.cache_file import cache_file
+from offload.fileio.cache_file import cache_file, cache_folder
 from offload.fileio.locked_dir import DirLock, LockHeldError, holder_of, this_process
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "LockHeldError",
     "atomic_write",
     "cache_file",
+    "cache_folder",
     "holder_of",
     "keep_mode_and_owner",
     "replace_durably",

@@ -1,4 +1,4 @@
-"""Paths of cached measurements of this machine."""
+"""Paths of cached measurements and compiled kernels of this machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import platform
 from pathlib import Path
 
 
-def cache_file(name: str) -> Path:
-    """Returns the path of a JSON file of this machine in the user's cache folder; neither needs to exist."""
+def cache_folder() -> Path:
+    """Returns the user's cache folder of this library; it needs not exist."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG specification says to ignore a relative path
         cache = os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(cache) / "offload" / f"{name}-{platform.node() or 'machine'}.json"
+    return Path(cache) / "offload"
+
+
+def cache_file(name: str) -> Path:
+    """Returns the path of a JSON file of this machine in the user's cache folder; neither needs to exist."""
+    return cache_folder() / f"{name}-{platform.node() or 'machine'}.json"

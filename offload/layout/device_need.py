@@ -1,8 +1,15 @@
-"""Size of the device arena, and its growth after the first step, decided from sizes alone."""
+"""Size of the device arena, its growth after the first step and its way back, decided from sizes alone.
+
+    first step ─► grown ─► memory ran short, or the user asks ─► as at the start ─► calm steps ─► grown, if room is left
+
+Growth leaves half as much again as activations have ever needed. Where that was too little, they needed more than the
+growth had left them, so each growth after a shortage leaves at least 1.5 times as much as the one before. Hence a run
+sees a handful of shortages at most, whatever its batches are.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offload.layout.tiers import that_fit
 from offload.sizes import MIB, PAGE
@@ -10,6 +17,9 @@ from offload.swapper.memory.device import DeviceRoom
 
 _MARGIN = 256 * MIB
 """Bytes that stay free for allocations that libraries make later."""
+
+_CALM = 8
+"""Steps after which an arena that has given memory back may grow again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,3 +62,50 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
         totals = need.added(min(nbytes + free, nbytes + room.free - room.kept - _MARGIN))
         free = need.weights - nbytes + sum(each for _, each in totals)
     return free if free >= max(need.unit, PAGE) else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArenaHistory:
+    """Facts about an arena and the steps so far, on which its next growth is decided."""
+
+    grown: int = 0
+    """Bytes of the arena that can be given back."""
+    beside: int = 0
+    """Bytes that the last growth left for all that is not in the arena."""
+    peak: int = 0
+    """Most bytes that activations are known to have needed, without those since torch's cache was emptied."""
+    wait: int | None = 1
+    """Steps until the arena may grow; None if it does not grow any more."""
+
+    def after_step(self) -> ArenaHistory:
+        """Returns the history after one more step."""
+        return replace(self, wait=max(self.wait - 1, 0)) if self.wait else self
+
+    def after_growth(self, nbytes: int, room: DeviceRoom) -> ArenaHistory:
+        """Returns the history after a growth by `nbytes`, which may be 0, into `room`."""
+        beside = room.free + room.kept - nbytes if nbytes else 0
+        return replace(self, grown=nbytes, beside=beside, peak=max(self.peak, room.kept), wait=None)
+
+    def after_return(self, room: DeviceRoom, short: bool) -> ArenaHistory:
+        """Returns the history after the grown memory was given back.
+
+        Args:
+            room: free memory of the device just before.
+            short: True if the device ran out of memory; False if the user asked.
+        """
+        return ArenaHistory(peak=max(self.peak, room.kept, self.beside if short else 0), wait=_CALM)
+
+
+def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaHistory) -> int:
+    """Returns the bytes by which the device arena grows at the end of a step; 0 if it does not.
+
+    Args:
+        nbytes: current bytes of the arena.
+        need: the bounds of the arena.
+        room: free memory of the device.
+        history: the steps so far; its peak is left free as if activations took it in the last step.
+    """
+    if history.grown or history.wait != 0:
+        return 0
+    peak = max(history.peak, room.kept)
+    return growth(nbytes, need, DeviceRoom(room.free + room.kept - peak, peak))

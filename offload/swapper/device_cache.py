@@ -12,7 +12,7 @@ from offload.errors import BudgetError
 from offload.sizes import format_size
 from offload.states import Tier
 from offload.swapper.chunked_upload import stream
-from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.device import DONE, Device, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Block, Eviction, Floor, find_room
@@ -95,6 +95,10 @@ class DeviceCache:
         self._device = device
         self._peers = peers
         self._floor: tuple[int, int] | None = None
+        self._grown: tuple[int, int] = (0, 0)
+        """Region of grown memory in which units come and go."""
+        self._kept: list[DeviceBuffer] = []
+        """Buffers of grown memory that belong to the caller of `grow`."""
         moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
         self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
         """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
@@ -140,12 +144,18 @@ class DeviceCache:
     def find_room(self, entry: UnitEntry, beyond: int) -> Eviction | None:
         """Returns the placement that `allocate` would choose, without any change; see `policy.find_room`."""
         space = self._arena.space
+        largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
+        # Units come and go in the longest region only, so grown memory takes over if it is longer.
+        floor = Floor(*max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0]), largest)
+        return find_room(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
+
+    def _first_floor(self) -> tuple[int, int]:
+        """Returns the region of the first allocation in which units come and go."""
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
-            self._floor = max(space.free_regions(), key=lambda segment: segment[1] - segment[0], default=(0, 0))
-        largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
-        floor = Floor(*self._floor, largest)
-        return find_room(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
+            free = self._arena.space.free_regions()
+            self._floor = max(free, key=lambda region: region[1] - region[0], default=(0, 0))
+        return self._floor
 
     def grow(self, nbytes: int, kept: Sequence[int]) -> list[torch.Tensor]:
         """Adds `nbytes` of device memory to the arena, and returns the blocks at its end that belong to the caller.
@@ -157,15 +167,34 @@ class DeviceCache:
         Raises:
             BudgetError: if the device has not `nbytes` free.
         """
+        assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
+        self._first_floor()  # determined while all free memory belongs to the first allocation
         start, stop = self._arena.grow(nbytes)
-        device_buffers = []
         for each in kept:
             stop -= each
-            device_buffers.append(self._arena.take_at(stop, each))
-        # Units come and go in the longest region only, so the new region takes over if it is longer.
-        if self._floor is not None and stop - start > self._floor[1] - self._floor[0]:
-            self._floor = start, stop
-        return [self._arena.view(device_buffer) for device_buffer in device_buffers]
+            self._kept.append(self._arena.take_at(stop, each))
+        self._grown = start, stop
+        return [self._arena.view(device_buffer) for device_buffer in self._kept]
+
+    def shrink(self) -> int:
+        """Drops the units in grown memory, frees that memory, and returns its bytes.
+
+        Returns 0, and changes nothing, if there is no grown memory, or if a unit in it is in use.
+        """
+        start = self._arena.blocks[-1][0]
+        inside = [e for e in self._table.entries if e.device_buffer is not None and e.device_buffer.offset >= start]
+        # A unit that another thread uploads has a place already, which its entry does not show yet.
+        uploading = any(entry.residency is Residency.UPLOADING for entry in self._table.entries)
+        if not start or uploading or not all(self.idle(entry) for entry in inside):
+            return 0
+        for entry in inside:
+            self.drop(entry)
+        for device_buffer in self._kept:
+            self._arena.give(device_buffer, DONE, DONE)
+        self._kept, self._grown = [], (0, 0)
+        nbytes = self._arena.shrink()
+        assert nbytes, "every buffer of grown memory is a unit's, or was kept"
+        return nbytes
 
     def _droppable(self) -> list[Block]:
         """Returns the blocks of all units that may be dropped."""

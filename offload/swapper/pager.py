@@ -30,7 +30,7 @@ answer. The one exception: once every rank has every unit, no rank asks until we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -50,8 +50,6 @@ from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
 from offload.swapper.weight_updates import WeightUpdates
 from offload.timeline import OFF, Timeline
-
-_T = TypeVar("_T")
 
 
 class PrefetchStats(NamedTuple):
@@ -245,21 +243,18 @@ class Pager:
             return
         if ahead and entry.residency is Residency.DEVICE:
             self._prefetcher.read()
-        agreed = self._with_ranks(lambda: peers.agree(entry.index, having))
+        # Other ranks are waited for, and served, without the lock.
+        agreed = self.changed.without_lock(lambda: peers.agree(entry.index, having))
         unit, self._all_have_all = agreed.ahead, agreed.all
         if agreed.gather:
             self._serve_gather(entry)
             if ahead:
                 self._prefetcher.read()
             if agreed.together:
-                unit = self._with_ranks(lambda: peers.agree_ahead(lambda: having().ahead))
+                unit = self.changed.without_lock(lambda: peers.agree_ahead(lambda: having().ahead))
         self.check()
         if unit >= 0:
             self._serve_gather(self._entries[unit])
-
-    def _with_ranks(self, ask: Callable[[], _T]) -> _T:
-        """Waits for the other ranks without the lock, and serves them meanwhile."""
-        return self.changed.without_lock(ask)
 
     def _has_all(self) -> bool:
         """Returns whether every unit is on the device and stays there until weights change."""
@@ -281,6 +276,16 @@ class Pager:
         """
         with self.lock:
             return self._device_cache.grow(nbytes, kept)
+
+    @uninterrupted
+    def shrink_device(self) -> int:
+        """Frees the memory of `grow_device`; no forward or backward may run, and the caller has left its buffers.
+
+        Returns:
+            The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks count on the units.
+        """
+        with self.lock:
+            return 0 if self._all_have_all else self._device_cache.shrink()
 
     @uninterrupted
     def begin(self, kind: PassKind) -> None:

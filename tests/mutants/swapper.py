@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "give memory to torch while a copy into it is in flight",
+        "offload.swapper.memory.device_arena",
+        "        for event in inside:\n            event.wait()\n",
+        "",
+        "tests/test_device_shrink.py",
+    ),
+    Mutant(
+        "give memory to torch while weights in it are in use",
+        "offload.swapper.device_cache",
+        "if not start or uploading or not all(self.idle(entry) for entry in inside):",
+        "if not start:",
+        "tests/test_device_shrink.py",
+    ),
+    Mutant(
         "upload into memory that the arena got while compute still uses it",
         "offload.swapper.memory.device_arena",
         "self._readers.append((start, start + nbytes, self._device.record_event()))",

@@ -7,14 +7,14 @@ A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`
 the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
 memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
 arrive are summed on the device before the copy; those of a host sum, on the host. So the norm reads no gradient again,
-and its bits are the same everywhere. On a GPU without CuPy the host sums all squares, and all gradients pass through
-staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
+and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass
+through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -102,6 +102,14 @@ class GradientAccumulator:
         """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
+    @uninterrupted
+    def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
+        """Copies the totals of `units` to the host; returns their memory as `add_up_in` takes it. Not in a backward."""
+        for unit in units:
+            self._send_totals(unit)
+        self._receive_all()
+        return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
+
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         self._compute.leave_for(unit)
@@ -123,7 +131,9 @@ class GradientAccumulator:
         self._timeline.end_phase(Phase.BACKWARD)
 
     def _flush(self) -> None:
-        """Processes gradients that `add` has set aside; a process that trains alone sets none aside."""
+        """Processes gradients that were set aside: small ones, which are copied together."""
+        if self.downloads is not None:
+            self.downloads.flush()
 
     @property
     def pending_unit(self) -> int:
@@ -194,7 +204,9 @@ class GradientAccumulator:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        downloads.send(self._titles[unit], values, target, receive)
+        # Late small gradients of a unit that spills would fetch windows that were written already.
+        place = None if self._spills(unit) else (unit, segment, first)
+        downloads.collect(self._titles[unit], place, values, target, receive)
         # Recorded after the send, whose wait an error or a Ctrl-C may end. The receiving thread may be first.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
@@ -384,12 +396,3 @@ class GradientAccumulator:
             self.downloads.close()
         if self.spill is not None:
             self.spill.close()
-
-
-def borders(layout: UnitLayout, part: range) -> list[int]:
-    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
-    found = {0, len(part)}
-    for segment in layout.segments:
-        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
-        found.update(start - part.start for start in range(first, last, CHUNK))
-    return sorted(found)

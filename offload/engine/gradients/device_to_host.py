@@ -1,6 +1,7 @@
 """Gradients in flight from a device that computes beside the host, received by one thread.
 
-    backward's thread   send ─► queue            blocks only if more than `most` bytes would be in flight
+    backward's thread   collect ─► small gradients of a unit are joined ─► send
+                        send ─► queue            blocks only if more than `most` bytes would be in flight
     receiving thread            queue ─► download ─► its event ─┬► the copy is in its target
                                                                 └► in a staging buffer, from which it is passed on
 
@@ -18,13 +19,11 @@ from typing import NamedTuple
 
 import torch
 
+from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, join
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import OFF, Row, Timeline, now
-
-Receive = Callable[[int, torch.Tensor], None]
-"""Callback that receives a position and values, (n,) on the CPU, which are valid until it returns."""
 
 
 class _Sent(NamedTuple):
@@ -38,6 +37,11 @@ class _Sent(NamedTuple):
     target: torch.Tensor | None
     """(n,) of the same dtype in HOST; None for a copy through staging buffers."""
     receive: Receive | None
+    joined: tuple[torch.Tensor, ...] = ()
+    """Tensors of which `source` was made.
+
+    They may be of another stream than the work that joins them, so their memory must not be reused earlier.
+    """
 
 
 class _Arriving(NamedTuple):
@@ -55,7 +59,7 @@ class _Arriving(NamedTuple):
 
 
 class DeviceToHost:
-    """Owner of the receiving thread. `send`, `drain` and `fetch` are called by one thread at a time.
+    """Owner of the receiving thread. All other public methods are called by one thread at a time.
 
     Their callers are `uninterrupted`: a Ctrl-C ends a wait, and what was sent by then is received.
     """
@@ -85,6 +89,7 @@ class DeviceToHost:
         self.device, self.sums = device, sums
         self._timeline = timeline
         self._most, self._fail, self._check = most, fail, check
+        self._small = SmallGradients(min((each.nbytes for each in staging), default=0))
         self._changed = InterruptibleLock()
         self._sent: deque[_Sent] = deque()
         """All tensors sent and not yet received, oldest first; only the receiving thread removes any."""
@@ -109,9 +114,52 @@ class DeviceToHost:
             receive: called for each chunk on arrival, or None.
         """
         # The event is recorded on the caller's compute stream, before the receiving thread can start the copy.
-        sent = _Sent(title, source, self.device.record_event(), target, receive)
+        self._send(_Sent(title, source, self.device.record_event(), target, receive))
+
+    def collect(
+        self,
+        title: str,
+        place: Place | None,
+        source: torch.Tensor,
+        target: torch.Tensor | None,
+        receive: Receive | None,
+    ) -> None:
+        """Copies `source` as `send` does, a small one later and together with others of its unit.
+
+        Args:
+            title: name of the copy on the timeline, the same for all gradients of a unit.
+            place: the values that `source` is a gradient of; None for one that is sent alone.
+            source: see `send`; unchanged until it is received.
+            target: see `send`.
+            receive: see `send`.
+        """
+        if self._small.must_leave_before(place, source):
+            self.flush()
+        if place is not None and self._small.accepts(source):
+            self._small.add(title, Piece(place, source, self.device.record_event(), target, receive))
+        else:
+            self.send(title, source, target, receive)
+
+    def flush(self) -> None:
+        """Sends the small gradients that were collected, as one."""
+        pieces = self._small.pieces
+        if not pieces:
+            return
+        for piece in pieces:  # computed on the streams of their backward; this may be another one
+            self.device.wait_event(piece.computed)
+        if len(pieces) == 1:
+            self.send(self._small.title, pieces[0].source, pieces[0].target, pieces[0].receive)
+        else:
+            source, receive = join(pieces)
+            joined = tuple(piece.source for piece in pieces)
+            self._send(_Sent(self._small.title, source, self.device.record_event(), None, receive, joined))
+        # Last: if a Ctrl-C ends the wait above, the next call sends them.
+        self._small.clear()
+
+    def _send(self, sent: _Sent) -> None:
+        """Queues a copy, once the bytes in flight leave room for it."""
         with self._changed.lock:
-            while self._sent and not self._ended and self._nbytes + source.nbytes > self._most:
+            while self._sent and not self._ended and self._nbytes + sent.source.nbytes > self._most:
                 self._changed.wait()  # costs no speed: the device is busy with the bytes in flight
             if not self._ended:
                 self._sent.append(sent)
@@ -124,7 +172,8 @@ class DeviceToHost:
         return sum(sent.source.nbytes for sent in self._sent)
 
     def drain(self) -> None:
-        """Waits until everything sent has been received."""
+        """Waits until everything sent or collected has been received."""
+        self.flush()
         with self._changed.lock:
             self._changed.notify_all()
             while self._sent and not self._ended:
@@ -139,12 +188,13 @@ class DeviceToHost:
         def receive(position: int, some: torch.Tensor) -> None:
             found[position : position + len(some)] = some
 
+        self.flush()
         self.send("sums of squares", values, None, receive)
         self.drain()
         return found
 
     def close(self) -> None:
-        """Receives everything sent, and joins the thread."""
+        """Receives everything sent, and joins the thread. What was collected is dropped."""
         with self._changed.lock:
             self._closing = True
             self._changed.notify_all()

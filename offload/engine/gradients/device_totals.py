@@ -8,7 +8,7 @@ addition is rounded once, as by the host's kernel, so a sum has the same bits on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 
@@ -37,6 +37,13 @@ class DeviceTotals:
         """Takes device memory for the totals of more units, between steps."""
         self._memory |= memory
         self._here |= {unit: {} for unit in memory}
+
+    def leave(self, units: Collection[int]) -> dict[int, torch.Tensor]:
+        """Gives up the memory of `units`, which has no total any more, and returns it as `have` takes it."""
+        assert not any(self._here[unit] for unit in units), "a total would be lost"
+        for unit in units:
+            del self._here[unit]
+        return {unit: self._memory.pop(unit) for unit in units}
 
     def takes(self, unit: int) -> bool:
         """Returns True if there is memory for the totals of `unit`."""

@@ -90,9 +90,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._flush()
 
     def _flush(self) -> None:
-        """Reduces the bucket, if it contains anything."""
+        """Reduces the bucket, if it contains anything, and sends the small results."""
         if self._unit >= 0:
             self._rounds.reduce(self._unit)
+        super()._flush()
 
     @property
     def pending_unit(self) -> int:

@@ -1,4 +1,4 @@
-"""Flattening of one gradient, and the sums of its squares."""
+"""Flattening of one gradient, the chunks of its segment, and the sums of its squares."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from offload import kernels
 from offload.kernels import cuda
+from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 
 
@@ -26,3 +27,12 @@ def flat(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.layout is not torch.strided:  # from an embedding with sparse=True
         gradient = gradient.to_dense()
     return gradient.contiguous().view(-1)
+
+
+def borders(layout: UnitLayout, part: range) -> list[int]:
+    """Returns the positions in `part` at which chunks of a gradient begin, sorted, with 0 and the end of `part`."""
+    found = {0, len(part)}
+    for segment in layout.segments:
+        first, last = max(segment.start, part.start), min(segment.stop, part.stop)
+        found.update(start - part.start for start in range(first, last, CHUNK))
+    return sorted(found)

@@ -15,10 +15,11 @@ from torch import nn
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces, borders
+from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.disk_spill import DiskSpill, windows
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.engine.gradients.values import borders
 from offload.engine.metrics.compute_spans import ComputeSpans, compute_spans
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates

@@ -1,89 +1,260 @@
-"""Growth of the device arena after the first step, and advice when the device is out of memory.
+"""Growth of the device arena after the first step, its way back, and advice when the device is out of memory.
 
-first step ─► torch's allocator holds what activations took ─► the arena grows into what they have left free:
-              memory for all units, and beyond that for gradients that accumulate on the device
+    first step     ─► torch's allocator holds what activations took ─► the arena grows into what they have left free:
+                      memory for all units, and beyond that for gradients that accumulate on the device
+    out of memory  ─► units in grown memory are dropped, totals of gradients there are copied to the host ─► torch has
+                      the memory again
+
+Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
+is repeated or when the user asks, else at the engine's next entry. Errors that the engine does not see, as those of
+`model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
+memory is given back at the end of the step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.training.snapshot import read_generators, write_generators
 from offload.errors import BudgetError
-from offload.layout.device_need import DeviceNeed, growth
+from offload.interrupts import uninterrupted
+from offload.layout.device_need import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import format_size
 from offload.swapper.memory.device import Device
-from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.torch_allocator import empty_cache, shortages
 from offload.swapper.pager import Pager
+from offload.torch_internals import inside_backward, tree_leaves
 
 logger = logging.getLogger("offload")
 
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+"""Types of inputs, beside tensors, that a forward cannot change."""
 
-def grow(pager: Pager, need: DeviceNeed, device: Device) -> dict[int, torch.Tensor]:
-    """Grows the device arena into memory that the first step has left free. Must be called between steps.
 
-    Args:
-        pager: owner of the device arena.
-        need: bounds of the arena, in bytes.
-        device: the compute device.
+class _Reason(NamedTuple):
+    """Cause for which grown memory is given back."""
 
-    Returns:
-        Memory for gradient totals by unit, (nbytes,) uint8 each, owned by the arena; empty if the arena does not grow.
+    words: str
+    short: bool
+    """True if the device ran out of memory; False if the user asked."""
+
+
+_ASKED = _Reason("as asked", short=False)
+_FAILED = _Reason("the device was out of memory", short=True)
+_RETRIED = _Reason("the last step was short of device memory", short=True)
+_REPEATED = _Reason("the device was out of memory in a forward, which runs once more", short=True)
+
+
+class DeviceBudget:
+    """The size of one engine's device arena. Belongs to the thread that runs the model."""
+
+    def __init__(
+        self, module: nn.Module, pager: Pager, gradients: GradientAccumulator, device: Device, need: DeviceNeed
+    ) -> None:
+        """Stores the components.
+
+        Args:
+            module: the model.
+            pager: owner of the device arena.
+            gradients: receives grown memory for totals.
+            device: the compute device.
+            need: bounds of the arena, in bytes.
+        """
+        self._module, self._pager, self._gradients, self._device, self._need = module, pager, gradients, device, need
+        self._history = ArenaHistory()
+        self._added: tuple[int, ...] = ()
+        """Units whose gradients are added up in grown memory."""
+        self._seen = shortages(device.torch)
+        """The shortages that do not concern the present size of the arena."""
+        self._owed: _Reason | None = None
+        """Cause for which memory is to be given back as soon as no weights in it are in use."""
+
+    def end_step(self) -> None:
+        """Grows the arena into memory that steps leave free, or gives memory back if the step was short of some."""
+        self._history = self._history.after_step()
+        if self._history.wait == 0:
+            self._grow()
+        elif self._owed is not None:
+            self._give_back(self._owed)
+        elif self._history.grown and shortages(self._device.torch) != self._seen:
+            self._give_back(_RETRIED)
+
+    def relieve(self) -> None:
+        """Gives memory back after an out-of-memory error of an earlier call. No forward or backward may run."""
+        if self._owed is not None:
+            self._give_back(self._owed)
+        elif self._history.grown and shortages(self._device.torch).errors != self._seen.errors:
+            self._give_back(_FAILED)
+
+    def release(self) -> int:
+        """Gives back the bytes by which the arena has grown, and all that torch caches; returns the former."""
+        nbytes = self._give_back(_ASKED)
+        empty_cache(self._device.torch)
+        return nbytes
+
+    def _grow(self) -> None:
+        """Grows the arena as far as `next_growth` says."""
+        arena, room = self._pager.arena, self._device.room()
+        before = arena.nbytes
+        nbytes = next_growth(before, self._need, room, self._history)
+        added = self._need.added(before + nbytes) if nbytes else ()
+        try:
+            memory = self._pager.grow_device(nbytes, [each for _, each in added]) if nbytes else []
+        # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
+        except BudgetError as error:
+            logger.info("the device budget stays %s: %s", format_size(before), error)
+            nbytes, added, memory = 0, (), []
+        self._history = self._history.after_growth(nbytes, room)
+        # A growth that failed, and one for which torch emptied its cache, are no shortage of the steps to come.
+        self._seen = shortages(self._device.torch)
+        if not nbytes:
+            return
+        self._added = tuple(unit for unit, _ in added)
+        self._gradients.add_up_in(dict(zip(self._added, memory, strict=True)))
+        logger.info(
+            "device memory grows from %s to %s: activations took at most %s so far, and %s are free. "
+            '"device_memory" in the "offload" block sets another size',
+            format_size(before),
+            format_size(before + nbytes),
+            format_size(self._history.peak),
+            format_size(room.free),
+        )
+
+    @uninterrupted
+    def _give_back(self, reason: _Reason) -> int:
+        """Gives grown memory back to torch, and returns its bytes; 0 if there is none, or if weights in it are in use.
+
+        In the latter case memory is given back later.
+        """
+        if not self._history.grown:
+            return 0
+        room, before = self._device.room(), self._pager.arena.nbytes
+        memory = self._gradients.stop_adding_up_in(self._added) if self._added else {}
+        nbytes = self._pager.shrink_device()
+        if not nbytes:
+            self._gradients.add_up_in(memory)
+            self._owed = reason
+            return 0
+        del memory  # the last references to the allocation that the pager has given up
+        self._history, self._added, self._owed = self._history.after_return(room, reason.short), (), None
+        empty_cache(self._device.torch)
+        logger.log(
+            logging.WARNING if reason.short else logging.INFO,
+            "%s: the engine gives back %s of the %s that it used on the device for weights",
+            reason.words,
+            format_size(nbytes),
+            format_size(before),
+        )
+        return nbytes
+
+    # -- calls of the model -------------------------------------------------------------------------
+
+    def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
+        """Returns the result of `forward`, which runs once more if the device was out of memory and memory came back.
+
+        A forward is repeated only where that changes nothing but the time: the random generators are put back, and
+        neither a buffer of the model nor an input was changed.
+
+        Args:
+            forward: runs the model.
+            inputs: all that the model is given.
+            alone: True if no other rank waits for what this forward sends.
+        """
+        before = _State.of(self._module, inputs, self._device.torch) if self._history.grown and alone else None
+        try:
+            return forward()
+        except torch.OutOfMemoryError as error:
+            if before is None or inside_backward() or not before.holds(self._module, inputs):
+                raise
+            # Frames of the failed forward hold its activations, and perhaps views of weights in grown memory.
+            traceback.clear_frames(error.__traceback__)
+            gc.collect()
+            if not self._give_back(_REPEATED):
+                raise
+        write_generators(before.generators, self._device.torch)
+        return forward()
+
+    @contextlib.contextmanager
+    def advised(self) -> Iterator[None]:
+        """Adds advice to an out-of-memory error that torch raises in the context. The error keeps its type."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            # Not given back here: the error's frames, and a backward that has not ended, may hold views of weights.
+            self._owed = _FAILED if self._history.grown else None
+            error.args = (f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}",)
+            raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What a forward could change beside its own outputs, as it was before."""
+
+    generators: Mapping[str, torch.Tensor]
+    tensors: list[tuple[torch.Tensor, int]]
+    """Buffers of the model and tensors among the inputs, each with its version."""
+
+    @classmethod
+    def of(cls, module: nn.Module, inputs: Any, device: torch.device) -> _State | None:
+        """Returns the present state; None if a change of an input or a buffer would not be noticed."""
+        tensors = _versions(module, inputs)
+        return None if tensors is None else cls(generators=read_generators(device), tensors=tensors)
+
+    def holds(self, module: nn.Module, inputs: Any) -> bool:
+        """Returns True if buffers and inputs are the same tensors, unchanged; random generators may differ."""
+        now = _versions(module, inputs)
+        return (
+            now is not None
+            and len(now) == len(self.tensors)
+            and all(a is b and old == new for (a, old), (b, new) in zip(self.tensors, now, strict=True))
+        )
+
+
+def _versions(module: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
+    """Returns all buffers and input tensors, each with the number of its changes in place.
+
+    Returns None if there is an input of an unknown type, as a cache of keys and values, or a tensor that counts none.
     """
-    before, room = pager.arena.nbytes, device.room()
-    nbytes = growth(before, need, room)
-    if not nbytes:
-        return {}
-    added = need.added(before + nbytes)
-    try:
-        memory = pager.grow_device(nbytes, [each for _, each in added])
-    # Another process may have allocated the memory since `room()` was read. The engine works without the growth.
-    except BudgetError as error:
-        logger.info("the device budget stays %s: %s", format_size(before), error)
-        return {}
-    logger.info(
-        "device memory grows from %s to %s: the activations of the first step took at most %s and left %s free. "
-        '"device_memory" in the "offload" block sets another size',
-        format_size(before),
-        format_size(before + nbytes),
-        format_size(room.kept),
-        format_size(room.free),
-    )
-    return {unit: each for (unit, _), each in zip(added, memory, strict=True)}
+    leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
+    # Not `module.buffers()`, which takes three times as long: this runs before each forward of an arena that has grown.
+    buffers = [each for part in module.modules() for each in part._buffers.values() if each is not None]
+    tensors = [*buffers, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
+    if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(each.is_inference() for each in tensors):
+        return None
+    return [(each, each._version) for each in tensors]
 
 
-@contextlib.contextmanager
-def advised(arena: DeviceArena, need: DeviceNeed) -> Iterator[None]:
-    """Adds advice to the message of an out-of-memory error that torch raises in the context. The error keeps its type.
-
-    Args:
-        arena: the device arena, whose size the advice contains.
-        need: bounds of the arena; `need.least` is the smallest size that works.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.args = (f"{error} {advice(arena.nbytes, need.least)}",)
-        raise
-
-
-def advice(nbytes: int, least: int) -> str:
+def advice(nbytes: int, least: int, returned: int = 0) -> str:
     """Returns advice for a device on which activations do not fit beside the arena.
 
     Args:
         nbytes: size of the arena, in bytes.
         least: the smallest size that works, in bytes.
+        returned: bytes of the arena that the engine's next call gives back.
     """
+    used = f"The engine uses {format_size(nbytes)} of the device for weights"
+    pieces = (
+        "Free memory in many pieces is joined by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the environment"
+    )
+    if returned:
+        return (
+            f"{used}, and gives back {format_size(returned)} of them with its next call: after zero_grad() the same "
+            f"step has that much more memory. {pieces}"
+        )
     ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() leave more room"
     if nbytes > least:
         ways += (
             '; so does a smaller "device_memory" in the "offload" block: the least that works is '
             f"{format_size(least)} ({least} bytes)"
         )
-    return (
-        f"The engine uses {format_size(nbytes)} of the device for weights. Activations, and gradients until they are "
-        f"copied to the host, use the rest: {ways}"
-    )
+    return f"{used}. Activations, and gradients until they are copied to the host, use the rest: {ways}. {pieces}"

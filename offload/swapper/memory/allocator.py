@@ -35,6 +35,15 @@ class Allocator:
         self._holes.append((start, self._stop))
         return start
 
+    def remove(self, start: int, nbytes: int) -> bool:
+        """Removes a region that `add` has added. Returns False, and changes nothing, if a block in it is allocated."""
+        region = (start, start + nbytes)
+        if region not in self._holes:
+            return False
+        self._holes.remove(region)
+        self.nbytes -= nbytes
+        return True
+
     def take(self, nbytes: int) -> int | None:
         """Allocates a block and returns its offset; None if no hole is large enough."""
         nbytes = align_up(max(nbytes, 1))

@@ -23,7 +23,7 @@ class DeviceBuffer(NamedTuple):
 
 
 class DeviceArena:
-    """Device memory of all weights: one allocation, or several once the arena has grown, in which units come and go.
+    """Device memory of all weights, in which units come and go: one allocation, and a second one while it has grown.
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
@@ -64,6 +64,25 @@ class DeviceArena:
         self._readers.append((start, start + nbytes, self._device.record_event()))
         self.nbytes += nbytes
         return start, start + nbytes
+
+    def shrink(self) -> int:
+        """Frees the memory that `grow` has added last, and returns its bytes; 0 if there is none, or a buffer is in it.
+
+        Waits on the host for copies in flight: torch's allocator may reuse the memory at once for compute, which does
+        not wait for the streams of uploads and gathers.
+        """
+        start, memory = self.blocks[-1]
+        nbytes = memory.numel()
+        if len(self.blocks) == 1 or not self.space.remove(start, nbytes):
+            return 0
+        inside = [event for first, _, event in self._readers if first >= start]
+        self._readers = [reader for reader in self._readers if reader[0] < start]
+        # A new list, since the update worker looks for its states' views in the old one without the pager's lock.
+        self.blocks = self.blocks[:-1]
+        self.nbytes -= nbytes
+        for event in inside:
+            event.wait()
+        return nbytes
 
     @property
     def used_bytes(self) -> int:

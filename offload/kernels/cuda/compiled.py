@@ -1,0 +1,61 @@
+"""Machine code of kernels in the user's cache folder, so that only the first run on a machine waits for NVRTC."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from offload.fileio import atomic_write, cache_folder
+from offload.kernels.cuda.nvrtc import Compiler
+
+
+def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[str]) -> bytes:
+    """Returns a compiled program from the cache; compiles it, and caches the result, if it is not there undamaged.
+
+    Args:
+        compiler: NVRTC.
+        name: of the program; part of the file's name.
+        source: CUDA C++.
+        options: of NVRTC, the architecture among them.
+
+    Raises:
+        ConfigError: NVRTC refuses the program.
+    """
+    path = cache_path(compiler.version, name, source, options)
+    image = _cached(path)
+    if image is None:
+        image = compiler.compile(name, source, options)
+        _cache(path, image)
+    return image
+
+
+def cache_path(version: str, name: str, source: str, options: Sequence[str]) -> Path:
+    """Returns the file of a program; another version of NVRTC, source or option has another file."""
+    key = hashlib.sha256(json.dumps([version, source, *options]).encode()).hexdigest()
+    return cache_folder() / "kernels" / f"{name}-{key[:32]}.json"
+
+
+def _cached(path: Path) -> bytes | None:
+    """Returns the content of a cache file; None if there is none, or if it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        image = base64.b64decode(content["image"], validate=True)
+        whole = hashlib.sha256(image).hexdigest() == content["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return image if whole else None
+
+
+def _cache(path: Path, image: bytes) -> None:
+    """Writes a cache file, if the folder can be written."""
+    content = {"sha256": hashlib.sha256(image).hexdigest(), "image": base64.b64encode(image).decode()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not synced: what a power cut damages is compiled again.
+        atomic_write(path, json.dumps(content), durable=False)
+    except OSError:
+        # A home folder that is full or read-only: each run then compiles, which takes seconds, and is right.
+        return

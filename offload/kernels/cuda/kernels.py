@@ -1,0 +1,191 @@
+"""The kernels of one device: their arguments, their grids, and their machine code as it is first needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from offload.kernels.cuda.compiled import machine_code
+from offload.kernels.cuda.driver import ADDRESS, COUNT, FLOAT, INT, Arguments, Context, Function, Module, Signature
+from offload.kernels.cuda.nvrtc import Compiler, target
+from offload.kernels.steps import AdamWStep, Segment
+from offload.kernels.update import Partition
+
+BLOCK = 4096
+"""Elements of a block whose squares are added lane by lane: see [Note: sums] in native/sums_body.h."""
+WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+GRADS = WEIGHTS
+_LANES, _WARP = 16, 32
+_THREADS, _MOST_BLOCKS = 256, 1 << 16
+# The kernels round through intrinsics. These options keep the compiler from fusing or approximating anything else.
+_OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
+_PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
+"""The program of each kernel."""
+_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(FLOAT,) * 9, *(INT,) * 2)
+_SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scalars:
+    """The numbers of a step as the kernel takes them: computed in double, rounded to fp32 once (native/adamw.cpp)."""
+
+    grad_scale: float
+    keep: float
+    weight_decay: float
+    lerp_factor: float
+    beta2: float
+    one_minus_beta2: float
+    root_correction2: float
+    eps: float
+    minus_step_size: float
+    lerp_from_grad: bool
+    l2: bool
+
+    @classmethod
+    def of(cls, step: AdamWStep) -> Scalars:
+        """Returns the scalars of `step`."""
+        l2 = not step.decoupled and step.weight_decay != 0
+        weight = np.float32(1 - step.beta1)
+        far = abs(float(weight)) >= 0.5  # Tensor.lerp_ switches its formula at 0.5
+        return cls(
+            grad_scale=step.grad_scale,
+            keep=1.0 if l2 else 1 - step.lr * step.weight_decay,
+            weight_decay=step.weight_decay,
+            lerp_factor=float(-(np.float32(1) - weight) if far else weight),
+            beta2=step.beta2,
+            one_minus_beta2=1 - step.beta2,
+            root_correction2=math.sqrt(1 - step.beta2**step.step),
+            eps=step.eps,
+            minus_step_size=-(step.lr / (1 - step.beta1**step.step)),
+            lerp_from_grad=far,
+            l2=l2,
+        )
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """Floating-point arguments of the kernel, in the order of `adamw.cu`."""
+        return (
+            self.grad_scale,
+            self.keep,
+            self.weight_decay,
+            self.lerp_factor,
+            self.beta2,
+            self.one_minus_beta2,
+            self.root_correction2,
+            self.eps,
+            self.minus_step_size,
+        )
+
+    @property
+    def choices(self) -> tuple[bool, ...]:
+        """Integer arguments of the kernel, which follow the numbers."""
+        return self.lerp_from_grad, self.l2
+
+
+class Kernels:
+    """Kernels in one context, each compiled and loaded when it is first launched.
+
+    Methods may be called by several threads at once. They take tensors in memory that the device reads and writes, and
+    check nothing.
+    """
+
+    def __init__(self, *, context: Context, compiler: Compiler, capability: tuple[int, int]) -> None:
+        """Loads nothing yet.
+
+        Args:
+            context: the context to load kernels into.
+            compiler: NVRTC.
+            capability: compute capability of the device, such as (9, 0).
+
+        Raises:
+            ConfigError: NVRTC compiles for later devices only.
+        """
+        self._context, self._compiler = context, compiler
+        self._architecture = target(capability, compiler.architectures)
+        self._modules: dict[tuple[str, int, int], Module] = {}
+        self._functions: dict[tuple[str, int, int], Function] = {}
+
+    def update(self, partition: Partition, segments: Sequence[Segment], stream: int) -> None:
+        """Queues an AdamW step for each segment, all on one stream, which orders them with the work around.
+
+        Args:
+            partition: (numel,) contiguous tensors of the device; two moments.
+            segments: ranges of elements, each with an `AdamWStep`.
+            stream: `torch.cuda.Stream.cuda_stream`.
+        """
+        kernel = self._kernel("adamw", WEIGHTS[partition.weight.dtype], GRADS[partition.grad.dtype])
+        beside = partition.residual if partition.residual is not None else partition.master
+        arrays = (partition.weight, beside, *partition.moments, partition.grad)
+        places = [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in arrays]
+        # Segments differ in their range, and seldom in their step.
+        arguments, known = Arguments(_ADAMW), None
+        with self._context:
+            for start, stop, step in segments:
+                if start == stop:
+                    continue
+                assert isinstance(step, AdamWStep)
+                if step != known:
+                    scalars, known = Scalars.of(step), step
+                    numbers = (*scalars.numbers, *scalars.choices)
+                arguments.set(*(address + start * size for address, size in places), stop - start, *numbers)
+                kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
+
+    def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
+        """Queues the sums of squares of each `chunk` elements, as (ceil(numel / chunk),) float64.
+
+        Args:
+            values: (numel,) contiguous bf16, fp16 or fp32 of the device.
+            chunk: elements of a chunk.
+            stream: `torch.cuda.Stream.cuda_stream`, torch's current one.
+        """
+        numel = values.numel()
+        chunk = max(min(chunk, numel), 1)
+        chunks, of_chunk = -(-numel // chunk), -(-chunk // BLOCK)
+        sums = values.new_empty(chunks * of_chunk, dtype=torch.float64)
+        if not numel:
+            return sums
+        grad, arguments = GRADS[values.dtype], Arguments(_SUMS)
+        kernel = self._kernel("block_sums", 0, grad)
+        arguments.set(values.data_ptr(), sums.data_ptr(), numel, chunk)
+        with self._context:
+            kernel.launch(blocks=_blocks(len(sums) * _LANES), threads=_THREADS, stream=stream, arguments=arguments)
+        if of_chunk == 1:
+            return sums  # as of a bias: the sum of a chunk's only block is that of the chunk
+        totals = values.new_empty(chunks, dtype=torch.float64)
+        kernel = self._kernel("chunk_sums", 0, grad)
+        arguments.set(sums.data_ptr(), totals.data_ptr(), chunks, of_chunk)
+        with self._context:
+            kernel.launch(blocks=_blocks(chunks * _WARP), threads=_THREADS, stream=stream, arguments=arguments)
+        # `sums` is freed on return. torch's allocator reuses the memory on this stream alone, after the second kernel.
+        return totals
+
+    def _kernel(self, name: str, weight: int, grad: int) -> Function:
+        """Returns a kernel, which is loaded if it is not yet. Two threads may both load it, which does no harm."""
+        key = (name, weight, grad)
+        if key not in self._functions:
+            self._functions[key] = self._program(_PROGRAMS[name], weight, grad).function(name)
+        return self._functions[key]
+
+    def _program(self, name: str, weight: int, grad: int) -> Module:
+        """Returns a program for these types of weights and gradients, which is compiled and loaded if it is not yet."""
+        key = (name, weight, grad)
+        if key not in self._modules:
+            options = (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"--gpu-architecture={self._architecture}")
+            self._modules[key] = self._context.load(machine_code(self._compiler, name, source(name), options))
+        return self._modules[key]
+
+
+def source(program: str) -> str:
+    """Returns the CUDA source of a program, "adamw" or "sums"."""
+    files = (Path(__file__).with_name(f"{name}.cu") for name in ("floats", program))
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _blocks(threads: int) -> int:
+    """Returns the number of blocks for so many threads, up to a bound: each kernel strides over what is left."""
+    return min(-(-threads // _THREADS), _MOST_BLOCKS)
