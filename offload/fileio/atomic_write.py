@@ -1,4 +1,4 @@
-"""Files that are written or replaced completely or not at all, and are durable afterwards."""
+"""Files that are written or replaced completely or not at all; durable writes and renames."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
     Args:
         path: In a folder that exists.
         text: Written as UTF-8, with its line ends unchanged.
-        durable: True if the file must survive a power cut once this returns; costs two syncs.
+        durable: True if the file must survive a power cut after the return; costs two syncs.
 
     Raises:
         OSError: If the file cannot be written. The old file is then unchanged, and nothing is left beside it.
@@ -29,7 +29,7 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
             file.write(text)
         return
     path = path.resolve()
-    # Of this thread: two that write the same file must not share it.
+    # Named for this thread: two threads that replace the same file must not share a new file.
     new = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     try:
         with new.open("w", encoding="utf-8", newline="") as file:
@@ -54,14 +54,14 @@ def keep_mode_and_owner(before: os.stat_result, new: int | Path) -> None:
         before: `stat` of the one that is replaced.
         new: Descriptor or path of the new one.
     """
-    with contextlib.suppress(PermissionError):  # another user's; this process then owns the new one
+    with contextlib.suppress(PermissionError):  # the old one is another user's; the new one is this user's
         os.chown(new, before.st_uid, before.st_gid)
     # Second, because a change of the owner clears bits of the mode.
     os.chmod(new, stat.S_IMODE(before.st_mode))
 
 
 def replace_durably(new: Path, path: Path) -> None:
-    """Renames the file `new`, which is durable and in the same folder, to `path`; the name is durable on return."""
+    """Renames `new` to `path`, durably. The bytes of `new` must be durable, and both must be in one folder."""
     os.replace(new, path)
     sync_folder(path.parent)
 

@@ -47,7 +47,7 @@ def flow(
     more = True
     try:
         while True:
-            # Start as many reads as there are free buffers: they are in flight while older pieces are written.
+            # Start as many reads as there are free buffers: they are in flight while older chunks are written.
             while more and free:
                 item = next(remaining, None)
                 if item is None:
@@ -56,8 +56,8 @@ def flow(
                 reading.append((item, free[0], begin(item, free[0])))
                 # Only after `begin` has succeeded: if it raises, no request uses the buffer.
                 free.popleft()
-            # Turn the oldest read into a write if it is done. With no write pending, the read is all that remains to
-            # wait for.
+            # Begin to write the oldest chunk if its reads are done. If no write is pending, there is nothing else to
+            # wait for, so wait for these reads.
             if reading and (not writing or all(future.done() for future in reading[0][2])):
                 item, buffer, futures = reading[0]
                 for future in futures:
@@ -74,6 +74,6 @@ def flow(
             else:
                 return
     finally:
-        # After an error the kernel may still access the buffers of requests in flight, so all are awaited.
+        # After an error the kernel may still access the buffers of requests in flight, so wait for all requests.
         for _, _, futures in (*reading, *writing):
             wait_for_all(futures)

@@ -16,5 +16,5 @@ def cache_folder() -> Path:
 
 
 def cache_file(name: str) -> Path:
-    """Returns the path of a JSON file of this machine in the user's cache folder; neither needs to exist."""
+    """Returns the path of a JSON file of this machine in the user's cache folder; file and folder need not exist."""
     return cache_folder() / f"{name}-{platform.node() or 'machine'}.json"

@@ -1,4 +1,4 @@
-"""Step logs with one JSON object a line, cut back to the last commit when a run resumes."""
+"""Step logs with one JSON object on each line, cut back to the last commit when a run resumes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_log(log: Path) -> None:
 
 
 def cut_log(path: Path, steps: int) -> None:
-    """Keeps the complete lines of steps up to `steps`, so that a resumed run appends to what was committed.
+    """Deletes cut-off lines and those of steps after `steps`, so that a resumed run appends to the committed steps.
 
     Raises:
         OSError: If the log cannot be written.
@@ -56,7 +56,7 @@ def cut_log(path: Path, steps: int) -> None:
 
 
 def step_of(line: str) -> int:
-    """Returns the step that a line of the log is about, or 0 if a kill has cut the line off."""
+    """Returns the step of a line of the log; 0 if the line is cut off by a kill, or is not of a step log."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, TypeError, KeyError):

@@ -15,12 +15,12 @@ from pathlib import Path
 
 _CONTENDED = (errno.EWOULDBLOCK, errno.EACCES)
 _PAUSE = 0.01
-"""Seconds between two tries. `holder_of` holds the lock for a moment, and that moment is waited for."""
+"""Seconds between two tries. The tries outlast `holder_of`, which holds a shared lock for a moment."""
 _NOTE_NBYTES = 1000
 
 
 class LockHeldError(Exception):
-    """Error: another process holds the lock; `holder` is the text that it has written into the file."""
+    """Error: another process, or another lock of this process, holds the file; `holder` is the text in the file."""
 
     def __init__(self, holder: str) -> None:
         super().__init__(holder)
@@ -45,7 +45,7 @@ class DirLock:
         self._path = path
         self._descriptor: int | None = None
         self.refused: OSError | None = None
-        """Error of a file system that has no locks. The file is open then, but no other process is kept out."""
+        """Error of a file system that has no locks, else None. After it the file is open, and keeps no process out."""
         while self._descriptor is None:
             # O_NOFOLLOW: in a folder that others may write, the name could be a link to a foreign file, which is
             # truncated below.
@@ -90,7 +90,7 @@ class DirLock:
         with contextlib.suppress(OSError):
             # If the path now names another file, another process owns it.
             if self._is_linked():
-                os.unlink(self._path)  # while locked: a process that locks it next sees that it is gone
+                os.unlink(self._path)  # while locked: a process that locks it next sees that the file is gone
         with contextlib.suppress(OSError):
             _flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough if a child was forked meanwhile
         self.close()
@@ -110,7 +110,7 @@ def this_process() -> str:
 
 
 def holder_of(path: Path) -> str | None:
-    """Returns the text that the holder of the lock on `path` has written into the file, or None if the lock is free."""
+    """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:

@@ -1,8 +1,8 @@
 """Conversion between plain Python values and JSON, so that objects of the user survive a commit unchanged.
 
 Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values. JSON has no
-tuples, no keys other than strings, and no numbers that are not finite. Such values are written as objects with one
-reserved key (MultiStepLR keeps its milestones by number).
+tuples, no keys other than strings, and no numbers that are not finite. Such values, for example the
+milestones of MultiStepLR, a Counter with integer keys, are written as objects with one reserved key.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def from_plain(value: Any) -> Any:
 
 
 def mark_floats(value: Any) -> Any:
-    """Returns a copy of `value`, which is JSON but for numbers that are not finite, with these numbers marked."""
+    """Returns a copy of `value`, JSON except for numbers that are not finite, with these numbers marked."""
     if isinstance(value, float) and not math.isfinite(value):
         return {f"{_MARK}float": str(float(value))}
     if isinstance(value, list | tuple):

@@ -124,8 +124,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
 class Writer:
     """A new safetensors file, whose tensors are written in chunks and in any order.
 
-    All bytes of all tensors must be written before `close`, which makes the file durable. The file must not exist. Not
-    safe for use by several threads without a lock.
+    All bytes of all tensors must be written before `close`, which makes them durable; the file's name is durable only
+    after `sync_folder` of its folder. The file must not exist. Several threads need a lock.
 
     Args:
         path: Path of the new file.
@@ -190,7 +190,7 @@ class Writer:
         return self._descriptor
 
     def close(self) -> None:
-        """Makes the file durable and closes it; idempotent."""
+        """Makes the bytes of the file durable and closes the file; idempotent."""
         if self._descriptor < 0:
             return
         try:

@@ -9,21 +9,22 @@
 Each unit has two slots, A and B, for all its states. An update reads the slot of the newest copy and writes the slot
 that the last durable record does not name. Frozen weights belong to both slots and are stored once: updates write only
 the bytes before them. A commit makes the data durable. Then it writes a blob with everything else that belongs to the
-step, such as the checksums of the data. At last it writes one of two alternating records:
+step, such as the checksums of the data. Last it writes the record. Blobs and records alternate between two places:
 
     writes ► fdatasync of every drive ► blob ► fsync ► record ► fsync
 
-No byte that a durable record names is overwritten before the next record is durable, and folders are synced after names
-were added. So a process may be killed, and the power may fail, at any moment. **Recovery.** The newest record with a
-valid checksum wins. docs/reference/store-format.md describes the files for other programs.
+No byte that the last durable record names is overwritten before the next record is durable, except frozen weights when
+a load replaces them. Folders are synced after names were added. So a process may be killed, and the power may fail, at
+any moment. **Recovery.** The newest record with a valid checksum wins. docs/reference/store-format.md describes the
+files for other programs.
 
 | file | contents |
 |---|---|
 | `store.py` | a rank's store while it is open: reads, writes, commits |
-| `swap_files.py` | the rank's files as a whole: make, open, close, delete |
-| `recovery.py` | the commit that is believed, and the errors for damage |
+| `swap_files.py` | all files of a rank together: make, open, close, delete |
+| `recovery.py` | decides from which commit a run resumes; raises the errors for damage |
 | `drives.py` | the room that a store needs, and how it is divided among drives |
-| `requests.py` | requests to an I/O queue for bytes of a slot; a read that is compared |
+| `requests.py` | requests to an I/O queue for bytes of a slot; reads that are compared with checksums |
 | `rank_folder.py` | locks, private folders, small files that are replaced atomically, bytes shared by two files |
 | `verify.py` | the comparison of all data of a commit |
 | `inspection.py` | a rank's folder from outside: contents and damage |

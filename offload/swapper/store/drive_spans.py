@@ -38,7 +38,7 @@ class DriveSpans:
             row: `Row.READS` or `Row.WRITES`.
             unit: the unit whose bytes are moved.
             state: the state of the unit.
-            began: the time before the submission, of `now`.
+            began: the value of `now()` before the submission.
             nbytes: number of bytes moved.
             future: the request. A request that fails is recorded with its error.
         """

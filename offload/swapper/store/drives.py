@@ -23,7 +23,7 @@ _STRIPE_BYTES = 2 * MIB
 
 
 class Shortage(NamedTuple):
-    """File systems without enough free space: their paths, the bytes needed and the bytes free."""
+    """Lack of free space: the paths of the file systems that are too small, the bytes needed and the bytes free."""
 
     path: str
     need: int
@@ -104,7 +104,7 @@ def no_room(short: Shortage, slots: int) -> StoreError:
 
     Args:
         short: The file systems that are too small.
-        slots: The number of slots of the store. With two, the message suggests a store with one.
+        slots: The number of slots of the store. With two slots, the message suggests a store with one slot.
     """
     half = (
         ', or set "durability": "none" in the "offload" block (one slot instead of two for all trained state; a '
@@ -123,7 +123,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
         run: The name of the run.
         rank: The rank whose store it is.
         folders: The rank's folder on each drive, in order. The folders exist.
-        spec: The contents of the store. The drives must have room for all.
+        spec: The contents of the store. All drives together must have room for the store.
     """
     drives = [folder.parent.parent for folder in folders]
     weights: Sequence[float] = [1.0]
@@ -143,7 +143,7 @@ def new_manifest(run: str, rank: int, folders: Sequence[Path], spec: StoreSpec) 
 
 
 def _measured(folders: Sequence[Path]) -> list[Bandwidth]:
-    """Measures and logs the bandwidth of each drive, with a queue of default settings."""
+    """Returns the bandwidth of each drive, measured with a queue of default settings; logs each."""
     found = bandwidths(folders, nbytes=128 * MIB, rounds=3)
     for folder, each in zip(folders, found, strict=True):
         logger.info("%s reads %s/s, writes %s/s", folder, format_size(each.read), format_size(each.write))

@@ -145,12 +145,12 @@ def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
 
 
 def look(folder: Path) -> Found:
-    """Returns everything in a rank's folder but the states. The store may be in use by a live run."""
+    """Returns the contents of a rank's folder, without the states. The store may be in use by a live run."""
     for _ in range(_TRIES):
         before = _bytes(folder / "commit")
         found = _look(folder)
-        # A commit in between changes the commit file, and the manifest or blob may be of another commit than the
-        # records.
+        # If the commit file changed, there was a commit meanwhile, and the blobs may be of another commit than the
+        # records. Then all is read again.
         if _bytes(folder / "commit") == before:
             break
     return found
@@ -183,7 +183,7 @@ def _look(folder: Path) -> Found:
 
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
-    """Returns the format of a store of another format; None if any record has this version's format."""
+    """Returns the format of a store that this version does not read; None if the store has a valid record."""
     found = read_records(folder / "commit")
     if found.valid:
         return None
@@ -286,8 +286,7 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
 
     Returns:
         The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
-        manifest:
-        None, 0 and None.
+        manifest: None, 0 and None.
     """
     notes = _notes(folder / "manifest.json")
     drives = notes.get("drives") or [None]

@@ -1,4 +1,4 @@
-"""The folder of a rank on one drive, private and locked by one process; its small files; bytes that two files share."""
+"""The folder of a rank on one drive: private, locked by one process, with small files; bytes shared by two files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lock:
     Raises:
         StoreError: with the name of the holder, if another process or engine holds the folder; or if the file system
             has no locks.
-        FileNotFoundError: if the folder does not exist (any more).
+        FileNotFoundError: if the folder does not exist, because another process may have removed it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -87,7 +87,7 @@ def _in_use(folder: Path, who: str) -> StoreError:
 
 
 def holder(folder: Path) -> str | None:
-    """Returns the holder of the rank's folder, as recorded in its lock file; None if the lock is free.
+    """Returns the holder of the rank's folder, as recorded in its lock file; None if the lock is free or unreadable.
 
     Tests the lock with a shared one, which is released at once.
     """
@@ -118,7 +118,8 @@ def make_folders(folders: Sequence[Path]) -> None:
 def _make_folder(folder: Path) -> None:
     """Creates one rank's folder and its missing parents.
 
-    The parents are durable afterwards; `SwapFiles.create` syncs the entry of the folder itself.
+    The names of the parents that were missing are durable afterwards. `SwapFiles.create` makes the name of the folder
+    itself durable.
 
     Raises:
         StoreError: if a file, or a link that names no folder, is in the way.
@@ -145,9 +146,9 @@ def _make_folder(folder: Path) -> None:
 
 
 def _is_obstacle(path: Path) -> bool:
-    """Returns True if `path` exists and is neither a folder nor a link to one. A link that names nothing exists."""
+    """Returns True if `path` exists and is neither a folder nor a link to one. A dangling link counts as existing."""
     try:
-        mode = path.lstat().st_mode  # one look, since another process may remove the folder between two
+        mode = path.lstat().st_mode  # one call: between two, another process may remove the folder
     except FileNotFoundError:
         return False
     return not path.is_dir() if stat.S_ISLNK(mode) else not stat.S_ISDIR(mode)
@@ -281,6 +282,6 @@ def clone_range(source: int, start: int, nbytes: int, destination: int, offset: 
     try:
         fcntl.ioctl(destination, _FICLONERANGE, _RANGE.pack(source, start, nbytes, offset))
     except OSError:
-        # Two file systems, or one that cannot share. The caller copies instead, and the copy reports a real error.
+        # Two file systems, or one that cannot share. The caller copies instead; a failing drive then fails the copy.
         return False
     return True

@@ -1,6 +1,6 @@
 """Recovery: decides which files of an earlier process to trust, and raises the errors for the others.
 
-The newest record with a valid checksum wins. The files can hardly distinguish two cases: a commit that a power cut
+The newest record with a valid checksum wins. From the files two cases are hard to tell apart: a commit that a power cut
 interrupted, and a commit that was damaged later. In the first, the previous commit is complete; in the second, its
 slots have been overwritten. So if anything looks wrong, all data of a commit is checked against its checksums before
 the commit is taken.
@@ -31,11 +31,11 @@ class Recovered:
 
     record: Record
     notice: str | None
-    """A line for the user if a commit was found that is not complete."""
+    """A line for the user if anything looked wrong and the commit was therefore compared; else None."""
 
 
 def check_startable(folders: Sequence[Path], over: bool) -> None:
-    """Raises `StoreError` if a folder holds files that are not a remainder of this run: they may be in use.
+    """Raises `StoreError` if a folder holds a run that did not end, or a drive of another store: both may be needed.
 
     Args:
         folders: The rank's folder on each drive, in order.
@@ -46,7 +46,8 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
     for drive, folder in enumerate(folders):
         its, number, at = place_of(folder)
         if its is not None and number and (number != drive or its != mine):
-            # If the run ended, its removal may have been cut short; otherwise its first drive may be missing.
+            # A run that ended may have left this drive, if its removal was interrupted. Otherwise its first drive may
+            # be missing.
             if not (ended and number == drive):
                 raise StoreError(
                     f"{folder} holds drive {number} of a run whose first drive is {at}: mount that drive and give the "
@@ -150,7 +151,7 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
         A line for each drive whose manifest is missing or damaged. The copy must then be written to all drives.
 
     Raises:
-        StoreError: If the number of drives is another one, or if a drive is another's or in another place.
+        StoreError: If the number of drives differs, or if a drive belongs to another store or has another index.
     """
     if len(copy.weights) != len(folders):
         raise StoreError(

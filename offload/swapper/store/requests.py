@@ -1,4 +1,4 @@
-"""Requests of a store to an I/O queue: slots in several extents, and reads that are compared with checksums."""
+"""Requests of a store to an I/O queue: for bytes in several extents, and reads that are compared with checksums."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File,
         nbytes: number of bytes.
     """
     extents = place.extents_of(start, nbytes)
-    # Most requests lie in one extent and need no `Joined`; a weight crosses into the frozen bytes, which both slots
-    # name.
+    # Most requests lie in one extent and need no `Joined`. A request for a weight may also reach into its second
+    # extent, the frozen bytes.
     return (file, extents[0].offset) if len(extents) == 1 else (Joined(file, extents), 0)
 
 
@@ -63,7 +63,7 @@ class Compared:
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for the read, compares its bytes, and returns their number; raises if they differ."""
+        """Waits for the read, compares its bytes, and returns their number; raises `IoError` if they are damaged."""
         nbytes = self._future.wait(timeout)
         if not self._compared:
             self._compare(nbytes, self._future.crc32c())

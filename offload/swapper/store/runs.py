@@ -29,7 +29,7 @@ class RunStatus(NamedTuple):
     finished: dict[str, Any] | None
     """Contents of `finished.json` if the run ended, else None."""
     closed: bool = False
-    """True if the run was closed at its end without a request to keep it: a new start may replace it."""
+    """True if the run was closed without a request to keep its files: a new start may replace them."""
 
 
 def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
@@ -72,7 +72,7 @@ class Removal(NamedTuple):
     files: tuple[Path, ...]
     """`finished.json`, `closed.json` and temporary files of interrupted writes."""
     strangers: tuple[str, ...]
-    """Names in these folders that do not belong to the run, and stay."""
+    """Names in these folders that do not belong to the run. These files are not deleted."""
     nbytes: int
     """Bytes that the run's files take on their drives."""
     finished: bool
@@ -124,7 +124,7 @@ def remove_run(path: Path) -> Removal:
         for file in removal.files:
             file.unlink(missing_ok=True)
         for run in dict.fromkeys((path, *(folder.parent for folder in removal.folders))):
-            with contextlib.suppress(OSError):  # not empty: other ranks, or files of others
+            with contextlib.suppress(OSError):  # not empty: strangers, or a rank that started meanwhile
                 run.rmdir()
     return removal
 
@@ -138,7 +138,7 @@ def _check_drive(found: Found) -> None:
 
 
 def _mine(found: Found) -> tuple[Path, ...]:
-    """Returns the rank's folders on its other drives, except folders that another store has taken over."""
+    """Returns the rank's folders on its other drives, except folders that now belong to another store."""
     if found.drive or found.manifest is None:
         return ()
     first = Path(found.manifest.drives[0]) / found.folder.parent.name / found.folder.name
@@ -184,7 +184,7 @@ def other_runs(paths: Sequence[str | Path], run: str) -> list[OtherRun]:
 
 
 def _held_elsewhere(folder: Path) -> bool:
-    """True if a process holds the store of which this folder is a later drive: the lock is on the first drive."""
+    """Returns True if a process holds the first drive of the store of which this folder is a later drive."""
     try:
         first = read_manifest(folder / "manifest.json").drives[0]
     except (StoreError, IndexError):

@@ -18,9 +18,9 @@ from offload.timeline import Row, now
 
 
 class SpillFile:
-    """Reserved bytes for each key of `nbytes`, each key on the drive with the fewest bytes so far.
+    """Room on the drives for the gradients of units: the bytes of each key (a unit) are on one drive.
 
-    Any thread may call `read` and `write`. The caller waits for their futures, for all of them before `close`.
+    Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before `close`.
     """
 
     def __init__(
@@ -35,10 +35,10 @@ class SpillFile:
 
         Args:
             paths: a folder on each drive.
-            nbytes: number of bytes for each key, a unit.
+            nbytes: number of bytes to reserve for each key; a key is the index of a unit.
             queue: reads and writes the files.
             written: counts the bytes written to each drive; None for a count of its own.
-            spans: records each request as one of a unit's gradient.
+            spans: records each request on the timeline, as a request for the gradient of its unit.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.
@@ -85,13 +85,13 @@ class SpillFile:
         self._files = []
 
     def close_in_child(self) -> None:
-        """Closes the descriptors in a forked child, which would keep the room of files that the parent has closed."""
+        """Closes the descriptors in a forked child, where they would keep room that the parent has freed."""
         for file in self._files:
             file.descriptors.close()
 
 
 def _nameless(folder: Path, nbytes: int) -> DirectFile:
-    """Returns an unlinked file of `nbytes` in `folder`, which no end of this process leaves behind."""
+    """Returns an unlinked file of `nbytes` in `folder`. However this process ends, the file's room is freed."""
     name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

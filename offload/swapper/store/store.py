@@ -4,8 +4,8 @@
              ├──► open and locked ┤                                                         ├──► close or remove
     open  ───┘                    └── commit: sync data ► blob ► record ◄───────────────────┘
 
-`SwapFiles` makes, opens and deletes the files as a whole; `Store` writes slots, blobs and records. The decisions are
-functions of other modules: `recovery` (which commit is believed), `drives` (how much each drive takes),
+`SwapFiles` makes, opens and deletes all the files together; `Store` writes slots, blobs and records. The decisions are
+functions of other modules: `recovery` (from which commit a run resumes), `drives` (how much each drive takes),
 `format.checksum_table` (which bytes must be compared).
 
 Threads: the update worker alone calls `wrote` and `commit`; any thread may submit reads and wait for them.
@@ -52,8 +52,8 @@ class Store:
     `newest[unit]` is the slot of the newest copy. The update worker alone changes it, by `wrote`, and commits; reads
     may be submitted from any thread. The caller must wait for every future.
 
-    With two slots each write yields a checksum. Bytes that an earlier process wrote are compared when they are first
-    read. Damage is an `IoError` (EBADMSG) of the read that reaches the end of a damaged checksum's range.
+    With two slots each write yields a checksum. Bytes that an earlier process wrote are compared with theirs when they
+    are first read. If they differ, the read that reaches the end of the checksum's range raises `IoError` (EBADMSG).
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Store:
             rank: The rank whose files they are.
             spec: The contents that the store must have.
             queue: Reads and writes the files; it belongs to the caller.
-            written: Counts bytes by drive, for this store and whoever else shares it.
+            written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
             spans: Records requests and commits on the timeline.
 
         Raises:
@@ -87,7 +87,7 @@ class Store:
         self.newest = [0] * len(spec.partitions)
         self.durable: Record | None = None
         self.written = Written(paths) if written is None else written
-        """Bytes written to each drive, by this store and by whoever else shares the count."""
+        """Bytes written to each drive, by this store and by the other users of a shared count, such as spill files."""
         self.notices: list[str] = []
         """Lines for the user about damage that `open` found and fixed or avoided."""
         self._queue, self._spans = queue, spans
@@ -102,7 +102,7 @@ class Store:
     # -- opening ------------------------------------------------------------------------------------
 
     def create(self, over: bool = False) -> None:
-        """Starts over: reserves all room and writes the manifest. Nothing is durable before `commit`.
+        """Makes new files: reserves all room and writes the manifests. No commit exists before `commit`.
 
         Args:
             over: True if commits of this run may be deleted.
@@ -121,7 +121,7 @@ class Store:
                 self._sums.fill_zeros(self._places)
             else:
                 self._notes.forget_end()
-                self._files.unlink_states()  # nobody can resume from one slot
+                self._files.unlink_states()  # a run with one slot cannot be resumed
         except BaseException:
             # The store holds nothing yet: a start that fails leaves no files behind.
             self._files.unlink()  # before `close` releases the locks, while no other process can have the files
@@ -160,7 +160,7 @@ class Store:
             self._open_files(record, held)
             for later in found.valid:
                 if later.serial > record.serial:
-                    # The slots that the record names are about to be overwritten: it must never be found again.
+                    # The run will overwrite the slots that the later record names: it must never be found again.
                     write_in_place(self._commit_path, bytes(PAGE), later.blob * PAGE)
             if self._commit_path.stat().st_size > 2 * PAGE:
                 os.truncate(self._commit_path, 2 * PAGE)
@@ -176,7 +176,7 @@ class Store:
             raise
 
     def _newest(self, found: Records) -> Record:
-        """Returns the newest record that can be opened; all data of a doubtful commit is read and compared."""
+        """Returns the newest record that can be opened. After any sign of damage, compares all data of its commit."""
         doubtful = bool(found.invalid_pages) or self._notes.suspect
         recovered = recovery.find_newest(self.folders[0], found, len(self.newest), doubtful, self._find_damage)
         if recovered.notice is not None:
@@ -223,7 +223,8 @@ class Store:
     ) -> Future:
         """Submits a read that fills `buffer`. Any thread may call it.
 
-        Reads of the chunks of a slot must be submitted in order, so that all bytes can be compared.
+        Reads of the chunks of a slot must be submitted and waited for in order, so that all bytes can be compared. A
+        unit must not be read while `wrote` changes its newest slot.
 
         Args:
             unit: The unit.
@@ -246,7 +247,7 @@ class Store:
         file, offset = bytes_of(self._files.states, place, start, len(buffer))
         future: Future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
         if checked:
-            # The checksums of this moment: an update may have replaced them when the read is waited for.
+            # The checksums at submission: an update may replace them before the read is waited for.
             future = Compared(future, partial(self._compare, key, slot, self._sums.slot(key), start))
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
 
@@ -265,7 +266,7 @@ class Store:
         )
 
     def sum_of(self, unit: int, state: State, nbytes: int) -> int | None:
-        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if it is not known."""
+        """Returns the CRC-32C of the first `nbytes` of the newest slot; None if no checksum ends there."""
         return self._sums.sum_of((unit, state), nbytes) if self._checked else None
 
     def clone(self, unit: int, state: State, nbytes: int, descriptor: int, offset: int) -> bool:
@@ -314,13 +315,13 @@ class Store:
         return self._spans.show(Row.WRITES, unit, state, began, len(buffer), future)
 
     def wrote(self, unit: int, slot: int, written: Mapping[State, Sequence[tuple[int, Future]]]) -> None:
-        """Makes `slot` the newest of a unit. The update worker calls it, and a load between steps.
+        """Makes `slot` the newest of a unit. The update worker calls this, and between steps a load does.
 
         Args:
             unit: The unit.
             slot: The slot that was written.
             written: For each state that is kept, the start and the ended future of each write. The writes of a state
-                have no gaps and begin at byte 0; frozen weights behind them stay as they are.
+                have no gaps and begin at byte 0. Frozen weights behind the last write keep their checksums.
         """
         if self._checked:
             for state, writes in written.items():
@@ -351,12 +352,12 @@ class Store:
         record = Record(serial, step, tuple(self.newest), which, len(data), crc32c(data), time.time_ns())
         write_in_place(self._commit_path, record.pack(), which * PAGE)
         self.durable = record
-        self.written.add(0, len(data) + PAGE)  # the next commit holds these
+        self.written.add(0, len(data) + PAGE)  # counted in the blob of the next commit
         if serial == 1:
             self._notes.forget_end()
 
     def _reserve_blobs(self, nbytes: int) -> None:
-        """Reserves room for both blobs, so that a disk that others fill does not end the run."""
+        """Reserves `nbytes` and a quarter more for each blob, so that later commits fit on a drive that others fill."""
         paths = [self.folders[0] / "blob.0", self.folders[0] / "blob.1"]
         have = [path.stat().st_size if path.exists() else None for path in paths]
         for path, size in zip(paths, have, strict=True):
@@ -372,7 +373,7 @@ class Store:
         self._files.close()
 
     def note_end(self, facts: Mapping[str, Any]) -> None:
-        """Writes `finished.json` with `facts`. From then on the files beside it are remainders."""
+        """Writes `finished.json` with `facts`. From then on the files beside `finished.json` are remainders."""
         self._notes.write_finished(facts)
 
     def note_closed(self, facts: Mapping[str, Any]) -> None:

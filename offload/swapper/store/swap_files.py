@@ -53,7 +53,7 @@ class SwapFiles:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of the store that is open."""
+        """The manifest of the files that `create` made or `open` opened."""
         assert self._manifest is not None
         return self._manifest
 
@@ -94,9 +94,10 @@ class SwapFiles:
             sync_folder(folder.parent.parent)
 
     def _forget(self) -> None:
-        """Deletes the remainders of an earlier start, records before the files they name. Notes of the run's end stay.
+        """Deletes the files of an earlier start, records before the files they name. Notes of the run's end stay.
 
-        A kill in between leaves either a run that can be resumed or remainders that can be deleted again.
+        A kill before the records are deleted leaves a run that can be resumed; a later kill leaves files that the next
+        call deletes.
         """
         first = self.folders[0]
         for name in ("commit", "blob.1"):
@@ -164,7 +165,7 @@ class SwapFiles:
             lock.release()
 
     def close_in_child(self) -> None:
-        """Closes the descriptors of a forked child: open, they would keep the locks, and the room of deleted files."""
+        """Closes the descriptors in a forked child, where they would keep the locks and the room of deleted files."""
         if self._states is not None:
             for part in self._states.parts():
                 part.descriptors.close()

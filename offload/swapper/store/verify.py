@@ -39,7 +39,7 @@ class Damage(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Bytes of one stretch that one request reads."""
+    """Bytes of one checksum range that one request reads."""
 
     key: Key
     checksum_range: ChecksumRange
@@ -63,9 +63,9 @@ class _Comparison:
         self._slots = slots
         self._title = title
         self._known: tuple[ChecksumRange, int] | None = None
-        """The stretch in progress and the checksum of its bytes so far."""
+        """The range in progress and the checksum of its bytes so far."""
         self._bad: ChecksumRange | None = None
-        """The last stretch reported as damaged: each stretch is reported once."""
+        """The range in which a read failed last. The failure was reported; later chunks of the range report nothing."""
 
     def place(self, key: Key) -> Extents:
         """Returns the extents of the slot that the commit names for a unit and state."""
@@ -84,23 +84,22 @@ class _Comparison:
                     yield self._damage(key, 0, nbytes, f"checksums cover {covered} bytes only")
 
     def finish(self, chunk: _Chunk, future: Future) -> Damage | None:
-        """Waits for a chunk and returns its damage, or that of the stretch that the chunk completes; None if intact.
+        """Waits for a chunk and returns its damage, or that of the range that the chunk completes; None if intact.
 
-        A damaged stretch is reported once.
+        A damaged range is reported once.
         """
         checksum_range = chunk.checksum_range
         try:
             future.wait()
             crc = future.crc32c()
         except IoError as error:
-            # The checksum of this stretch cannot be completed any more; its later chunks report nothing.
+            # The checksum of this range cannot be completed any more; the later chunks of the range report nothing.
             told, self._bad, self._known = self._bad is checksum_range, checksum_range, None
             return None if told else self._damage(chunk.key, chunk.start, chunk.nbytes, str(error))
-        # A chunk of another stretch than the one in progress begins a new checksum.
+        # A chunk of another range than the one in progress begins a new checksum.
         before = self._known[1] if self._known is not None and self._known[0] is checksum_range else 0
         crc = crc32c_joined(before, crc, chunk.nbytes)
-        # Only whole stretches have a checksum on record. Checksums of chunks are joined until the stretch is
-        # complete.
+        # Only complete ranges have a stored checksum, so checksums of chunks are joined until the range is complete.
         self._known = (checksum_range, crc)
         last = chunk.start + chunk.nbytes == checksum_range.start + checksum_range.nbytes
         if last and crc != checksum_range.crc and self._bad is not checksum_range:
@@ -126,7 +125,7 @@ def damages(
     title: Callable[[int], str],
     progress: Callable[[int], None] = lambda _: None,
 ) -> Generator[Damage]:
-    """Yields each damaged stretch of the slots that a commit names; takes 32 MiB of memory.
+    """Yields each damaged checksum range of the slots that a commit names; takes 32 MiB of memory.
 
     Close the generator, or exhaust it, before the file is closed: reads are in flight between two results.
 
@@ -135,7 +134,7 @@ def damages(
         queue: reads the file.
         places: for each unit and state, the extents of each slot.
         slots: for each unit, the slot that the commit names.
-        table: for each unit and state, the checksums of its stretches.
+        table: for each unit and state, the checksums of its byte ranges, in order.
         title: returns the name of a unit for messages.
         progress: receives the number of bytes of each chunk compared.
     """
@@ -184,7 +183,7 @@ def first_damage(
 
 
 def _chunks(table: Mapping[Key, Slot]) -> Iterator[_Chunk]:
-    """Yields the chunks of all stretches, in the order of the table."""
+    """Yields the chunks of all checksum ranges, in the order of the table."""
     for key, slot in table.items():
         for checksum_range in slot:
             end = checksum_range.start + checksum_range.nbytes

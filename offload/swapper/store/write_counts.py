@@ -1,4 +1,4 @@
-"""Bytes written to each drive, which wear the drive out: by this process, and by its run before.
+"""Bytes written to each drive, which wear it out: by this process, and by earlier processes of the run.
 
 The counts are the bytes that the process asks the system to write: states, spilled gradients, commits. A drive writes
 more than that (it erases larger blocks), a file system slightly more. Checkpoints and exports are not counted.
@@ -47,7 +47,7 @@ class Rating(NamedTuple):
 class Written:
     """Bytes written to each drive, in the order of `paths`.
 
-    Any thread may add. Warns once for each drive, by `rating`.
+    Any thread may call `add`, which warns once for each drive if the fraction in `rating` is exceeded.
     """
 
     def __init__(self, paths: Sequence[str | Path], rating: Rating | None = None) -> None:
@@ -67,7 +67,7 @@ class Written:
             exceeded = self.rating is not None and self.rating.used(life) > self.rating.share
             # Decided under the lock, so that one thread warns.
             warns, self._warned[drive] = exceeded and not self._warned[drive], self._warned[drive] or exceeded
-        # Not under the lock: a handler of the log may block, and other threads add meanwhile.
+        # Not under the lock: a log handler may block, and other threads must be able to add meanwhile.
         if warns and self.rating is not None:
             self._warn(drive, life, self.rating)
 
@@ -101,7 +101,7 @@ class Written:
     def go_on(self, packed: bytes | None) -> None:
         """Resumes the counts of a commit; a commit older than these counts leaves them at zero."""
         before = read_written(packed)[0]
-        # A run on another number of drives has counts that no drive of this store can continue.
+        # Counts of another number of drives cannot be assigned to the drives of this store.
         if len(before) == len(self._before):
             self._before = before
 

@@ -1,6 +1,6 @@
 """The blob of a commit: a safetensors file with the engine's tensors and three tensors of the store.
 
-Inspection of a run reads some bytes and no tensor, so torch is imported only when tensors are requested.
+Inspection of a run reads the store's tensors as bytes, so torch is imported only when the engine's are requested.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Blob:
 
     @property
     def written(self) -> bytes | None:
-        """Returns the packed write counts, see `write_counts.read_written`; None if the commit is older than them."""
+        """Returns the packed write counts, see `write_counts.read_written`; None if the commit has none."""
         return self._bytes(WRITTEN) if WRITTEN in self._header else None
 
     def contents(self) -> dict[str, torch.Tensor]:

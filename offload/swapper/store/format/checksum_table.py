@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _MIN_CHECKSUM_NBYTES = MIB // 4
-"""Bytes that have a checksum of their own, if a slot has many checksums. Smaller tiles share one."""
+"""If a slot would have too many checksums, those of neighbours are joined until each covers this many bytes."""
 
 
 class ChecksumTable:
@@ -67,7 +67,7 @@ class ChecksumTable:
         return sums.ROW_NBYTES * max(0, most - sum(map(len, self._slots.values())))
 
     def slot(self, key: Key) -> Slot:
-        """Returns the checksums of the newest slot. The value never changes; an update enters another one."""
+        """Returns the checksums of the newest slot. The tuple never changes; an update replaces the tuple."""
         return self._slots[key]
 
     def sum_of(self, key: Key, nbytes: int) -> int | None:
@@ -79,7 +79,7 @@ class ChecksumTable:
         return key not in self._unproven
 
     def replace(self, key: Key, writes: Sequence[tuple[int, Future]]) -> None:
-        """Enters the checksums of what was written over a slot. Frozen weights behind the writes keep theirs.
+        """Enters the checksums of the writes to a slot. Frozen weights behind the last write keep theirs.
 
         Args:
             key: The unit and the state.
@@ -94,7 +94,8 @@ class ChecksumTable:
     def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> bool:
         """Compares bytes that were read with their checksums; returns False if they are damaged.
 
-        Bytes that end inside of a checksum's range are taken as right until the read that reaches the end of the range.
+        If a read ends inside of a checksum's range, its last bytes count as intact until a later read reaches the end
+        of the range.
 
         Args:
             key: The unit and the state.
@@ -118,5 +119,5 @@ class ChecksumTable:
 
 
 def _max_checksums(nbytes: int) -> int:
-    """Returns the number of checksums for which the blobs reserve room, of a slot of `nbytes`."""
-    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # one for the rest of the tiles, one for frozen weights
+    """Returns the most checksums that a slot of `nbytes` may have; the blobs reserve room for them."""
+    return 2 + nbytes // _MIN_CHECKSUM_NBYTES  # plus one for the remainder, one for frozen weights

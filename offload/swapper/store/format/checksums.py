@@ -1,8 +1,8 @@
-"""Checksums of slots: a CRC-32C for each stretch, the bytes written by one request.
+"""Checksums of slots: a CRC-32C for each checksum range, the bytes written by one request or by a few small ones.
 
-An update writes a partition tile by tile, so a stretch is a tile. A later process may read in tiles of another size, or
-everything at once. The checksums of neighbours can be joined to the checksum of both, so the bytes read are compared
-as soon as they reach a border between two stretches.
+An update writes a partition tile by tile, so most ranges are tiles. A later process may read in tiles of another size,
+or everything at once. The checksums of two neighbours can be joined to the checksum of both, so the bytes read are
+compared as soon as they reach a border between two ranges.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class ChecksumRange(NamedTuple):
 
 
 Slot = tuple[ChecksumRange, ...]
-"""The stretches of one state of one unit, in order and without gaps."""
+"""The checksum ranges of one state of one unit, in order and without gaps."""
 Key = tuple[int, State]
 """A unit and a state."""
 
 
 def of_zeros(place: Extents) -> Slot:
-    """Returns the checksums of a slot that was never written, in a reserved file: a stretch for each of its extents."""
+    """Returns the checksums of a slot that was reserved and never written: a range for each of its extents."""
     starts = itertools.accumulate((extent.nbytes for extent in place.extents), initial=0)
     return tuple(
         ChecksumRange(start, extent.nbytes, crc32c_of_zeros(extent.nbytes))
@@ -54,7 +54,7 @@ def of_zeros(place: Extents) -> Slot:
 
 
 def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
-    """Returns the stretches of a slot after `new` was written over `old`.
+    """Returns the checksum ranges of a slot after `new` was written over `old`.
 
     `new` begins at byte 0. Frozen weights behind `new` keep their checksums.
     """
@@ -64,11 +64,11 @@ def renewed(old: Slot, new: Iterable[ChecksumRange]) -> Slot:
 
 
 def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[ChecksumRange]:
-    """Returns the stretches with neighbours joined until each but the last has at least `least` bytes.
+    """Returns the ranges with neighbours joined until each but the last has at least `least` bytes.
 
     Args:
         checksum_ranges: neighbours in order, without gaps.
-        least: bytes.
+        least: number of bytes.
     """
     found: list[ChecksumRange] = []
     for each in checksum_ranges:
@@ -80,10 +80,10 @@ def joined(checksum_ranges: Iterable[ChecksumRange], least: int) -> list[Checksu
 
 
 def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None:
-    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of stretches.
+    """Returns the CRC-32C of bytes of a slot; None if they do not begin and end at borders of ranges.
 
     Args:
-        slot: the stretches of the slot.
+        slot: the checksum ranges of the slot.
         start: first byte, from the start of the slot.
         nbytes: number of bytes.
     """
@@ -99,15 +99,15 @@ def sum_of(slot: Sequence[ChecksumRange], start: int, nbytes: int) -> int | None
 
 
 def _border(slot: Sequence[ChecksumRange], at: int) -> int | None:
-    """Returns the number of stretches before byte `at`; None if `at` is inside a stretch."""
+    """Returns the number of ranges before byte `at`; None if `at` is inside a range or behind the last."""
     before = bisect.bisect_left(slot, at, key=lambda checksum_range: checksum_range.start)
-    # The end of the last stretch is a border as well.
+    # The end of the last range is a border as well.
     ends = before == len(slot) and before and slot[-1].start + slot[-1].nbytes == at
     return before if ends or (before < len(slot) and slot[before].start == at) else None
 
 
 def pack(table: Mapping[Key, Slot]) -> torch.Tensor:
-    """Returns the table as (stretches, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
+    """Returns the table as (ranges, 5) int64: unit, index of the state in `STATES`, start, nbytes, crc."""
     import torch
 
     rows = [
@@ -125,16 +125,16 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
 
 
 class _Passage(NamedTuple):
-    """A read of a slot in order, from the border `since` on, with the checksum of the bytes read so far."""
+    """Consecutive reads of a slot that are not compared yet: their first byte, a border, and their joined checksum."""
 
     since: int
     crc: int
 
 
 class Passages:
-    """Comparison of sequential reads with the checksums of stretches. Any thread may add a read.
+    """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a stretch stays open, and the read that follows is compared together with it.
+    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it.
     """
 
     def __init__(self) -> None:
@@ -142,18 +142,19 @@ class Passages:
         self._open: dict[Key, tuple[Slot, dict[int, list[_Passage]]]] = {}
         """Open reads of each slot, by the byte at which they end.
 
-        They apply to one `Slot` value: another has other bytes.
+        They are dropped when the slot gets another `Slot` value: the bytes have then been replaced.
         """
 
     def compare(self, key: Key, slot: Slot, start: int, nbytes: int, crc: int) -> tuple[bool, range]:
         """Returns True if the bytes read are those written, and the range of bytes that is now verified.
 
         The bytes are compared together with earlier bytes that could not be compared yet. If no comparison is possible
-        yet, the result is True with an empty range: requests must come in order, and the last one decides.
+        yet, the result is True with an empty range. The calls must come in the order of the bytes: a read inside a
+        range whose predecessor did not come first is never compared.
 
         Args:
             key: the unit and the state.
-            slot: the stretches of the slot at the time of the request.
+            slot: the checksum ranges of the slot at the time of the request.
             start: first byte read, from the start of the slot.
             nbytes: number of bytes read.
             crc: CRC-32C of the bytes read.
@@ -174,11 +175,11 @@ class Passages:
                 passage = open_[start].pop()
                 if not open_[start]:
                     del open_[start]
-            # A read that begins at a border, and ends inside a stretch, begins a passage.
+            # A read that begins at a border, and ends inside a range, begins a passage.
             elif _border(slot, start) is not None:
                 passage = _Passage(start, 0)
             else:
-                return True, range(0)  # a read in the middle of a stretch: there is no checksum to compare with
+                return True, range(0)  # a read in the middle of a range: there is no checksum to compare with
             end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
             expected = sum_of(slot, passage.since, end - passage.since)
             if expected is not None:

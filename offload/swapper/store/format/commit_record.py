@@ -19,7 +19,7 @@ FORMAT_VERSION = 3
 """Version of record, manifest and blob together: see docs/reference/store-format.md."""
 
 _MAGIC = b"OFFLDREC"
-_HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, epoch, ns since 1970, blob bytes, crc, units
+_HEAD = struct.Struct("<8sIIQQQQII")  # magic, version, which blob, serial, step, ns since 1970, blob bytes, crc, units
 _CRC = struct.Struct("<I")
 MAX_UNITS = (PAGE - _HEAD.size - _CRC.size) * 8
 """Number of units whose slots fit into the record's bitmap, one bit each."""
@@ -29,7 +29,7 @@ class Record(NamedTuple):
     """Contents of one commit record."""
 
     serial: int
-    """Number of the commit, from 1. An epoch may be committed again, if weights were edited after its step."""
+    """Number of the commit, from 1. A step may be committed again, with a higher serial, after an edit of weights."""
     step: int
     slots: tuple[int, ...]
     """The newest slot of each unit: 0 or 1."""
@@ -91,23 +91,23 @@ class Records(NamedTuple):
     invalid_pages: tuple[int, ...]
     """Indices of pages that are neither empty nor valid: interrupted commits, or damage."""
     other_format: int | None = None
-    """The format version that such a page claims, if another version of the library wrote it."""
+    """The format version that an invalid page claims, if it is not this version's; else None."""
 
 
 def last_of_all(newest: Iterable[int | None]) -> int | None:
-    """Returns the serial of the last commit that every rank holds; None if there is none.
+    """Returns the serial of the last commit that every rank with a commit holds; None if no rank has one.
 
-    Each rank commits on its own, and overwrites nothing of the commit before until all ranks have met in the next step.
+    Each rank commits on its own, and overwrites nothing of the commit before until the ranks meet in the next step.
     A rank that was killed is therefore at most one commit behind the others, and the others still hold its commit.
 
     Args:
-        newest: the serial of each rank's newest commit, None for a rank without one.
+        newest: the serial of each rank's newest commit. None, for a rank without a commit, is ignored.
     """
     return min((serial for serial in newest if serial is not None), default=None)
 
 
 def read_records(path: Path) -> Records:
-    """Reads a commit file. A missing file has no records; of a short file, the pages that are complete count."""
+    """Reads a commit file. A file that cannot be read has no records; of a short file, complete pages count."""
     try:
         data = read_whole(path)
     except OSError:
@@ -117,7 +117,7 @@ def read_records(path: Path) -> Records:
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
     # An empty page was never written. Any other page without a valid record is an interrupted commit, or damage.
     invalid_pages = tuple(which for which in (0, 1) if found[which] is None and any(pages[which]))
-    # A page of another version is invalid for this one, but must not pass as a commit that was interrupted.
+    # A page of another format is invalid here, but must not pass as an interrupted commit.
     said = (page_version(pages[which]) for which in invalid_pages)
     other = next((version for version in said if version not in (None, FORMAT_VERSION)), None)
     return Records(tuple(valid), invalid_pages, other)
@@ -126,8 +126,8 @@ def read_records(path: Path) -> Records:
 def was_committed(folder: Path) -> bool:
     """Returns True if a rank's folder holds, or must have held, a commit; False if at most a start was interrupted.
 
-    The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. If page 0 is
-    invalid and neither exists, the first commit was interrupted and nothing was trained. A page of another format is a
+    The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. So if page 0 is
+    invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a
     commit as well.
     """
     found = read_records(folder / "commit")

@@ -129,7 +129,7 @@ class Manifest:
     drives: tuple[str, ...]
     """Folders of the drives when the store was created."""
     weights: tuple[int, ...]
-    """Number of stripes of each row that each drive holds."""
+    """For each drive, the number of its stripes in each row."""
     stripe_bytes: int
     spec: StoreSpec
 
@@ -189,7 +189,7 @@ class Manifest:
                 stripe_bytes=stripes["bytes"],
                 spec=spec,
             )
-            # The layout is recomputed from the sizes. Extents that differ were not written by this format, or are
+            # The layout is recomputed from the sizes. Extents that differ were written in another format, or are
             # damaged.
             if _plain_places(spec) != content["extents"]:
                 raise ValueError("its extents are not where its format requires them")
@@ -208,7 +208,7 @@ def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
 
 def _in_all(slots: Sequence[Sequence[Sequence[int]]]) -> int:
     """Returns the bytes of the extents that both slots of a manifest name."""
-    # With one slot the bytes that are frozen are not recorded: nothing is shared.
+    # With one slot nothing is shared, and the manifest does not tell which bytes are frozen.
     return sum(int(extent[1]) for extent in slots[0] if extent in slots[1]) if len(slots) == 2 else 0
 
 
@@ -230,7 +230,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         folder: the rank's folder, for the message.
     """
     for name in ("fingerprint", "slots", "partitions", "shared"):
-        # The found spec was read from JSON, so the expected one takes the same way before the two are compared.
+        # The found spec was read from JSON, so both are converted to JSON and back before they are compared.
         expected, there = (json.loads(json.dumps(_plain(getattr(spec, name)))) for spec in (mine, found))
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
@@ -252,7 +252,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 
 def _advice_of_modes(there: str, here: str) -> str:
-    """Returns advice for two different modes, whose names are a dtype and an optimizer (left out if Adam)."""
+    """Returns advice for a resume in another mode. A mode's name is a dtype, then an optimizer unless it is Adam."""
     (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"

@@ -17,7 +17,7 @@ from offload.fileio import sync_folder
 from offload.swapper.store.rank_folder import reserve, write_durably
 
 FINISHED = "finished.json"
-"""Name of the note that the run ended. The files beside it are remainders that nobody resumes."""
+"""Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
 CLOSED = "closed.json"
 """Name of the note that the run was closed without being kept. It can be resumed, and a new start may replace it."""
 
@@ -43,7 +43,7 @@ class RunNotes:
         write_durably(self._closed, json.dumps(facts).encode())
 
     def forget_end(self) -> None:
-        """Deletes the notes of an earlier end durably. From the return on the files beside them are a run."""
+        """Deletes the notes of an earlier end durably. Afterwards the swap files count as a run that did not end."""
         notes = [note for note in (self._finished, self._closed) if note.exists()]
         for note in notes:
             note.unlink(missing_ok=True)
@@ -63,7 +63,7 @@ class RunNotes:
         return self._suspect.exists()
 
     def mark_suspect(self) -> None:
-        """Notes damage of the last commit. Any thread that waits for a read may call it."""
+        """Writes the note of damage, which does not survive every power cut. Any thread may call this method."""
         # The caller reports the damage itself; a note that cannot be written must not hide that error.
         with contextlib.suppress(OSError):
             reserve(self._suspect, 1)
