@@ -30,6 +30,9 @@ _DRIVE = (7e9, 5e9)
 _RAM_BANDWIDTH = 50e9
 _HANDED_SECONDS = 0.4e-3
 """Measured on two cores at about 3 GHz, for units of up to a dozen parameters."""
+_HANDED_TO_GPU_SECONDS = 0.6e-3
+"""The same, and 0.2 ms to launch some 30 kernels of a transformer block: a rule of thumb, not measured on a GPU."""
+_HANDED_TO_GPU = f"each use of a unit takes the host {_HANDED_TO_GPU_SECONDS * 1e3:.1f} ms, beside the GPU's compute"
 
 
 class Gpu(NamedTuple):
@@ -120,8 +123,8 @@ class Hardware:
     gradient: float
     """Parameters whose gradient is stored in host memory, with the sum of its squares."""
     handed_seconds: float
-    """Seconds to bind a unit's weights to a use and to release them. On a CPU nothing computes meanwhile; on a GPU
-    queued work does, so the value is 0."""
+    """Seconds of the host for a use of a unit: to bind its weights and to release them, and on a GPU to launch its
+    kernels. On a CPU nothing computes meanwhile; on a GPU queued work does, so a use takes the longer of both."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences, one per assumption that was neither measured nor given."""
@@ -255,6 +258,7 @@ def described(
     flops = found.flops_fp32 if dtype == "fp32" and not autocast else found.flops
     assumed.append(f"matrix products reach {_MATMUL_SHARE:.0%} of {flops / 1e12:.0f} Tflop/s")
     assumed.append(f"other work on the GPU moves {_DEVICE_SHARE:.0%} of {found.bandwidth / 1e9:.0f} GB/s")
+    assumed.append(_HANDED_TO_GPU)
     if link is None:
         assumed.append(f"copies to and from the GPU move {found.link / 1e9:.0f} GB/s each way")
     if memory is None:
@@ -288,7 +292,7 @@ def described(
         device_optimizer=_DEVICE_SHARE * found.bandwidth / KERNEL_BYTES[dtype],
         # Each element of a gradient is read once and written once.
         gradient=_HOST_SHARE * bandwidth / (2 * _ITEMSIZES[dtype]),
-        handed_seconds=0.0,
+        handed_seconds=_HANDED_TO_GPU_SECONDS,
         drives=tuple(drives),
         assumed=tuple(assumed),
     )
@@ -318,6 +322,7 @@ def probed(
     if not gpu:
         assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
+        assumed.append(_HANDED_TO_GPU)
         assumed.append(
             f"{_USABLE_RAM:.0%} of the GPU's memory is free; its optimizer runs at the rate of elementwise work"
         )
@@ -336,7 +341,7 @@ def probed(
         optimizer=of.optimizer,
         device_optimizer=of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
         gradient=of.gradient,
-        handed_seconds=0.0 if gpu else _HANDED_SECONDS,
+        handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
     )
