@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import _thread
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -103,3 +104,11 @@ def _signal_again(number: int) -> None:
     """Lets the signal arrive again, on a thread of its own."""
     time.sleep(_RETRY_S)
     _thread.interrupt_main(signal.Signals(number))
+
+
+def is_on_stack(call: FrameType) -> bool:
+    """Returns True if `call` is on the calling thread's stack: a Ctrl-C ends calls without their last lines."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not call:
+        frame = frame.f_back
+    return frame is call

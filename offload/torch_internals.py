@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,10 +29,12 @@ __all__ = [
     "inner_tensors",
     "inside_backward",
     "make_subclass",
+    "outside_of_compiled_code",
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "set_data",
+    "tensors_in",
     "top_saved_tensor_hooks",
     "tree_leaves",
     "tree_map",
@@ -106,6 +110,33 @@ def fake_tensors(allow_others: bool = False) -> Any:
     return FakeTensorMode(allow_non_fake_inputs=allow_others)
 
 
+def tensors_in(output: Any) -> list[torch.Tensor]:
+    """Returns the tensors of a module's output, including those in the fields of a dataclass."""
+    if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
+        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+# -- torch.compile ------------------------------------------------------------------------------------
+
+
+def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `hook` as `torch.compiler.disable` does, at a fraction of its cost where no compiled code is running.
+
+    A hook of each module is called often, and `disable` changes and restores the state of the compiler at each call.
+    """
+    from torch._dynamo.decorators import skip  # imports sympy, which takes long
+
+    disabled = torch.compiler.disable(hook)
+    compiles = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+    def call(*args: Any) -> Any:
+        return hook(*args) if compiles() is None else disabled(*args)
+
+    # The compiler neither looks into `call` nor compiles it, but what it calls: hence `disabled`.
+    return skip(call)
+
+
 # -- modes of dispatch -------------------------------------------------------------------------------
 
 
@@ -127,9 +158,8 @@ def without_modes() -> Iterator[None]:
 # popped in another, and must know whose hooks are on top of the stack.
 
 
-def top_saved_tensor_hooks() -> Any:
-    """Returns the active pair of hooks of this thread, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+top_saved_tensor_hooks: Callable[[], Any] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)
+"""Returns the active pair of hooks of this thread, or None."""
 
 
 def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench import checkpoint, measure, predict, step
+from bench import checkpoint, host_time, measure, predict, step
 from tests.support.oracle import processes
 
 
@@ -29,6 +30,15 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step.main([str(tmp_path), "--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1"])
     assert 20 < _figures(capsys)["bytes_per_parameter"] < 30
+
+
+def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    threads = torch.get_num_threads()
+    try:
+        host_time.main(["--units", "6", "--rounds", "1"])
+    finally:
+        torch.set_num_threads(threads)
+    assert _figures(capsys)["plain_forward_us"] > 0
 
 
 def test_bench_predict_reports_its_figures(

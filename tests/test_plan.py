@@ -208,7 +208,7 @@ def test_the_optimizer_on_a_cpu_takes_cores() -> None:
 
 
 def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
-    machine = described("RTX 4090", 64 * GIB)
+    machine = replace(described("RTX 4090", 64 * GIB), handed_seconds=0.0)
     trains = from_count(10**9, 4, 512)
     still = tuple(layout._replace(trainable_stop=0) for layout in trains.layouts)
     before = timing.forward(trains, machine, 2)
@@ -222,7 +222,7 @@ def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
 
 
 def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
-    machine = described("RTX 4090", 64 * GIB)
+    machine = replace(described("RTX 4090", 64 * GIB), handed_seconds=0.0)
     apart = from_count(10**9, 4, 512)
     embedding, head = apart.uses[0], apart.uses[-1]._replace(unit=0)
     tied = apart._replace(uses=(embedding, *apart.uses[1:-1], head))

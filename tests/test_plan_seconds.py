@@ -83,6 +83,26 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
         assert f"{limit} limits ({step.limit_seconds / step.seconds:.0%} of the step)" in in_short(prediction)
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_cpu: bool) -> None:
+    """A GPU computes one use while the host prepares the next, so the slower of the two counts."""
+    shape, on = small(), machine(on_cpu, "5GB/s")
+    alone = timing.forward(shape, replace(on, handed_seconds=0.0), 1)
+    handed = max(each.seconds for each in alone) * 0.9
+    assert min(each.seconds for each in alone) < handed
+    for with_host, without in zip(timing.forward(shape, replace(on, handed_seconds=handed), 1), alone, strict=True):
+        if on_cpu:
+            assert with_host.seconds == without.seconds + handed
+            assert with_host.backward == without.backward + handed
+        else:
+            assert with_host.seconds == max(without.seconds, handed)
+            assert with_host.backward == max(without.backward, handed)
+
+
+def test_the_hosts_seconds_count_on_every_machine() -> None:
+    assert all(described(gpu.name).handed_seconds > 0 for gpu in GPUS)
+
+
 # -- dtypes -------------------------------------------------------------------------------------------
 
 

@@ -33,6 +33,9 @@ _OF_UNIFIED = (
 )
 _HANDED_SECONDS = 0.4e-3
 """Measured on two cores at about 3 GHz, for units of up to a dozen parameters."""
+_HANDED_TO_GPU_SECONDS = 0.6e-3
+"""The same, and 0.2 ms to launch some 30 kernels of a transformer block: a rule of thumb, not measured on a GPU."""
+_HANDED_TO_GPU = f"each use of a unit takes the host {_HANDED_TO_GPU_SECONDS * 1e3:.1f} ms, beside the GPU's compute"
 
 
 class Drive(NamedTuple):
@@ -92,8 +95,8 @@ class Hardware:
     gradient: float
     """Parameters whose gradient is stored in host memory, with the sum of its squares."""
     handed_seconds: float
-    """Seconds to bind a unit's weights to a use and to release them. On a CPU nothing computes meanwhile; on a GPU
-    queued work does, so the value is 0."""
+    """Seconds of the host for a use of a unit: to bind its weights and to release them, and on a GPU to launch its
+    kernels. On a CPU nothing computes meanwhile; on a GPU queued work does, so a use takes the longer of both."""
     drives: tuple[Drive, ...]
     assumed: tuple[str, ...]
     """Sentences, one per assumption that is no rate and was neither measured nor given."""
@@ -204,7 +207,7 @@ def described(
     found, like = find_gpu(gpu)
     if found.unified and link is not None:
         raise ConfigError(f"{found.name} has one memory for GPU and CPU, so --pcie has no meaning there")
-    assumed = [] if like is None else [like]
+    assumed = [_HANDED_TO_GPU] if like is None else [like, _HANDED_TO_GPU]
     if ram is None:
         ram = found.memory if found.unified else 64 * GIB
         assumed.append(f"there are {format_size(ram)} of RAM")
@@ -240,7 +243,7 @@ def described(
         device_optimizer=device.value / KERNEL_BYTES[dtype],
         # Each element of a gradient is read once and written once.
         gradient=card_rates.HOST_SHARE * host.value / (2 * _ITEMSIZES[dtype]),
-        handed_seconds=0.0,
+        handed_seconds=_HANDED_TO_GPU_SECONDS,
         drives=tuple(drives),
         assumed=tuple(assumed),
         rates=(products, device, copies, host, optimizer, *of_drives),
@@ -284,6 +287,7 @@ def probed(
     if not gpu:
         assumed.append(f"each use of a unit takes {_HANDED_SECONDS * 1e3:.1f} ms to receive its weights")
     if gpu:
+        assumed.append(_HANDED_TO_GPU)
         assumed.append(f"{_USABLE_RAM:.0%} of the GPU's memory is free")
     return Hardware(
         name=gpu or f"{found.machine['processor']}, {found.machine['cores']} cores",
@@ -300,7 +304,7 @@ def probed(
         optimizer=of.optimizer,
         device_optimizer=of.elementwise / KERNEL_BYTES[dtype] if gpu else of.optimizer,
         gradient=of.gradient,
-        handed_seconds=0.0 if gpu else _HANDED_SECONDS,
+        handed_seconds=_HANDED_TO_GPU_SECONDS if gpu else _HANDED_SECONDS,
         drives=drives,
         assumed=tuple(assumed),
         rates=(

@@ -1,7 +1,8 @@
 """Predicted seconds of a step: `simulate` plays the step with a machine's rates.
 
 compute of a use     flops / matmul + bytes of weights / weights + bytes / elementwise, once more if recomputed,
-                     + `handed_seconds` if the CPU computes
+                     + `handed_seconds` if the CPU computes; on a GPU at least `handed_seconds`, since the host
+                     prepares a use while the GPU computes the one before
 backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
                      + 2 * bytes / elementwise
 of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
@@ -132,9 +133,14 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
         # One product for the gradient of the input, one for that of the weights if these train.
         back = (1 + learning) * products + 2 * other + made
-        handed = hardware.handed_seconds
-        found.append(Pass(use.unit, products + other + handed, back + handed, use.lookup))
+        found.append(Pass(use.unit, _with_host(products + other, hardware), _with_host(back, hardware), use.lookup))
     return found
+
+
+def _with_host(seconds: float, hardware: Hardware) -> float:
+    """Returns the seconds of a use with those of the host: after the compute on a CPU, beside it on a GPU."""
+    handed = hardware.handed_seconds
+    return seconds + handed if hardware.on_cpu else max(seconds, handed)
 
 
 def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load) -> list[list[Pass]]:

@@ -206,7 +206,8 @@ class DeviceCache:
 
     def _idle(self) -> Iterator[UnitEntry]:
         """Yields the units that may be dropped."""
-        return (entry for entry in self._table.entries if self.idle(entry))
+        entries = self._table.entries
+        return (entries[unit] for unit in sorted(self._table.on_device) if self.idle(entries[unit]))
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""

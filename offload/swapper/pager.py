@@ -40,7 +40,7 @@ from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Having, Peers
 from offload.swapper.host_cache import HostCache
-from offload.swapper.memory.device import Device
+from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, keeps
@@ -166,9 +166,9 @@ class Pager:
     @uninterrupted
     def wait_upload(self, unit: int) -> None:
         """Orders compute that the calling thread starts from now on after the upload of `unit`, which is pinned."""
-        with self.lock:
-            uploaded = self._entries[unit].uploaded
-        self._device.wait_event(uploaded)
+        uploaded = self._entries[unit].uploaded  # set before the pin, so it needs no lock
+        if uploaded is not DONE:
+            self._device.wait_event(uploaded)
 
     @uninterrupted
     def serve_gather(self, unit: int) -> None:

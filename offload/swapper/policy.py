@@ -110,6 +110,10 @@ def find_room(
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     nbytes = align_up(max(nbytes, 1))
+    distances = {block.unit: access_order.distance(block.unit) for block in evictable}
+    # Most looks ahead find no room, and this is known before any offset is looked at.
+    if beyond >= 0 and not space.could_take(nbytes, (b[1:] for b in evictable if distances[b.unit] > beyond)):
+        return None
     regions = space.free_regions(block[1:] for block in evictable)
     lengths = sorted((stop - start for start, stop in regions), reverse=True)
     found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
@@ -117,23 +121,23 @@ def find_room(
         if stop - start < nbytes:
             continue
         elsewhere = next((length for length in _without(lengths, stop - start)), 0)
-        inside = [block for block in evictable if start <= block.offset < stop]
+        inside = [(b, b.offset, b.offset + align_up(b.nbytes)) for b in evictable if start <= b.offset < stop]
         # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
         # the room.
-        ends = {start, stop, *(b.offset for b in inside), *(b.offset + align_up(b.nbytes) for b in inside)}
+        ends = {start, stop}.union(*(block[1:] for block in inside))
         for offset in sorted({*ends, *(end - nbytes for end in ends)}):
             if offset < start or offset + nbytes > stop:
                 continue
-            going = [b for b in inside if b.offset < offset + nbytes and offset < b.offset + align_up(b.nbytes)]
-            nearest = min((access_order.distance(block.unit) for block in going), default=NEVER + 1)
+            going = [block for block, first, last in inside if first < offset + nbytes and offset < last]
+            nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
                 # The largest region that stays free: elsewhere, before or behind the unit. `alone` is the same
                 # question for the time when nothing else is in use.
                 left = max(elsewhere, offset - start, stop - offset - nbytes)
                 alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest
                 if alone or beyond < 0:
-                    score = (alone, left >= floor.largest, nearest, -sum(b.nbytes for b in going))
-                    found.append((score, Eviction(offset, tuple(block.unit for block in going))))
+                    score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
+                    found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
     if not found:
         return None
     if space.scatter is not None:

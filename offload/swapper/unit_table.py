@@ -62,6 +62,8 @@ class UnitTable:
         # Counts changes, so that a waiter can tell if it missed one.
         self.version = 0
         self.entries = [UnitEntry(index, size, size.start) for index, size in enumerate(sizes)]
+        self.on_device = {entry.index for entry in self.entries if entry.residency is Residency.DEVICE}
+        """Units whose residency is DEVICE: far fewer than all where units come and go."""
         self.access_order = AccessOrder()
         self.timeline = timeline
         self._memory = memory
@@ -74,6 +76,10 @@ class UnitTable:
         """Assigns a residency and notifies all waiters. No other code assigns one."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
+        if to is Residency.DEVICE:
+            self.on_device.add(entry.index)
+        else:
+            self.on_device.discard(entry.index)
         self.notify()
 
     def notify(self) -> None:

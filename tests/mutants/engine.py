@@ -288,6 +288,20 @@ MUTANTS = (
         "tests/test_autocast.py",
     ),
     Mutant(
+        "let a user's hooks inside of a unit's module receive its weights",
+        "offload.engine.params.module_hooks",
+        "external or not self._saved.active or",
+        "external or",
+        "tests/test_nested_sites.py",
+    ),
+    Mutant(
+        "return a weight from a module within its unit's as a view",
+        "offload.engine.params.module_hooks",
+        "            return self._own_memory(output)\n        try:",
+        "            return output\n        try:",
+        "tests/test_nested_sites.py",
+    ),
+    Mutant(
         "cut the graph of a compiled block by hooks",
         "offload.layout.units",
         "if not _is_compiled_into(name, needed, modules, sites)",

@@ -193,7 +193,7 @@ class GradientAccumulator:
         if new and values.element_size() > self.dtype.itemsize:
             values = values.to(self.dtype)  # the rounding of the store, with fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
-        chunks = range(0, len(values), CHUNK)
+        chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
         if summed and not self._spills(unit):
@@ -217,7 +217,7 @@ class GradientAccumulator:
     def _keep(self, unit: int, segment: int, first: int, values: torch.Tensor, add: bool = True) -> None:
         """Stores or adds `values` on the device. A sum is rounded once, as by the host's kernel."""
         start = self._start(unit, segment, first)
-        memory = self._on_device[unit][start : start + len(values)]
+        memory = self._on_device[unit][start : start + values.numel()]
         if add and not self._is_new(unit, segment, first):
             memory.add_(values)
         else:
@@ -237,9 +237,10 @@ class GradientAccumulator:
         with self._lock:
             # The update worker frees units under the same lock, on its own thread.
             assert unit not in self._reading
-            for chunk in range(0, len(values), CHUNK):
-                more = values[chunk : chunk + CHUNK]
-                memory = self._values_on_host(unit, start + chunk, start + chunk + len(more))
+            numel = values.numel()  # `len` of a tensor is slow Python
+            for chunk in range(0, numel, CHUNK):
+                more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
+                memory = self._values_on_host(unit, start + chunk, start + chunk + more.numel())
                 squares = kernels.accumulate(memory, more, add=not new)
                 if not summed:
                     self._squares[unit][segment, first + chunk] = squares

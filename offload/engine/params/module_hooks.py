@@ -1,8 +1,8 @@
 """Hooks that fetch a unit's weights when its modules run, take gradients, and notice when a backward begins and ends.
 
-    forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook. If a
-               parameter of another unit is used meanwhile, its unit is fetched on demand and stays until the outermost
-               site ends or the memory is needed.
+    forward    a *site* (a hooked module) binds its units in its pre-hook and releases them in its post-hook, unless
+               the enclosing site holds them. If a parameter of another unit is used meanwhile, its unit is fetched on
+               demand and stays until the outermost site ends or the memory is needed.
     backward   unpacking a saved view fetches its unit for as long as the view lives (`unit_views`). If Python code in
                a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
@@ -17,7 +17,6 @@ keep the casts of all units there. So the cache is off while a site runs, and a 
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 import types
@@ -35,11 +34,19 @@ from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, storage_address
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
-from offload.interrupts import uninterrupted
+from offload.interrupts import is_on_stack, uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
-from offload.torch_internals import call_after_backward, inside_backward, plain_tensors, tree_leaves, tree_map
+from offload.torch_internals import (
+    call_after_backward,
+    inside_backward,
+    outside_of_compiled_code,
+    plain_tensors,
+    tensors_in,
+    tree_leaves,
+    tree_map,
+)
 
 _EXTERNAL = "_offload_external_parameters"
 
@@ -108,7 +115,7 @@ class ModuleHooks:
         self._in_backward = self._gradient_seen = False
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
-        """For each module, by id: the units of other modules' parameters that the user has registered with it."""
+        """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
         self._hooked: set[int] = set()
         modules = dict(model.named_modules())
         # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
@@ -197,7 +204,7 @@ class ModuleHooks:
         """Adds `unit` to the units that are materialized whenever `module` runs."""
         if id(module) not in self._hooked:
             self._hook_module(module, ())
-        self._external.setdefault(id(module), []).append(unit)
+        self._external[id(module)].append(unit)
 
     def end_use_in(self, module: nn.Module, unit: int) -> None:
         """Reverts one `use_in`, if there was one."""
@@ -216,17 +223,37 @@ class ModuleHooks:
         """Makes `module` a site of `units`."""
         self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
 
+        external = self._external.setdefault(id(module), [])
+
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if called is module:
-                self._enter(module, (*units, *self._external.get(id(module), ())))
+            if called is module and not self._is_covered(module, units, external):
+                self._enter(module, (*units, *external))
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(module, output) if called is module else output
 
         # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
         # exception, since otherwise a failed forward would leave its units pinned.
-        self._removers.append(module.register_forward_pre_hook(torch.compiler.disable(before), prepend=True).remove)
-        self._removers.append(module.register_forward_hook(torch.compiler.disable(after), always_call=True).remove)
+        self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove)
+        self._removers.append(module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove)
+
+    def _is_covered(self, module: nn.Module, units: Sequence[int], external: Sequence[int]) -> bool:
+        """Returns True if the enclosing site does all that entering `module` would do: most sites are within a unit's.
+
+        The units then stay materialized until that site is left. Only the order of streams is the module's own.
+        """
+        frames = self._local.frames
+        if not frames or external or not self._saved.active or torch.is_autocast_cache_enabled():
+            return False
+        # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
+        for frame in frames:
+            if frame.module is module or module is self._root:
+                return False
+        for unit in units:
+            if unit not in frames[-1].units:
+                return False
+            self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
+        return True
 
     @uninterrupted
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
@@ -234,7 +261,7 @@ class ModuleHooks:
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
         # If the Python frame of the outermost call is no longer on the stack, a Ctrl-C ended it without its post-hook.
-        if again and local.frames and not _is_running(local.frames[0].call):
+        if again and local.frames and not is_on_stack(local.frames[0].call):
             self.reset_aborted()
         if not local.frames:
             self._callbacks.enter_forward()
@@ -263,12 +290,15 @@ class ModuleHooks:
     def _leave(self, module: nn.Module, output: Any) -> Any:
         """Leaves the innermost site, and returns the output without views of weights.
 
-        Returns the output as it is if `module` is not that site: torch also calls the post-hook of a site that was not
-        entered, because a pre-hook raised, or that was left, because a signal's handler destroyed the engine.
+        Leaves nothing if `module` is not that site, but is covered by the site. torch also calls the post-hook of a
+        site that was not entered, because a pre-hook raised, or that was left, because a signal's handler destroyed
+        the engine.
         """
-        if not self._local.frames or self._local.frames[-1].module is not module:
+        if not self._local.frames:
             return output
         frame = self._local.frames[-1]
+        if frame.module is not module:
+            return self._own_memory(output)
         try:
             # Cloned while the units are still pinned.
             output = self._own_memory(output)
@@ -296,6 +326,8 @@ class ModuleHooks:
 
     def _own_memory(self, output: Any) -> Any:
         """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
+        if isinstance(output, torch.Tensor):
+            return output.clone() if self._is_weights(output) else output
         if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
             return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
         return output
@@ -310,7 +342,7 @@ class ModuleHooks:
 
     def _watch_outputs(self, output: Any) -> None:
         """Makes the autograd nodes of the outermost site's output report a backward, in which they run first."""
-        for leaf in _tensors(output):
+        for leaf in tensors_in(output):
             if leaf.grad_fn is not None:
                 leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
 
@@ -366,18 +398,3 @@ def _module_call() -> types.FrameType:
     while frame.f_back is not None and frame.f_code.co_filename != module_file:
         frame = frame.f_back
     return frame
-
-
-def _is_running(call: types.FrameType) -> bool:
-    """Returns True if `call` is on the calling thread's stack."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame is not call:
-        frame = frame.f_back
-    return frame is call
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a module's output, including those in the fields of a dataclass."""
-    if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
-        output = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]

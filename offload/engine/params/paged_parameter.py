@@ -121,19 +121,19 @@ class ParamHandle:
 
     def materialize(self, values: torch.Tensor) -> None:
         """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
-        with plain_tensors():
-            self._version, self._address = self.parameter._version, values.data_ptr()
+        parameter = self.parameter
         # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
-        self.parameter.__class__ = self._class
-        self.parameter.data = values
-        self.parameter.__dict__.pop("offload_handle", None)
+        parameter.__class__ = self._class
+        self._version, self._address = parameter._version, values.data_ptr()
+        parameter.data = values
+        parameter.__dict__.pop("offload_handle", None)
 
     @property
     def changed(self) -> bool:
         """True if the materialized parameter was changed in place, or received other memory."""
         if not self.materialized:
             return False
-        return (self.parameter._version, self.parameter.data_ptr()) != (self._version, self._address)
+        return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
 
     @property
     def thawed(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
@@ -41,11 +42,8 @@ class _Handle(NamedTuple):
     offset: int  # in elements, within the unit
 
 
-class _Saved(NamedTuple):
-    """Any other saved tensor with its version; detached, since the graph must not reference itself."""
-
-    tensor: torch.Tensor
-    version: int
+_Saved = tuple[torch.Tensor, int]
+"""Any other saved tensor with its version; detached, since the graph must not reference itself."""
 
 
 class _Packed(NamedTuple):
@@ -60,7 +58,9 @@ class _Wrapped(NamedTuple):
 
     kind: Any
     inner: dict[str, Any]
-    """The packed inner tensors by name, and inner values that are none."""
+    """The packed inner tensors, by name."""
+    others: dict[str, Any]
+    """Inner values that are no tensors, by name."""
     context: Any
     size: torch.Size
     stride: tuple[int, ...]
@@ -80,7 +80,7 @@ class _Pack:
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self._outer is None:
-            return _Saved(tensor.detach(), tensor._version)
+            return tensor.detach(), tensor._version
         pack, unpack = self._outer
         return _Packed(pack(tensor), unpack)
 
@@ -88,8 +88,9 @@ class _Pack:
         """Packs each inner tensor of a wrapper by itself, as if autograd had saved it."""
         found = inner_tensors(tensor)
         assert found is not None, "only a wrapper wraps weights"
-        inner = {name: self(each) if isinstance(each, torch.Tensor) else each for name, each in found[0].items()}
-        return _Wrapped(type(tensor), inner, found[1], tensor.size(), tensor.stride())
+        inner = {name: self(each) for name, each in found[0].items() if isinstance(each, torch.Tensor)}
+        others = {name: each for name, each in found[0].items() if name not in inner}
+        return _Wrapped(type(tensor), inner, others, found[1], tensor.size(), tensor.stride())
 
 
 class SavedTensors:
@@ -122,7 +123,7 @@ class SavedTensors:
         So hooks of checkpointing and of the user, outside of the model or within it, receive every tensor that is no
         weight: in a recomputation the same ones as in the forward.
         """
-        if self._active:
+        if self.active:
             return False
         # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
@@ -136,7 +137,7 @@ class SavedTensors:
         return True
 
     @property
-    def _active(self) -> bool:
+    def active(self) -> bool:
         """True if the innermost hooks of the calling thread are this object's."""
         top = top_saved_tensor_hooks()
         return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
@@ -159,10 +160,10 @@ class SavedTensors:
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:
-            unit, shape, stride = binding.unit, tuple(tensor.shape), tuple(tensor.stride())
+            unit = binding.unit
             # In elements of the view's own dtype, in which `unpack` views the unit again.
             offset = int(tensor.storage_offset())
-            return _Handle(unit, self._pager.updates(unit), tensor.dtype, shape, stride, offset)
+            return _Handle(unit, self._pager.updates(unit), tensor.dtype, tensor.shape, tensor.stride(), offset)
         # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self._placeholders.get(address)
         if used is not None:
@@ -189,22 +190,24 @@ class SavedTensors:
             RuntimeError: if a tensor was changed in place since it was saved, as torch raises it.
             UsageError: if the weights have changed since the forward.
         """
-        if isinstance(packed, _Saved):
-            if packed.tensor._version != packed.version:
-                raise RuntimeError(
-                    f"a tensor of shape {list(packed.tensor.shape)} that backward needs was changed in place: it is "
-                    f"at version {packed.tensor._version}, expected {packed.version}"
-                )
-            return packed.tensor
+        if isinstance(packed, _Handle):
+            return self._view(packed)
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):
-            kinds = (_Handle, _Saved, _Packed, _Wrapped)
-            inner = {
-                name: self.unpack(each) if isinstance(each, kinds) else each for name, each in packed.inner.items()
-            }
+            inner = {name: self.unpack(each) for name, each in packed.inner.items()} | packed.others
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
+        tensor, version = packed
+        if tensor._version != version:
+            raise RuntimeError(
+                f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place: it is at version "
+                f"{tensor._version}, expected {version}"
+            )
+        return tensor
+
+    def _view(self, packed: _Handle) -> torch.Tensor:
+        """Returns a view of weights."""
         # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(packed.unit) != packed.updates:
             raise UsageError(
@@ -219,6 +222,12 @@ class SavedTensors:
 
 def storage_address(tensor: torch.Tensor) -> int:
     """Returns the address of the tensor's storage; 0 without memory of its own: sparse, of torch.func, or a wrapper."""
+    kind = type(tensor)
+    if kind is torch.Tensor or kind is nn.Parameter:  # nearly all; torch refuses those without a storage
+        try:
+            return tensor.untyped_storage().data_ptr()
+        except RuntimeError:
+            return 0
     if tensor.layout is not torch.strided:
         return 0
     with plain_tensors():  # otherwise a placeholder would fetch its weights

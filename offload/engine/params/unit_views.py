@@ -56,11 +56,11 @@ def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 class Binding:
     """One pin of a unit, and the storage over the unit's device buffer."""
 
-    def __init__(self, unit: int, memory: torch.Tensor) -> None:
-        """Lays a new storage over `memory`, the unit's device buffer."""
+    def __init__(self, unit: int, memory: torch.Tensor, dtype: torch.dtype) -> None:
+        """Lays a new storage over `memory`, the unit's device buffer, for weights of `dtype`."""
         self.unit = unit
         # DLPack gives the memory a second storage, which dies with its last view; the arena's own storage never dies.
-        self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory))
+        self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory)).view(dtype)
         storage = self.flat.untyped_storage()
         self.address = storage.data_ptr()
         self._storage = StorageWeakRef(storage)
@@ -68,7 +68,7 @@ class Binding:
     @property
     def alive(self) -> bool:
         """True while a view of the storage exists."""
-        return not self._storage.expired()
+        return self.flat is not None or not self._storage.expired()
 
 
 class _Unit:
@@ -177,8 +177,9 @@ class UnitViews:
                 binding = self._recent = self._take(index)
             else:
                 self._pager.wait_upload(index)  # the unit may have been fetched for another stream
-            assert binding.flat is not None
-            return torch.as_strided(binding.flat.view(dtype), size, stride, offset)
+            flat = binding.flat
+            assert flat is not None
+            return torch.as_strided(flat if dtype is self._dtype else flat.view(dtype), size, stride, offset)
 
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
@@ -232,8 +233,8 @@ class UnitViews:
         if gathered:
             raise UsageError(f"{gathered[0]} is gathered: leave `with offload.gathered(...)` before the model runs")
         binding = self._take(index)
-        assert binding.flat is not None
-        flat = binding.flat.view(self._dtype)
+        flat = binding.flat
+        assert flat is not None
         unit.binding = binding
         for (size, stride, start), handle in zip(unit.views, unit.handles, strict=True):
             handle.materialize(torch.as_strided(flat, size, stride, start))
@@ -248,7 +249,7 @@ class UnitViews:
             except BudgetError:
                 if not self._give_way():
                     raise
-        binding = Binding(index, memory)
+        binding = Binding(index, memory, self._dtype)
         self._live.append(binding)
         self._at[binding.address] = binding
         return binding

@@ -1,0 +1,121 @@
+"""A module inside of its unit's module runs without hooks of its own, and behaves as if it had them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import offload
+from bench.measure import settings_for
+from offload.engine.params.unit_views import UnitViews
+
+WIDTH = 16
+
+
+class Scale(nn.Module):
+    """Returns its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((WIDTH,), 0.01))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class Again(nn.Module):
+    """Calls itself within its own call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: torch.Tensor, times: int = 3) -> torch.Tensor:
+        x = torch.tanh(x @ self.weight)
+        return self(x, times - 1) if times else x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.again = nn.Linear(WIDTH, WIDTH), Scale(), Again()
+        self.kept: list[torch.Tensor] = []
+        self.packed: list[Any] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            self.packed.append(tensor.shape)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            x = self.linear(x)
+        self.kept.append(self.scale())
+        return self.again(x) * self.scale()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block()).to(torch.bfloat16)
+
+
+@pytest.fixture
+def batch() -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+
+
+def started(folder: Path) -> offload.Engine:
+    return offload.initialize(model=model(), config=settings_for(folder, "nested", "cpu"))[0]
+
+
+def test_only_the_outer_module_of_a_unit_materializes_the_unit(
+    tmp_path: Path, batch: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: list[int] = []
+    real = UnitViews.use
+    monkeypatch.setattr(UnitViews, "use", lambda views, unit: (used.append(unit), real(views, unit))[1])
+    engine = started(tmp_path)
+    block: Any = engine.module[0]
+    engine(batch)
+    assert used == [0, 0, 1, 1], "`linear` runs under hooks of the user, within which it needs the engine's"
+    used.clear()
+    block.scale()
+    assert used == [0], "outside of the block"
+    engine.destroy(remove=True)
+
+
+def test_results_are_those_of_plain_torch(tmp_path: Path, batch: torch.Tensor) -> None:
+    plain, engine = model(), started(tmp_path)
+    expected = plain(batch).float().sum()
+    expected.backward()
+    loss = engine(batch).float().sum()
+    assert loss == expected
+    engine.backward(loss)
+    for name, parameter in engine.module.named_parameters():
+        gradient = plain.get_parameter(name).grad
+        assert gradient is not None and torch.equal(offload.safe_get_full_grad(parameter), gradient.float()), name
+    engine.destroy(remove=True)
+
+
+def test_a_weight_that_an_inner_module_returns_is_a_copy(tmp_path: Path, batch: torch.Tensor) -> None:
+    """A view would hold the unit on the device, and `step()` would refuse to change it."""
+    engine = started(tmp_path)
+    for _ in range(2):
+        engine.backward(engine(batch).float().sum())
+        engine.step()
+    block: Any = engine.module[0]
+    first, second = block.kept
+    assert torch.equal(first, torch.full((WIDTH,), 0.01, dtype=torch.bfloat16)) and not torch.equal(second, first)
+    engine.destroy(remove=True)
+
+
+def test_hooks_of_the_user_inside_of_a_unit_receive_no_weights(tmp_path: Path, batch: torch.Tensor) -> None:
+    engine = started(tmp_path)
+    block: Any = engine.module[0]
+    engine.backward(engine(batch).float().sum())
+    assert block.packed == [batch.shape], "the input alone"
+    engine.destroy(remove=True)
