@@ -1,5 +1,6 @@
 // Copies between host and device by the rules of CUDA, allocation, and views.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -11,7 +12,6 @@
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/native/Resize.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -21,19 +21,20 @@
 namespace testdevice {
 
 Plain::Plain()
-    : guard_(c10::default_included_set,
-             c10::default_excluded_set | c10::autograd_dispatch_keyset |
-                 c10::autocast_dispatch_keyset) {}
+    : guard_(c10::default_included_set, c10::default_excluded_set | c10::autograd_dispatch_keyset |
+                                            c10::autocast_dispatch_keyset) {}
 
 at::Tensor over(const at::Tensor& tensor) {
     const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(at::kCPU);
     TORCH_CHECK(!tensor.is_conj() && !tensor.is_neg(), "the test device knows no lazy conjugates");
-    return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(), options);
+    return at::from_blob(kernel_address(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
+                         options);
 }
 
 at::Tensor make(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
     return at::detail::empty_strided_generic(sizes, strides, c10::GetAllocator(kDevice),
-                                             c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), dtype);
+                                             c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                             dtype);
 }
 
 void queue_from(const at::Tensor& destination, const at::Tensor& source) {
@@ -61,7 +62,8 @@ void to_device(at::Tensor source, const at::Tensor& destination, bool non_blocki
     count(kCopiesIn);
     if (!as_bytes(source, destination)) {
         // The host converts into a buffer of its own, which is not pinned.
-        source = at::empty(destination.sizes(), destination.options().device(at::kCPU)).copy_(source);
+        source =
+            at::empty(destination.sizes(), destination.options().device(at::kCPU)).copy_(source);
     }
     const char* from = static_cast<const char*>(source.const_data_ptr());
     const size_t nbytes = source.nbytes();
@@ -72,7 +74,8 @@ void to_device(at::Tensor source, const at::Tensor& destination, bool non_blocki
         });
         hold_host(uintptr_t(from), nbytes, point.stream, point.number);
     } else {
-        // Through a buffer of the driver: read at the call, either after all work of the stream or before it.
+        // Through a buffer of the driver: read at the call, either after all work of the stream or
+        // before it.
         if (chance(0.5)) wait(end_of(current_stream()));
         queue_from(destination, source.clone());
         point = end_of(current_stream());
@@ -96,14 +99,16 @@ void to_host(at::Tensor source, const at::Tensor& destination, bool non_blocking
     char* to = static_cast<char*>(destination.mutable_data_ptr());
     const size_t nbytes = source.nbytes();
     const bool pinned = is_pinned(to, nbytes);
-    Point point = submit([to, nbytes, from = kernel_address(source.const_data_ptr())] { memcpy(to, from, nbytes); });
+    Point point = submit(
+        [to, nbytes, from = kernel_address(source.const_data_ptr())] { memcpy(to, from, nbytes); });
     if (pinned) hold_host(uintptr_t(to), nbytes, point.stream, point.number);
     if (!(pinned && non_blocking)) wait(point);
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
     if (!destination.numel()) return destination;
-    TORCH_CHECK(!destination.is_conj() && !destination.is_neg(), "the test device knows no lazy conjugates");
+    TORCH_CHECK(!destination.is_conj() && !destination.is_neg(),
+                "the test device knows no lazy conjugates");
     at::Tensor from = source.resolve_conj().resolve_neg().expand_as(destination);
     if (!on_device(from)) {
         to_device(from, destination, non_blocking);
@@ -115,7 +120,8 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
     return destination;
 }
 
-const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format);
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes,
+                         std::optional<at::MemoryFormat> format);
 
 at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {
     destination.resize_(source.sizes());
@@ -129,33 +135,40 @@ at::Scalar local_scalar(const at::Tensor& self) {
     return at::_local_scalar_dense(over(self));
 }
 
-at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                 std::optional<at::Device>, std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
-    TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided, "the test device has strided tensors alone");
+at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout> layout, std::optional<at::Device>,
+                 std::optional<bool> pinned, std::optional<at::MemoryFormat> format) {
+    TORCH_CHECK(layout.value_or(at::kStrided) == at::kStrided,
+                "the test device has strided tensors alone");
     TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
     return at::detail::empty_generic(sizes, c10::GetAllocator(kDevice),
                                      c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                      c10::dtype_or_default(dtype), format);
 }
 
-at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<at::ScalarType> dtype,
-                         std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
+                         std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<at::Device>, std::optional<bool>) {
     return make(sizes, strides, c10::dtype_or_default(dtype));
 }
 
-at::Tensor zeros(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout,
-                 std::optional<at::Device> where, std::optional<bool> pinned) {
+at::Tensor zeros(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
+                 std::optional<at::Layout> layout, std::optional<at::Device> where,
+                 std::optional<bool> pinned) {
     return empty(sizes, dtype, layout, where, pinned, std::nullopt).zero_();
 }
 
 void grow(const at::Tensor& self, size_t nbytes) {
     const c10::Storage& storage = self.storage();
-    if (nbytes > storage.nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, nbytes);
+    if (nbytes > storage.nbytes())
+        at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(storage, nbytes);
 }
 
-const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef sizes,
+                         std::optional<at::MemoryFormat> format) {
     auto* impl = self.unsafeGetTensorImpl();
-    grow(self, at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset()));
+    grow(self,
+         at::detail::computeStorageNbytesContiguous(sizes, self.itemsize(), self.storage_offset()));
     impl->set_sizes_contiguous(sizes);
     if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
     return self;
@@ -171,7 +184,8 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at
     } else {
         impl->set_sizes_contiguous(sizes);
     }
-    grow(self, at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), offset));
+    grow(self,
+         at::detail::computeStorageNbytes(self.sizes(), self.strides(), self.itemsize(), offset));
     return self;
 }
 
@@ -181,14 +195,17 @@ at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
 }
 
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
-    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+    return set_storage(self, source.storage(), source.storage_offset(), source.sizes(),
+                       source.strides());
 }
 
 at::Tensor& set_empty(at::Tensor& self) {
     return set_storage(self, make({0}, {1}, self.scalar_type()).storage(), 0, {0}, {});
 }
 
-void record_stream(at::Tensor& self, c10::Stream stream) { record_block(self.storage().data_ptr(), stream.id()); }
+void record_stream(at::Tensor& self, c10::Stream stream) {
+    record_block(self.storage().data_ptr(), stream.id());
+}
 
 }  // namespace
 

@@ -30,17 +30,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
     c10::Stream getStream(c10::Device) const override { return stream_of(current_stream()); }
     c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
-    c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return stream_of(new_stream()); }
+    c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override {
+        return stream_of(new_stream());
+    }
     c10::Stream getNewStream(c10::Device, int) const override { return stream_of(new_stream()); }
-    c10::Stream exchangeStream(c10::Stream stream) const override { return stream_of(exchange_stream(stream.id())); }
-    bool queryStream(const c10::Stream& stream) const override { return query(end_of(stream.id())); }
+    c10::Stream exchangeStream(c10::Stream stream) const override {
+        return stream_of(exchange_stream(stream.id()));
+    }
+    bool queryStream(const c10::Stream& stream) const override {
+        return query(end_of(stream.id()));
+    }
     void synchronizeStream(const c10::Stream& stream) const override { wait(end_of(stream.id())); }
     void synchronizeDevice(const c10::DeviceIndex) const override { wait_for_all(); }
-    void recordDataPtrOnStream(const c10::DataPtr& block, const c10::Stream& stream) const override {
+    void recordDataPtrOnStream(const c10::DataPtr& block,
+                               const c10::Stream& stream) const override {
         record_block(block, stream.id());
     }
 
-    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+                const c10::EventFlag) const override {
         if (!*event) *event = new Event;
         auto time = std::make_shared<double>(0);
         static_cast<Event*>(*event)->time = time;
@@ -52,7 +60,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void block(void* event, const c10::Stream& stream) const override {
         if (event) submit_wait(stream.id(), static_cast<Event*>(event)->point);
     }
-    bool queryEvent(void* event) const override { return !event || query(static_cast<Event*>(event)->point); }
+    bool queryEvent(void* event) const override {
+        return !event || query(static_cast<Event*>(event)->point);
+    }
     void synchronizeEvent(void* event) const override {
         if (event) wait(static_cast<Event*>(event)->point);
     }
@@ -66,8 +76,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 
-// The device draws its numbers by a generator of the CPU, when work is submitted: torch's default one by default, so
-// a model on the device has the numbers that it has on the CPU.
+// The device draws its numbers by a generator of the CPU, when work is submitted: torch's default
+// one by default, so a model on the device has the numbers that it has on the CPU.
 struct DeviceGenerator final : c10::GeneratorImpl {
     explicit DeviceGenerator(at::Generator numbers)
         : c10::GeneratorImpl(device(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
@@ -78,7 +88,9 @@ struct DeviceGenerator final : c10::GeneratorImpl {
     uint64_t get_offset() const override { return cpu.get_offset(); }
     uint64_t current_seed() const override { return cpu.current_seed(); }
     uint64_t seed() override { return cpu.seed(); }
-    void set_state(const c10::TensorImpl& state) override { cpu.unsafeGetGeneratorImpl()->set_state(state); }
+    void set_state(const c10::TensorImpl& state) override {
+        cpu.unsafeGetGeneratorImpl()->set_state(state);
+    }
     c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
         return cpu.unsafeGetGeneratorImpl()->get_state();
     }
@@ -106,9 +118,12 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     at::Device getDeviceFromPtr(void*) const override { return device(); }
     bool isPinnedPtr(const void* at) const override { return is_pinned(at, 1); }
     at::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
-    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return default_generator(); }
+    const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+        return default_generator();
+    }
     at::Generator getNewGenerator(c10::DeviceIndex) const override {
-        return at::Generator(c10::make_intrusive<DeviceGenerator>(at::detail::createCPUGenerator()));
+        return at::Generator(
+            c10::make_intrusive<DeviceGenerator>(at::detail::createCPUGenerator()));
     }
     void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override;
 };

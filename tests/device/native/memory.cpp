@@ -22,9 +22,10 @@ constexpr size_t kMiB = 1 << 20;
 constexpr size_t kAddresses = size_t(1) << 38;  // of which pages exist once they are written
 constexpr size_t kRounding = 512;
 
-// The sizes of CUDA's caching allocator: small blocks share segments of 2 MiB, large ones have segments of their own
-// or of 20 MiB.
-constexpr size_t kSmall = kMiB, kSmallSegment = 2 * kMiB, kMiddle = 10 * kMiB, kLargeSegment = 20 * kMiB;
+// The sizes of CUDA's caching allocator: small blocks share segments of 2 MiB, large ones have
+// segments of their own or of 20 MiB.
+constexpr size_t kSmall = kMiB, kSmallSegment = 2 * kMiB, kMiddle = 10 * kMiB,
+                 kLargeSegment = 20 * kMiB;
 
 size_t rounded(size_t nbytes, size_t unit) { return (nbytes + unit - 1) / unit * unit; }
 
@@ -34,7 +35,8 @@ struct Mapping {
 
     Mapping() {
         int file = memfd_create("test-device", MFD_CLOEXEC);
-        TORCH_CHECK(file >= 0 && ftruncate(file, kAddresses) == 0, "memfd_create: ", strerror(errno));
+        TORCH_CHECK(file >= 0 && ftruncate(file, kAddresses) == 0,
+                    "memfd_create: ", strerror(errno));
         device = map(file, PROT_NONE);
         kernel = map(file, PROT_READ | PROT_WRITE);
         close(file);
@@ -75,13 +77,15 @@ class Blocks {
         auto best = blocks_.end();
         for (auto at = blocks_.begin(); at != blocks_.end(); ++at) {
             const Block& block = at->second;
-            if (block.used || block.stream != stream || block.small != small || block.nbytes < need) continue;
+            if (block.used || block.stream != stream || block.small != small || block.nbytes < need)
+                continue;
             if (best == blocks_.end() || block.nbytes < best->second.nbytes) best = at;
         }
         if (best == blocks_.end() && !add_segment(need, small, stream, best)) return false;
         Block& block = best->second;
         if (block.nbytes - need >= (small ? kRounding : kSmall + 1)) {
-            blocks_[best->first + need] = {block.nbytes - need, block.segment, stream, small, false};
+            blocks_[best->first + need] = {block.nbytes - need, block.segment, stream, small,
+                                           false};
             block.nbytes = need;
         }
         block.used = true;
@@ -171,7 +175,8 @@ class Blocks {
         return true;
     }
 
-    // At once, though work that uses the block may still be queued: later work of its stream comes after that.
+    // At once, though work that uses the block may still be queued: later work of its stream comes
+    // after that.
     void release(size_t offset) {
         auto at = blocks_.find(offset);
         TORCH_INTERNAL_ASSERT(at != blocks_.end() && at->second.used);
@@ -195,12 +200,14 @@ class Blocks {
     void finish_deferred() {
         std::vector<size_t> ended;
         for (const Deferred& each : deferred_) {
-            if (std::all_of(each.until.begin(), each.until.end(), passed)) ended.push_back(each.start);
+            if (std::all_of(each.until.begin(), each.until.end(), passed))
+                ended.push_back(each.start);
         }
         for (size_t start : ended) {
             release(start);
-            deferred_.erase(std::find_if(deferred_.begin(), deferred_.end(),
-                                         [start](const Deferred& each) { return each.start == start; }));
+            deferred_.erase(
+                std::find_if(deferred_.begin(), deferred_.end(),
+                             [start](const Deferred& each) { return each.start == start; }));
         }
     }
 
@@ -233,9 +240,10 @@ c10::DataPtr allocate_block(size_t nbytes) {
         if (!blocks().take(nbytes, stream, offset)) {
             blocks().note_out_of_memory();
             const MemoryCounts counts = blocks().counts();
-            TORCH_CHECK_WITH(OutOfMemoryError, false, "test device out of memory. Tried to allocate ", nbytes,
-                             " bytes; ", counts.allocated, " are allocated, ", counts.reserved, " reserved, of ",
-                             counts.total);
+            TORCH_CHECK_WITH(OutOfMemoryError, false,
+                             "test device out of memory. Tried to allocate ", nbytes, " bytes; ",
+                             counts.allocated, " are allocated, ", counts.reserved,
+                             " reserved, of ", counts.total);
         }
     }
     if (poison) {
@@ -246,10 +254,13 @@ c10::DataPtr allocate_block(size_t nbytes) {
 }
 
 void copy_blocks(void* to, const void* from, size_t nbytes) {
-    submit([to = kernel_address(to), from = kernel_address(from), nbytes] { memcpy(to, from, nbytes); });
+    submit([to = kernel_address(to), from = kernel_address(from), nbytes] {
+        memcpy(to, from, nbytes);
+    });
 }
 
-// `torch.accelerator.memory_*` ask a DeviceAllocator, whose interface is younger than the device needs.
+// `torch.accelerator.memory_*` ask a DeviceAllocator, whose interface is younger than the device
+// needs.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 struct DeviceAllocator final : c10::DeviceAllocator {
     bool initialized() override { return true; }
@@ -279,10 +290,13 @@ struct DeviceAllocator final : c10::Allocator {
 #endif
     c10::DataPtr allocate(size_t nbytes) override { return allocate_block(nbytes); }
     c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
-    void copy_data(void* to, const void* from, size_t nbytes) const override { copy_blocks(to, from, nbytes); }
+    void copy_data(void* to, const void* from, size_t nbytes) const override {
+        copy_blocks(to, from, nbytes);
+    }
 };
 
-// -- host memory -------------------------------------------------------------------------------------
+// -- host memory
+// -------------------------------------------------------------------------------------
 
 struct Held {
     uintptr_t start, end;
@@ -298,7 +312,8 @@ struct HostMemory {
     int64_t registered = 0, limit = INT64_MAX;
 
     bool in_use(uintptr_t start, uintptr_t end) {
-        held.erase(std::remove_if(held.begin(), held.end(), [](const Held& each) { return passed(each.until); }),
+        held.erase(std::remove_if(held.begin(), held.end(),
+                                  [](const Held& each) { return passed(each.until); }),
                    held.end());
         return std::any_of(held.begin(), held.end(),
                            [=](const Held& each) { return each.start < end && start < each.end; });
@@ -340,7 +355,9 @@ struct PinnedAllocator final : c10::Allocator {
         return {at, at, &free_pinned, c10::Device(c10::DeviceType::CPU)};
     }
     c10::DeleterFnPtr raw_deleter() const override { return &free_pinned; }
-    void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
+    void copy_data(void* to, const void* from, size_t nbytes) const override {
+        memcpy(to, from, nbytes);
+    }
 };
 
 }  // namespace
@@ -402,7 +419,8 @@ bool is_pinned(const void* start, size_t nbytes) {
     auto after = ranges.lower_bound(last);
     if (after == ranges.begin() || std::prev(after)->second <= first) return false;
     const auto& [from, to] = *std::prev(after);
-    TORCH_CHECK(from <= first && last <= to, "invalid argument: a copy reaches over the end of pinned memory");
+    TORCH_CHECK(from <= first && last <= to,
+                "invalid argument: a copy reaches over the end of pinned memory");
     return true;
 }
 

@@ -1,8 +1,9 @@
 // Every other operation: the CPU's kernel, queued on the current stream.
 //
-// The shapes of results come from the kernels of torch's meta device, so the thread that submits an operation reads no
-// value. An operation whose results depend on values (`nonzero`, `equal`) waits for its stream and runs at once; the
-// counter of such waits is what CUDA's sync-debug mode would show.
+// The shapes of results come from the kernels of torch's meta device, so the thread that submits an
+// operation reads no value. An operation whose results depend on values (`nonzero`, `equal`) waits
+// for its stream and runs at once; the counter of such waits is what CUDA's sync-debug mode would
+// show.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/transformers/attention.h>
@@ -10,6 +11,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/mul.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <string>
@@ -24,24 +26,41 @@ using torch::jit::Stack;
 
 // Results have shapes that depend on values.
 const std::unordered_set<std::string> kNeedsValues{
-    "aten::nonzero",         "aten::masked_select",      "aten::_unique",
-    "aten::_unique2",        "aten::unique_dim",         "aten::unique_consecutive",
-    "aten::bincount",        "aten::unique_dim_consecutive", "aten::repeat_interleave",
-    "aten::equal",           "aten::histc",              "aten::multinomial",
-    "aten::is_nonzero",      "aten::_linalg_check_errors",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::bincount",
+    "aten::unique_dim_consecutive",
+    "aten::repeat_interleave",
+    "aten::equal",
+    "aten::histc",
+    "aten::multinomial",
+    "aten::is_nonzero",
+    "aten::_linalg_check_errors",
 };
 
+// Their kernels on a CPU save what the meta kernels give another dtype or shape: they run on zeros
+// to show it.
+const std::unordered_set<std::string> kSavesOtherwise{
+    "aten::native_layer_norm", "aten::native_group_norm", "aten::native_batch_norm"};
+
 // May be given indices in host memory.
-const std::unordered_set<std::string> kTakesHostIndices{"aten::index", "aten::index_put", "aten::index_put_",
-                                                        "aten::_index_put_impl_", "aten::_unsafe_index"};
+const std::unordered_set<std::string> kTakesHostIndices{
+    "aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_",
+    "aten::_unsafe_index"};
 
 using Replace = std::function<at::Tensor(const at::Tensor&, const c10::Argument&)>;
 
-c10::IValue replaced(const c10::IValue& value, const c10::Argument& argument, const Replace& replace) {
+c10::IValue replaced(const c10::IValue& value, const c10::Argument& argument,
+                     const Replace& replace) {
     if (value.isTensor()) return replace(value.toTensor(), argument);
     if (value.isTensorList()) {
         c10::List<at::Tensor> tensors;
-        for (const at::Tensor& each : value.toTensorVector()) tensors.push_back(replace(each, argument));
+        for (const at::Tensor& each : value.toTensorVector())
+            tensors.push_back(replace(each, argument));
         return tensors;
     }
     if (value.isOptionalTensorList()) {
@@ -86,10 +105,11 @@ class Call {
 
     std::vector<at::Tensor> tensors(size_t index) const {
         std::vector<at::Tensor> found;
-        replaced(given(index), argument(index), [&](const at::Tensor& tensor, const c10::Argument&) {
-            found.push_back(tensor);
-            return tensor;
-        });
+        replaced(given(index), argument(index),
+                 [&](const at::Tensor& tensor, const c10::Argument&) {
+                     found.push_back(tensor);
+                     return tensor;
+                 });
         return found;
     }
 
@@ -103,23 +123,27 @@ class Call {
         return made;
     }
 
-    // The kernel's view of an argument. A scalar in host memory goes by value, as into a launch of CUDA.
+    // The kernel's view of an argument. A scalar in host memory goes by value, as into a launch of
+    // CUDA.
     at::Tensor for_kernel(const at::Tensor& tensor, const c10::Argument& argument) const {
         if (!tensor.defined()) return tensor;
         if (on_device(tensor)) return over(tensor);
         TORCH_CHECK(tensor.device().is_cpu() && !writes(argument) &&
                         (tensor.dim() == 0 || kTakesHostIndices.count(schema_.name())),
-                    "Expected all tensors to be on the same device, but got a tensor on ", tensor.device(), " for ",
-                    schema_.name(), " of the test device");
+                    "Expected all tensors to be on the same device, but got a tensor on ",
+                    tensor.device(), " for ", schema_.name(), " of the test device");
         at::Tensor value = tensor.clone();
-        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) value.unsafeGetTensorImpl()->set_wrapped_number(true);
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
+            value.unsafeGetTensorImpl()->set_wrapped_number(true);
         return value;
     }
 
     Stack kernel_arguments() const {
-        return arguments([this](const at::Tensor& tensor, const c10::Argument& argument) {
-            return for_kernel(tensor, argument);
-        }, c10::DeviceType::CPU);
+        return arguments(
+            [this](const at::Tensor& tensor, const c10::Argument& argument) {
+                return for_kernel(tensor, argument);
+            },
+            c10::DeviceType::CPU);
     }
 
     static void run_kernel(const c10::OperatorHandle& op, Stack& stack) {
@@ -143,7 +167,8 @@ class Call {
                              const at::Tensor& to = into.at(index++);
                              TORCH_CHECK(tensor.defined() == to.defined() &&
                                              (!to.defined() || tensor.sizes() == to.sizes()),
-                                         op.schema().name(), " gave another shape than its meta kernel");
+                                         op.schema().name(),
+                                         " gave another shape than its meta kernel");
                              if (to.defined() && to.numel()) to.copy_(tensor);
                              return tensor;
                          });
@@ -179,17 +204,32 @@ class Call {
     const c10::IValue& argument_of(const c10::Argument& result) const {
         for (size_t index = 0; index < count_; ++index) {
             const auto* alias = argument(index).alias_info();
-            if (alias && alias->beforeSets() == result.alias_info()->beforeSets()) return given(index);
+            if (alias && alias->beforeSets() == result.alias_info()->beforeSets())
+                return given(index);
         }
         TORCH_CHECK(false, schema_.name(), " returns an argument that it does not have");
     }
 
-    // Returns the results: new tensors, which `fresh` lists as well, and arguments, resized where they must be.
+    // Returns the results: new tensors, which `fresh` lists as well, and arguments, resized where
+    // they must be.
     Stack shaped(std::vector<at::Tensor>& fresh) {
-        Stack meta = arguments([](const at::Tensor& tensor, const c10::Argument&) { return meta_of(tensor); },
-                               c10::DeviceType::Meta);
+        // Torch has sized the results that it hands to a kernel, and losses have meta kernels that
+        // size them wrongly.
+        if (has_sized_outputs()) return returned_arguments();
+        Stack meta = arguments(
+            [](const at::Tensor& tensor, const c10::Argument&) { return meta_of(tensor); },
+            c10::DeviceType::Meta);
         const Stack before = meta;
-        {
+        if (kSavesOtherwise.count(schema_.name())) {
+            meta = arguments(
+                [](const at::Tensor& tensor, const c10::Argument&) {
+                    return tensor.defined()
+                               ? at::zeros_like(tensor, tensor.options().device(at::kCPU))
+                               : tensor;
+                },
+                c10::DeviceType::CPU);
+            run_kernel(op_, meta);
+        } else {
             Plain plain;
             op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::Meta), &meta);
         }
@@ -207,13 +247,27 @@ class Call {
             }
             TORCH_CHECK(meta[index].isTensor() || meta[index].isTensorList(), schema_.name(),
                         " returns what depends on values");
-            results.push_back(replaced(meta[index], result, [&](const at::Tensor& tensor, const c10::Argument&) {
-                fresh.push_back(tensor.defined() ? make(tensor.sizes(), tensor.strides(), tensor.scalar_type())
-                                                 : tensor);
-                return fresh.back();
-            }));
+            results.push_back(
+                replaced(meta[index], result, [&](const at::Tensor& tensor, const c10::Argument&) {
+                    fresh.push_back(tensor.defined() ? make(tensor.sizes(), tensor.strides(),
+                                                            tensor.scalar_type())
+                                                     : tensor);
+                    return fresh.back();
+                }));
         }
         return results;
+    }
+
+    bool has_sized_outputs() const {
+        bool any = false;
+        for (size_t index = 0; index < count_; ++index) {
+            if (!argument(index).is_out()) continue;
+            any = true;
+            for (const at::Tensor& each : tensors(index)) {
+                if (!each.numel()) return false;
+            }
+        }
+        return any && returns_arguments_alone();
     }
 
     static void resize(const at::Tensor& tensor, const at::Tensor& like) {
@@ -230,11 +284,13 @@ class Call {
         count(kSynchronizingOps);
         wait(end_of(current_stream()));
         std::vector<std::pair<at::Tensor, at::Tensor>> out;
-        Stack stack = arguments([&](const at::Tensor& tensor, const c10::Argument& argument) {
-            if (!argument.is_out()) return for_kernel(tensor, argument);
-            out.emplace_back(tensor, at::empty({0}, tensor.options().device(at::kCPU)));
-            return out.back().second;
-        }, c10::DeviceType::CPU);
+        Stack stack = arguments(
+            [&](const at::Tensor& tensor, const c10::Argument& argument) {
+                if (!argument.is_out()) return for_kernel(tensor, argument);
+                out.emplace_back(tensor, at::empty({0}, tensor.options().device(at::kCPU)));
+                return out.back().second;
+            },
+            c10::DeviceType::CPU);
         run_kernel(op_, stack);
         for (const auto& [tensor, value] : out) {
             resize(tensor, value);
@@ -243,11 +299,12 @@ class Call {
         Stack results;
         for (size_t index = 0; index < stack.size(); ++index) {
             const c10::Argument& result = schema_.returns()[index];
-            results.push_back(writes(result) ? argument_of(result)
-                                             : replaced(stack[index], result,
-                                                        [](const at::Tensor& value, const c10::Argument&) {
-                                                            return moved(value);
-                                                        }));
+            results.push_back(writes(result)
+                                  ? argument_of(result)
+                                  : replaced(stack[index], result,
+                                             [](const at::Tensor& value, const c10::Argument&) {
+                                                 return moved(value);
+                                             }));
         }
         finish(std::move(results));
     }
@@ -262,7 +319,9 @@ class Call {
     bool uses_mask() const {
         if (!kTakesHostIndices.count(schema_.name())) return false;
         for (const at::Tensor& index : tensors(1)) {
-            if (index.defined() && (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte)) return true;
+            if (index.defined() &&
+                (index.scalar_type() == at::kBool || index.scalar_type() == at::kByte))
+                return true;
         }
         return false;
     }
@@ -286,11 +345,13 @@ class Call {
     // Draws in the order of submission, whenever the stream comes to write the numbers.
     void draw() {
         std::vector<std::pair<at::Tensor, at::Tensor>> drawn;
-        Stack stack = arguments([&](const at::Tensor& tensor, const c10::Argument&) {
-            drawn.emplace_back(tensor, at::empty_strided(tensor.sizes(), tensor.strides(),
-                                                         tensor.options().device(at::kCPU)));
-            return drawn.back().second;
-        }, c10::DeviceType::CPU);
+        Stack stack = arguments(
+            [&](const at::Tensor& tensor, const c10::Argument&) {
+                drawn.emplace_back(tensor, at::empty_strided(tensor.sizes(), tensor.strides(),
+                                                             tensor.options().device(at::kCPU)));
+                return drawn.back().second;
+            },
+            c10::DeviceType::CPU);
         run_kernel(op_, stack);
         for (const auto& [tensor, value] : drawn) {
             resize(tensor, value);
@@ -307,8 +368,8 @@ class Call {
 
 void carry_out(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).carry_out(); }
 
-// The CPU's dropout multiplies by noise / (1 - p), where a GPU's kernel multiplies by a mask and a scale. The device
-// has the CPU's bits.
+// The CPU's dropout multiplies by noise / (1 - p), where a GPU's kernel multiplies by a mask and a
+// scale. The device has the CPU's bits.
 std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool>) {
     at::Tensor noise = at::empty(input.sizes(), input.options().device(at::kCPU));
     {
@@ -337,10 +398,12 @@ at::Tensor dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, 
 int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
-    return at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale, grouped);
+    return at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale,
+                                             grouped);
 }
 
-// Operators that torch would put together of others on this device, and that have a kernel of their own on a CPU.
+// Operators that torch would put together of others on this device, and that have a kernel of their
+// own on a CPU.
 void add_kernels_of_the_cpu(torch::Library& library) {
     const auto key = [](const char* name) { return c10::DispatchKey(c10::parseDispatchKey(name)); };
     for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -349,19 +412,25 @@ void add_kernels_of_the_cpu(torch::Library& library) {
         if (op->hasKernelForDispatchKey(c10::DispatchKey::CPU) &&
             (op->hasKernelForDispatchKey(key("CompositeExplicitAutograd")) ||
              op->hasKernelForDispatchKey(key("CompositeImplicitAutograd")))) {
-            library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&carry_out>());
+            library.impl(c10::toString(name).c_str(),
+                         torch::CppFunction::makeFromBoxedFunction<&carry_out>());
         }
     }
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&carry_out>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+    m.fallback(torch::CppFunction::makeFromBoxedFunction<&carry_out>());
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     add_kernels_of_the_cpu(m);
     m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
+    // The forms of these with an output resize it to another shape and back, which memory of another cannot be.
+    m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
+    m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("native_dropout", dropout);
     m.impl("native_dropout_backward", dropout_backward);
     m.impl("_fused_sdp_choice", choose_attention);

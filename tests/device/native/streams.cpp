@@ -30,7 +30,8 @@ struct Queue {
 };
 
 std::array<std::atomic<int64_t>, kCounters> counters;
-// Outlive the queues' lock: the allocator asks whether work has passed while it holds a lock of its own.
+// Outlive the queues' lock: the allocator asks whether work has passed while it holds a lock of its
+// own.
 std::array<std::atomic<uint64_t>, kMostStreams> completed;
 
 thread_local int64_t current = 0;
@@ -111,11 +112,13 @@ class Scheduler {
 
     void check_process() {
         if (!process_) process_ = getpid();
-        TORCH_CHECK(process_ == getpid(), "the test device cannot be used again in a forked process");
+        TORCH_CHECK(process_ == getpid(),
+                    "the test device cannot be used again in a forked process");
     }
 
     bool ready(const Queue& queue) {
-        return !queue.tasks.empty() && (queue.tasks.front().work || passed(queue.tasks.front().needs));
+        return !queue.tasks.empty() &&
+               (queue.tasks.front().work || passed(queue.tasks.front().needs));
     }
 
     void let_time_pass() {

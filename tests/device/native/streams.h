@@ -1,4 +1,5 @@
-// Streams are queues. Work runs late: when a thread waits for it, and at random when other work is submitted.
+// Streams are queues. Work runs late: when a thread waits for it, and at random when other work is
+// submitted.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,8 @@ struct Point {
     uint64_t number = 0;
 };
 
-// `lateness` is the chance that nothing runs when it could; at 1, all work waits until a thread waits for it.
+// `lateness` is the chance that nothing runs when it could; at 1, all work waits until a thread
+// waits for it.
 void seed_scheduler(uint64_t seed, double lateness);
 bool chance(double probability);
 
@@ -37,7 +39,16 @@ void wait_for_all();
 // Notes a fault that the next thread that waits shall see.
 void report_failure(const std::string& message);
 
-enum Counter { kRun, kOutOfOrder, kHostWaits, kSynchronizingOps, kCopiesIn, kCopiesOut, kMostQueued, kCounters };
+enum Counter {
+    kRun,
+    kOutOfOrder,
+    kHostWaits,
+    kSynchronizingOps,
+    kCopiesIn,
+    kCopiesOut,
+    kMostQueued,
+    kCounters
+};
 void count(Counter counter);
 int64_t counted(Counter counter);
 
