@@ -1,20 +1,20 @@
-"""A device of our own for tests, to torch the accelerator `test`: an address space, streams and lateness, without a GPU.
+"""A device for tests, to torch the accelerator `test`: an address space, streams and lateness, without a GPU.
 
     device.load()                     before the process's first backward: autograd counts the devices once
     device.seed(7, lateness=0.9)      from here on the same calls run in the same order
     torch.ones(3, device="test")
 
-**Memory.** The device's addresses are mapped without access: a host thread that reads or writes one dies of SIGSEGV. The
-backend's own kernels work on a second mapping of the same pages. Memory is reused in the order of streams, at once, as by
-CUDA's caching allocator, and new memory is filled with NaN on its stream.
+**Memory.** The device's addresses are mapped without access: a host thread that reads or writes one dies of SIGSEGV.
+The backend's own kernels work on a second mapping of the same pages. Memory is reused in the order of streams, at
+once, as by CUDA's caching allocator, and new memory is filled with NaN on its stream.
 
 **Streams** are queues. The thread that waits runs what is queued, in any order that events allow, drawn by seed;
 `lateness` is the chance that nothing runs when it could, and at 1.0 all work waits until a thread waits for it. Queued
 work keeps no memory alive.
 
-**Copies** follow CUDA's rules: from and to pinned memory they are queued, others read or write at the call. **Operations**
-are the CPU's kernels with the CPU's bits, queued. Those that depend on values wait, and are counted. Random numbers are
-the CPU generator's, drawn when an operation is submitted.
+**Copies** follow CUDA's rules: from and to pinned memory they are queued, others read or write at the call.
+**Operations** are the CPU's kernels with the CPU's bits, queued. Those that depend on values wait, and are counted.
+Random numbers are the CPU generator's, drawn when an operation is submitted.
 
 The sources in C++ are in `native/`; `build.py` builds them once.
 """
@@ -89,7 +89,7 @@ def set_pin_limit(nbytes: int | None) -> None:
 
 
 def register(start: int, nbytes: int) -> int:
-    """Pins host memory. Returns 0, or the number of CUDA's error: 2 beyond the limit, 712 where some of it is pinned."""
+    """Pins host memory. Returns 0, or CUDA's error: 2 beyond the limit, 712 where some of it is pinned."""
     return int(_library().td_register(start, nbytes))
 
 

@@ -428,7 +428,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     add_kernels_of_the_cpu(m);
     m.impl("convolution", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("convolution_backward", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
-    // The forms of these with an output resize it to another shape and back, which memory of another cannot be.
+    // The forms of these with an output resize it to another shape and back, which memory of
+    // another cannot be.
     m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("native_dropout", dropout);
