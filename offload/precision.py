@@ -71,6 +71,12 @@ def choose(device: torch.device) -> Choice:
         if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
             return Choice("bf16")
         return Choice("fp32", f"fp32: {torch.cuda.get_device_name(device)} has no arithmetic in bf16")
+    if device.type != "cpu":
+        # Torch asks each kind of accelerator in a way of its own. Only where it says no, is fp32 the choice.
+        supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+        if supported is None or supported():
+            return Choice("bf16")
+        return Choice("fp32", f"fp32: this {device.type} device has no arithmetic in bf16")
     measured = rates("bf16")
     if decide(measured) == "bf16":
         return Choice("bf16")

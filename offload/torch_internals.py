@@ -25,6 +25,7 @@ __all__ = [
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "set_data",
     "top_saved_tensor_hooks",
     "tree_leaves",
     "tree_map",
@@ -39,6 +40,29 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 """The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""
+
+
+def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
+    """Sets `parameter.data = memory`, also between types of devices for which torch refuses the assignment.
+
+    Torch accepts it between CPU, CUDA and XPU, and within any type. Otherwise the parameter keeps its identity, its
+    attributes and its hooks, and receives all else of a new parameter.
+
+    Raises:
+        RuntimeError: if torch refuses the assignment while a graph or a weak reference holds the parameter.
+    """
+    try:
+        parameter.data = memory
+    except RuntimeError:
+        if SHALLOW_COPY_QUERY(parameter, memory):
+            raise
+        attributes = dict(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, torch.nn.Parameter(memory, parameter.requires_grad))
+        parameter.__dict__.update(attributes)
+        # Python's lists of hooks stay with the parameter, but torch calls those of the tensor that was swapped away.
+        # Each assignment makes torch call the list again.
+        parameter._backward_hooks = parameter._backward_hooks
+        parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
 make_subclass = torch.Tensor._make_subclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import types
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -33,7 +35,25 @@ def x() -> torch.Tensor:
     return torch.ones(2, 3)
 
 
+class Frozen(collections.abc.Mapping[str, Any]):
+    """A mapping whose items cannot be set."""
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+
 BATCHES: dict[str, Any] = {
+    "a frozen mapping": lambda: Frozen({"x": x(), "inner": Frozen({"y": x(), "name": "a"})}),
+    "a proxy of a mapping": lambda: types.MappingProxyType({"x": x(), "name": "a"}),
     "a dict in a list": lambda: [{"x": x()}],
     "a named tuple": lambda: Named(x(), "a"),
     "a BatchEncoding": lambda: BatchEncoding({"x": x(), "ids": torch.ones(2, dtype=torch.int64)}),
@@ -72,3 +92,73 @@ def test_a_packed_sequence() -> None:
     assert isinstance(moved, PackedSequence)
     assert moved.data.is_meta and moved.data.dtype is BF16
     assert torch.equal(moved.batch_sizes, given.batch_sizes) and moved.sorted_indices.is_meta
+
+
+def test_a_frozen_mapping_without_a_tensor_to_move_stays_the_same_object() -> None:
+    """A class of mappings need not be one that can be made from a dict."""
+    given = Frozen({"x": x(), "name": "a"})
+    assert to_device(given, torch.device("cpu"), torch.float32) is given
+
+
+# -- to an accelerator ----------------------------------------------------------------------------------
+
+
+class Bus:
+    """Pinned memory and copies to an accelerator on a machine without one: a copy is carried out by `arrive`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pinned: list[torch.Tensor] = []
+        self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._empty_like, self._to = torch.empty_like, torch.Tensor.to
+        monkeypatch.setattr(torch, "empty_like", self.empty_like)
+        monkeypatch.setattr(torch.Tensor, "to", lambda *given, **named: self.to(*given, **named))
+
+    def empty_like(self, value: torch.Tensor, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
+        assert pin_memory
+        self.pinned.append(self._empty_like(value, dtype=dtype))
+        return self.pinned[-1]
+
+    def to(self, value: torch.Tensor, device: torch.device, *_: Any, non_blocking: bool = False) -> torch.Tensor:
+        assert device.type == "cuda"
+        if not non_blocking:
+            return value.clone()
+        assert any(value is each for each in self.pinned), "only memory of ours may be read after the return"
+        self.under_way.append((self._empty_like(value).fill_(7), value))
+        return self.under_way[-1][0]
+
+    def arrive(self) -> None:
+        for there, value in self.under_way:
+            there.copy_(value)
+
+
+@pytest.mark.parametrize("dtype", [None, BF16])
+def test_a_batch_may_be_refilled_as_soon_as_the_call_has_returned(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one in pinned memory, out of which a copy would be carried out later; and no copy blocks."""
+    bus = Bus(monkeypatch)
+    given = {"x": torch.arange(6.0).view(2, 3).t(), "ids": torch.arange(4), "name": "a"}
+    expected = {"x": given["x"].clone(), "ids": given["ids"].clone()}
+    moved = to_device(given, torch.device("cuda"), dtype)
+    assert len(bus.under_way) == 2 and moved["name"] == "a"
+    given["x"].fill_(-1)
+    given["ids"].fill_(-1)
+    bus.arrive()
+    assert moved["x"].dtype == (dtype or torch.float32) and moved["ids"].dtype is torch.int64
+    assert all(torch.equal(moved[name], expected[name].type(moved[name].dtype)) for name in expected)
+
+
+def test_a_sparse_batch_is_copied_before_the_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.eye(3).to_sparse()
+    bus = Bus(monkeypatch)
+    moved = to_device(given, torch.device("cuda"))
+    assert bus.under_way == [] and moved is not given and torch.equal(moved.to_dense(), torch.eye(3))
+
+
+def test_a_gradient_comes_back_to_an_input_that_was_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = torch.ones(3, requires_grad=True)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda value, dtype, pin_memory: empty_like(value, dtype=dtype))
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *_, **__: self * 1)
+    (to_device(given, torch.device("cuda"), BF16) * 2).sum().backward()
+    assert torch.equal(given.grad, torch.full((3,), 2.0))

@@ -375,7 +375,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    def __init__(self, enable_timing: bool) -> None:
+    def __init__(self, device: torch.device, enable_timing: bool) -> None:
         self.at = -1.0
 
     def synchronize(self) -> None:
@@ -398,9 +398,9 @@ class FakeUpload:
 
 def test_stalls_of_the_compute_stream_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = FakeStream()
-    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
-    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: compute)
+    monkeypatch.setattr(torch, "Stream", FakeStream)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: compute)
     watch = Watch()
     with watch.watching():
         device = vars(initialize)["open_device"](torch.device("cuda"))

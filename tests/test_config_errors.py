@@ -215,7 +215,7 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
     ),
     "one of several GPUs": (
         {"offload": {"device": "cuda:1"}},
-        "offload.device should be 'auto', 'cpu' or 'cuda', got 'cuda:1'",
+        "offload.device should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu', got 'cuda:1'",
     ),
     "a resume of true": (
         {"offload": {"resume": True}},

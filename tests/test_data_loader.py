@@ -96,6 +96,17 @@ def test_every_rank_goes_on_behind_its_last_batch(trained: int) -> None:
         assert torch.equal(resumed.generator.get_state(), fresh.generator.get_state()), "which seeds workers"
 
 
+def test_a_default_device_changes_no_order() -> None:
+    def rows() -> list[list[int]]:
+        loader = load(range(20), 2, 0, 1, 5, list, torch.device("cpu"), drop_last=True)  # type: ignore[arg-type]
+        return [batch for _ in range(2) for batch in loader]
+
+    expected = rows()
+    with torch.device("meta"):
+        assert rows() == expected
+    assert len(expected) == 20
+
+
 def test_workers_are_seeded_anew_for_each_pass() -> None:
     loader = rank_loader(0)
     seeds = [iter(loader) and loader.generator.initial_seed() for _ in range(3)]

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.training.model_inputs import to_device
+from offload.engine.training import model_inputs
 from offload.errors import BudgetError
 from offload.layout.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
-from offload.swapper.memory.device import DONE, CudaDevice, DeviceRoom
+from offload.swapper.memory.accelerator import AcceleratorDevice
+from offload.swapper.memory.cuda_host_side import CudaHostSide
+from offload.swapper.memory.device import DONE, DeviceRoom
 from offload.swapper.memory.device_arena import DeviceArena
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks, use_device
@@ -44,7 +46,13 @@ def in_backward(engine: Any) -> None:
         hook.remove()
 
 
-@pytest.mark.parametrize("act", [in_forward, in_backward])
+def in_the_move_of_the_batch(engine: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_inputs, "to_device", full)
+        JOB.loss(engine, 0, 0)
+
+
+@pytest.mark.parametrize("act", [in_the_move_of_the_batch, in_forward, in_backward])
 def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
     engine = start(JOB, ("nvme", "nvme"), tmp_path)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
@@ -88,11 +96,11 @@ def test_what_is_free_is_what_this_process_may_allocate(
         "memory_reserved": reserved * GIB,
         "memory_allocated": allocated * GIB,
         "get_per_process_memory_fraction": fraction,
-        "Stream": None,
     }
     for name, value in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    device = CudaDevice(torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "Stream", lambda _: None)
+    device = AcceleratorDevice(torch.device("cuda", 0), CudaHostSide(torch.device("cuda", 0)))
     assert device.room() == pytest.approx([each * GIB for each in expected], abs=1)
     assert device.free_bytes() == sum(device.room())
 
@@ -182,18 +190,3 @@ def test_where_another_takes_the_memory_first_it_stays_as_it_is(
 
 def refused(*_: Any) -> Any:
     raise BudgetError("somebody has it")
-
-
-def test_a_batch_goes_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From other memory the copy, and the thread with it, would wait for all compute before."""
-    calls: list[str] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append("pin") or self)
-
-    def to(self: torch.Tensor, device: torch.device, dtype: Any, non_blocking: bool) -> torch.Tensor:
-        calls.append(f"to {device.type}, {non_blocking}")
-        return self
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
-    to_device({"ids": torch.zeros(2, 3), "name": "x"}, torch.device("cuda"))
-    to_device(torch.zeros(2, 3), torch.device("cpu"))
-    assert calls == ["pin", "to cuda, True", "to cpu, True"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.aio import aligned_empty
-from offload.swapper.memory import device as device_module
-from offload.swapper.memory.device import PIN_CHUNK, CudaDevice, Device, DeviceRoom, cut, memory_node
-from offload.swapper.memory.host_arena import Classes, HostArena
+from offload.swapper.memory import accelerator, cuda_host_side
+from offload.swapper.memory.accelerator import PIN_CHUNK, PIN_LEAST, AcceleratorDevice, cut
+from offload.swapper.memory.cuda_host_side import CudaHostSide, memory_node
+from offload.swapper.memory.device import Device, DeviceRoom
+from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
 from tests.support import models
 from tests.support.late_device import use_device
 from tests.support.oracle import assert_same, run
@@ -42,6 +44,10 @@ class FakeCuda:
         """Address and bytes of each registration."""
         self.asked = 0
         self.left_error = 0
+        self.limit = 1 << 60
+        """Bytes that may be pinned in all."""
+        self.sizes: list[int] = []
+        """Bytes of each call of cudaHostRegister."""
         self.faults: set[int] = set()
         """Registrations that CUDA does not give back."""
         self.synchronize: Callable[..., None] = lambda *_: None
@@ -51,7 +57,8 @@ class FakeCuda:
         assert all(address >= first + size or address + nbytes <= first for first, size in self.pinned.items())
         self.calls.append(("register", address))
         self.asked += 1
-        if self._refuse(self.asked - 1):
+        self.sizes.append(nbytes)
+        if self._refuse(self.asked - 1) or sum(self.pinned.values()) + nbytes > self.limit:
             self.left_error = 2
             return 2
         self.pinned[address] = nbytes
@@ -97,58 +104,62 @@ class FakeCuda:
 class FakeStream:
     def __init__(self, *_: Any) -> None: ...
 
-    def record_event(self, event: Any) -> Any:
-        return event
+    def record_event(self) -> FakeEvent:
+        return FakeEvent()
 
     def wait_event(self, event: Any) -> None: ...
 
 
 class FakeEvent:
-    def __init__(self, blocking: bool = False) -> None: ...
-
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
-
 
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[CudaDevice, FakeCuda]]:
-    """Gives a device over a fake CUDA, which pins `piece` bytes at a time."""
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AcceleratorDevice, FakeCuda]]:
+    """Gives a device over a fake CUDA, which pins `chunk` bytes at a time, and `least` after refusals."""
 
-    def make(refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL) -> tuple[CudaDevice, FakeCuda]:
+    def make(
+        refuse: Callable[[int], bool] = lambda call: False, chunk: int = SMALL, least: int = SMALL
+    ) -> tuple[AcceleratorDevice, FakeCuda]:
         cuda, stream = FakeCuda(refuse), FakeStream()
-        monkeypatch.setattr(device_module, "PIN_CHUNK", chunk)
+        monkeypatch.setattr(accelerator, "PIN_CHUNK", chunk)
+        monkeypatch.setattr(accelerator, "PIN_LEAST", least)
         monkeypatch.setattr(torch, "ones", cuda.ones)
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *given, **named: cuda.copy_(*given, **named))
+        monkeypatch.setattr(torch, "Stream", FakeStream)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace())
         for name, value in {
-            "cudart": lambda: cuda,
-            "Stream": FakeStream,
-            "Event": FakeEvent,
-            "stream": lambda _: contextlib.nullcontext(),
             "current_stream": lambda *_: stream,
+            "set_stream": lambda *_: None,
             "synchronize": lambda *given: cuda.synchronize(*given),
-            "set_device": lambda *_: None,
-            "get_device_properties": lambda *_: SimpleNamespace(),
+            "current_device_index": lambda: 0,
+            "set_device_index": lambda *_: None,
         }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
+            monkeypatch.setattr(torch.accelerator, name, value)
 
-        def copy(device: CudaDevice, destination: torch.Tensor, source: torch.Tensor) -> None:
+        def copy(device: AcceleratorDevice, destination: torch.Tensor, source: torch.Tensor) -> None:
             """The real one goes by the kind of device, and here both are the CPU."""
             (device.download if cuda.touched(destination) else device.upload)(destination, source).wait()
 
-        monkeypatch.setattr(CudaDevice, "copy", copy)
-        monkeypatch.setattr(CudaDevice, "room", lambda self: DeviceRoom(0, 0))
-        return CudaDevice(torch.device("cpu")), cuda
+        monkeypatch.setattr(AcceleratorDevice, "copy", copy)
+        monkeypatch.setattr(AcceleratorDevice, "room", lambda self: DeviceRoom(0, 0))
+        return AcceleratorDevice(torch.device("cpu"), CudaHostSide(torch.device("cpu"))), cuda
 
     return make
 
 
-Install = Callable[..., tuple[CudaDevice, FakeCuda]]
+Install = Callable[..., tuple[AcceleratorDevice, FakeCuda]]
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(aligned_empty(max(nbytes, 1)), dtype=torch.uint8)[:nbytes]
+
+
+def pinned(device: AcceleratorDevice, memory: torch.Tensor) -> int:
+    """Registers `memory` as one part and returns its pinned bytes."""
+    return sum(device.register([memory]))
 
 
 def pages(nbytes: int) -> int:
@@ -159,29 +170,29 @@ SIZES = [1, PAGE, SMALL - PAGE, SMALL - 1, SMALL, SMALL + 1, SMALL + PAGE, 3 * S
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_all_memory_is_pinned_in_chunks_and_released(
+def test_a_part_is_pinned_in_chunks_and_released(
     nbytes: int, install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, cuda = install()
     memory = host_memory(nbytes)
-    assert device.register(memory) == nbytes
+    assert pinned(device, memory) == nbytes
     assert list(cuda.pinned) == list(range(memory.data_ptr(), memory.data_ptr() + nbytes, SMALL))
     assert sum(cuda.pinned.values()) == pages(nbytes) and max(cuda.pinned.values()) <= SMALL
     registered = list(cuda.pinned)
-    device.unregister(memory)
+    device.unregister([memory])
     assert not cuda.pinned and not cuda.left_error
     assert sorted(address for name, address in cuda.calls if name == "unregister") == registered, "each piece once"
-    device.unregister(memory)
+    device.unregister([memory])
     assert len(cuda.calls) == 2 * len(registered)
-    assert device.register(memory) == nbytes, "and once more"
+    assert pinned(device, memory) == nbytes, "and once more"
     assert not caplog.records
 
 
 def test_an_empty_range_is_not_pinned(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(0)
-    assert device.register(memory) == 0
-    device.unregister(memory)
+    assert pinned(device, memory) == 0
+    device.unregister([memory])
     assert cuda.calls == []
 
 
@@ -193,11 +204,11 @@ def test_what_is_refused_stays_ordinary_memory(
     device, cuda = install(lambda call: call >= granted)
     memory = host_memory(nbytes)
     expected = min(granted * SMALL, nbytes)
-    assert device.register(memory) == expected == min(sum(cuda.pinned.values()), nbytes)
+    assert pinned(device, memory) == expected == min(sum(cuda.pinned.values()), nbytes)
     assert cuda.asked == min(granted + 1, -(-nbytes // SMALL)), "nothing is asked for after a refusal"
     assert not cuda.left_error, "the next kernel of torch does not find an error that is none of its own"
     assert len(caplog.records) == (expected < nbytes)
-    device.unregister(memory)
+    device.unregister([memory])
     assert not cuda.pinned and not cuda.left_error
     assert sum(name == "unregister" for name, _ in cuda.calls) == min(granted, -(-nbytes // SMALL))
 
@@ -206,52 +217,53 @@ def test_the_warning_contains_the_amount_the_reason_the_cost_and_the_fix(
     install: Install, caplog: pytest.LogCaptureFixture
 ) -> None:
     device, _ = install(lambda call: call == 2)
-    device.register(host_memory(5 * SMALL))
+    pinned(device, host_memory(5 * SMALL))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("offload", logging.WARNING)
     message = record.getMessage()
     for word in ("pins 32.0 KiB of 80.0 KiB", "other 48.0 KiB: out of memory (CUDA error 2)", "a third to a half"):
         assert word in message
-    for word in ("overlap with compute", "ulimit -l", '"host_memory"'):
+    for word in ("overlap with compute", "WSL", "limit of the container", '"host_memory"'):
         assert word in message
+    assert "ulimit" not in message, "the driver of CUDA does not look at that limit"
 
 
 def test_two_allocations_are_pinned_independently(install: Install) -> None:
     device, cuda = install(lambda call: call == 4)
     one, other = host_memory(3 * SMALL), host_memory(3 * SMALL)
-    assert device.register(one) == 3 * SMALL and device.register(other) == SMALL
-    device.unregister(one)
+    assert pinned(device, one) == 3 * SMALL and pinned(device, other) == SMALL
+    device.unregister([one])
     assert list(cuda.pinned) == [other.data_ptr()]
     away = torch.zeros(3 * SMALL, dtype=torch.uint8)
     device.upload(away, other.random_(0, 256))
     assert torch.equal(away, other)
-    device.unregister(other)
+    device.unregister([other])
     assert not cuda.pinned
 
 
 def test_a_chunk_that_stays_pinned_does_not_keep_the_others(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(4 * SMALL)
-    device.register(memory)
+    pinned(device, memory)
     cuda.faults = {memory.data_ptr(), memory.data_ptr() + 2 * SMALL}
     with pytest.raises(RuntimeError, match=r"cannot unpin 2 ranges.*memory is not registered"):
-        device.unregister(memory)
+        device.unregister([memory])
     assert set(cuda.pinned) == cuda.faults and not cuda.left_error
-    device.unregister(memory)
+    device.unregister([memory])
     assert sum(name == "unregister" for name, _ in cuda.calls) == 4, "each piece is tried once"
 
 
 def test_a_fault_of_the_gpu_does_not_keep_memory_pinned(install: Install) -> None:
     device, cuda = install()
     memory = host_memory(2 * SMALL)
-    device.register(memory)
+    pinned(device, memory)
 
     def fault(*_: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     cuda.synchronize = fault
     with pytest.raises(RuntimeError, match="illegal"):
-        device.unregister(memory)
+        device.unregister([memory])
     assert not cuda.pinned
 
 
@@ -270,7 +282,7 @@ def test_ctrl_c_while_pinning_leaves_nothing_pinned(after: bool, install: Instal
 
     cuda.cudaHostRegister = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        device.register(memory)
+        pinned(device, memory)
     assert not cuda.pinned and not cuda.left_error
 
 
@@ -293,7 +305,7 @@ def test_ranges_cover_the_memory_and_cross_no_border(start: int, nbytes: int, bo
 def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None:
     device, _ = install(lambda call: call >= granted)
     memory, away = host_memory(4 * SMALL), torch.zeros(4 * SMALL, dtype=torch.uint8)
-    device.register(memory)
+    pinned(device, memory)
     ends = [0, 1, PAGE, SMALL - 1, SMALL, SMALL + 1, 2 * SMALL, 3 * SMALL + 5, 4 * SMALL]
     for start in ends:
         for stop in (end for end in ends if end >= start):
@@ -308,7 +320,7 @@ def test_a_copy_over_borders_is_complete(granted: int, install: Install) -> None
 def test_a_copy_over_borders_of_other_than_bytes(install: Install) -> None:
     device, _ = install()
     memory = host_memory(3 * SMALL)
-    device.register(memory)
+    pinned(device, memory)
     here, away = memory.view(torch.float32), torch.randn(3 * SMALL // 4)
     device.copy(here[1:-1], away[1:-1])
     assert torch.equal(here[1:-1], away[1:-1])
@@ -318,7 +330,7 @@ def test_an_uncut_copy_over_borders_would_be_refused(install: Install) -> None:
     """Or the tests here show nothing."""
     device, _ = install()
     memory = host_memory(2 * SMALL)
-    device.register(memory)
+    pinned(device, memory)
     with pytest.raises(RuntimeError, match="invalid argument"):
         torch.zeros(2 * PAGE, dtype=torch.uint8).copy_(memory[SMALL - PAGE : SMALL + PAGE], non_blocking=True)
 
@@ -340,12 +352,131 @@ def test_training_does_not_see_what_is_pinned(
 # -- where it lies ------------------------------------------------------------------------------------
 
 
-def test_the_arena_reports_the_pinned_bytes(install: Install) -> None:
-    device, _ = install(lambda call: call == 1)
-    arena = HostArena(Classes(SMALL, SMALL, PAGE, 0), device)
-    assert (arena.nbytes, arena.pinned_bytes) == (2 * SMALL + PAGE, SMALL)
+CLASSES = Classes(
+    tiles=8 * SMALL, weights=2 * SMALL, gradients=SMALL, resident=6 * SMALL, staging=SMALL, cache=4 * SMALL
+)
+COPIED = Copied(resident=2 * SMALL, promoted=SMALL, tiles=False)
+PINNED = {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 3 * SMALL, "homes": 2 * SMALL}
+
+
+def arena_over(device: Device, copied: Copied | None = COPIED) -> HostArena:
+    return HostArena(CLASSES, device, copied=copied)
+
+
+def lies_in(cuda: FakeCuda, buffer: HostBuffer | None) -> bool:
+    """Returns True if the buffer is pinned, False if none of it is."""
+    assert buffer is not None
+    memory = buffer.tensor(torch.uint8)
+    inside = sum(
+        min(last, memory.data_ptr() + len(memory)) - max(first, memory.data_ptr())
+        for first, last in cuda.touched(memory)
+    )
+    assert inside in (0, len(memory)), "all of a buffer is pinned, or none"
+    return inside > 0
+
+
+def test_what_the_device_copies_is_pinned_and_nothing_else(install: Install) -> None:
+    device, cuda = install()
+    arena = arena_over(device)
+    assert arena.pinned == PINNED | {"tiles": 0} and arena.pinned_bytes == sum(cuda.pinned.values()) == 9 * SMALL
+    for region in (arena.staging, arena.gradients):
+        assert lies_in(cuda, region.take(SMALL))
+    assert all(lies_in(cuda, arena.take_home(SMALL)) for _ in range(2)), "weights and gradients of the HOST tier"
+    assert not lies_in(cuda, arena.resident.take(4 * SMALL)), "moments of the HOST tier"
+    assert not lies_in(cuda, arena.weights.take_last(SMALL)), "moments in memory of the cache"
+    assert all(lies_in(cuda, arena.weights.take(SMALL)) for _ in range(5)), "weights and their cache"
+    assert not lies_in(cuda, arena.tiles.take(8 * SMALL)), "tiles that the CPU alone reads"
     arena.close()
-    assert HostArena(Classes(PAGE, 0, 0, 0), Device(torch.device("cpu"))).pinned_bytes == 0
+    assert not cuda.pinned
+
+
+def test_tiles_are_pinned_last_if_states_live_on_the_device(install: Install) -> None:
+    device, cuda = install()
+    arena = arena_over(device, replace(COPIED, tiles=True))
+    assert list(arena.pinned.items()) == [*PINNED.items(), ("tiles", 8 * SMALL)]
+    assert lies_in(cuda, arena.tiles.take(8 * SMALL)) and not lies_in(cuda, arena.resident.take(4 * SMALL))
+    arena.close()
+
+
+def test_a_cpu_pins_nothing_and_keeps_one_class_of_host_partitions() -> None:
+    arena = arena_over(Device(torch.device("cpu")), None)
+    assert arena.pinned == {} and arena.pinned_bytes == 0 and "homes" not in arena.regions
+    buffer = arena.take_home(SMALL)
+    assert buffer is not None and buffer.offset == 0 and arena.resident.space.used_bytes == SMALL
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (0, {}),
+        (SMALL, {"staging": SMALL}),
+        (3 * SMALL, {"staging": SMALL, "weights": 2 * SMALL}),
+        (4 * SMALL + PAGE, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": PAGE}),
+        (6 * SMALL, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 2 * SMALL}),
+        (8 * SMALL, PINNED | {"homes": SMALL}),
+        (100 * SMALL, PINNED),
+    ],
+)
+def test_under_a_limit_of_all_pinned_memory_what_is_copied_most_is_pinned(
+    limit: int, expected: dict[str, int], install: Install, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As under WSL, where CUDA refuses a piece that exceeds the limit as a whole."""
+    device, cuda = install(chunk=64 * SMALL, least=PAGE)
+    cuda.limit = limit
+    arena = arena_over(device)
+    assert {name: nbytes for name, nbytes in arena.pinned.items() if nbytes} == expected
+    assert arena.pinned_bytes == sum(cuda.pinned.values()) <= limit
+    assert len(caplog.records) == (arena.pinned_bytes < sum(PINNED.values())), "one warning for all of the parts"
+    arena.close()
+    assert not cuda.pinned and not cuda.left_error
+
+
+def test_pieces_are_halved_down_to_the_least(install: Install) -> None:
+    device, cuda = install(chunk=16 * SMALL, least=2 * SMALL)
+    cuda.limit = 13 * SMALL
+    memory = host_memory(40 * SMALL)
+    assert pinned(device, memory) == 12 * SMALL, "the last piece of the least size exceeds the limit"
+    assert list(cuda.pinned.values()) == [8 * SMALL, 4 * SMALL]
+    assert cuda.sizes == [each * SMALL for each in (16, 8, 8, 4, 4, 2)]
+    device.unregister([memory])
+    assert not cuda.pinned
+    assert PIN_LEAST == 16 << 20 and PIN_CHUNK == 1 << 30
+
+
+def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_engine(install: Install) -> None:
+    device, cuda = install()
+    memory = HostMemory()
+    first: list[HostArena] = []
+    first.append(HostArena(CLASSES, device, memory, 22 * SMALL, lambda: first[0].drop_cache(), COPIED))
+    small = Classes(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
+    other = HostArena(small, device, memory, 22 * SMALL, copied=Copied(resident=SMALL, promoted=0, tiles=False))
+    assert first[0].pinned == {name: PINNED.get(name, 0) for name in first[0].pinned} and "cache" not in first[0].pinned
+    assert other.pinned["weights"] == other.pinned["homes"] == SMALL
+    assert lies_in(cuda, other.take_home(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))
+    first[0].close()
+    assert sum(cuda.pinned.values()) == other.pinned_bytes
+    other.close()
+    assert not cuda.pinned and not cuda.left_error
+
+
+@pytest.mark.parametrize("interrupted_at", range(5))
+def test_ctrl_c_while_an_arena_is_pinned_leaves_no_arena(interrupted_at: int, install: Install) -> None:
+    device, cuda = install()
+    plain, memory = cuda.cudaHostRegister, HostMemory()
+
+    def interrupted(address: int, nbytes: int, flags: int) -> int:
+        if cuda.asked == interrupted_at:
+            raise KeyboardInterrupt
+        return plain(address, nbytes, flags)
+
+    cuda.cudaHostRegister = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        HostArena(CLASSES, device, memory, copied=COPIED)
+    assert not cuda.pinned and memory.arenas == ()
+    cuda.cudaHostRegister = plain  # type: ignore[method-assign]
+    HostArena(CLASSES, device, memory, 22 * SMALL, copied=COPIED).close()
+    assert not cuda.pinned
 
 
 def test_chunks_consist_of_complete_huge_pages() -> None:
@@ -373,15 +504,14 @@ def test_memory_is_laid_on_the_node_before_it_is_pinned(install: Install, monkey
         seen.append((address, len(buffer), node, cuda.asked))
         return False
 
-    monkeypatch.setattr(device_module, "prefer_node", prefer_node)
-    memory = host_memory(3 * SMALL + 1)
-    device.register(memory)
+    monkeypatch.setattr(cuda_host_side, "prefer_node", prefer_node)
+    nbytes = 3 * SMALL + 1
+    device.allocate_host(nbytes)
     assert seen == [], "nobody says which node"
-    device.unregister(memory)
-    asked = cuda.asked
-    monkeypatch.setattr(device_module, "memory_node", lambda _: 1)
-    assert device.register(memory) == len(memory), "and a kernel that refuses is no reason not to pin"
-    assert seen == [(memory.data_ptr(), len(memory), 1, asked)]
+    monkeypatch.setattr(cuda_host_side, "memory_node", lambda _: 1)
+    memory = torch.frombuffer(device.allocate_host(nbytes).buffer, dtype=torch.uint8)
+    assert pinned(device, memory) == nbytes, "and a kernel that refuses is no reason not to pin"
+    assert seen == [(memory.data_ptr(), nbytes, 1, 0)]
 
 
 # -- a GPU --------------------------------------------------------------------------------------------
@@ -389,12 +519,17 @@ def test_memory_is_laid_on_the_node_before_it_is_pinned(install: Install, monkey
 REAL = 2 << 20
 
 
+def real_device() -> AcceleratorDevice:
+    device = torch.device("cuda", torch.cuda.current_device())
+    return AcceleratorDevice(device, CudaHostSide(device))
+
+
 @pytest.mark.gpu
 def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_module, "PIN_CHUNK", REAL)
-    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    monkeypatch.setattr(accelerator, "PIN_CHUNK", REAL)
+    device = real_device()
     memory = host_memory(3 * REAL + PAGE + 1)
-    assert device.register(memory) == len(memory)
+    assert pinned(device, memory) == len(memory)
     for first in range(0, len(memory), REAL):
         assert memory[first:].is_pinned()
     away = torch.zeros(len(memory), dtype=torch.uint8, device=device.torch)
@@ -403,19 +538,19 @@ def test_pinned_chunks_work_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     away.copy_(memory.flip(0))
     device.download(memory[1:], away[1:], (device.record_event(),)).wait()
     assert torch.equal(away.cpu()[1:], memory[1:])
-    device.unregister(memory)
+    device.unregister([memory])
     assert not memory.is_pinned() and not memory[REAL:].is_pinned()
 
 
 @pytest.mark.gpu
 def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """CUDA does not pin twice what somebody else has pinned."""
-    monkeypatch.setattr(device_module, "PIN_CHUNK", REAL)
-    device = CudaDevice(torch.device("cuda", torch.cuda.current_device()))
+    monkeypatch.setattr(accelerator, "PIN_CHUNK", REAL)
+    device = real_device()
     memory = host_memory(4 * REAL)
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(memory.data_ptr() + 2 * REAL, REAL, 0)) == 0
-    assert device.register(memory) == 2 * REAL
+    assert pinned(device, memory) == 2 * REAL
     assert "(CUDA error 712)" in caplog.text and len(caplog.records) == 1
     assert torch.full((3,), 2.0, device=device.torch).sum().item() == 6.0, "no kernel finds an error of ours"
     assert int(cudart.cudaHostUnregister(memory.data_ptr() + 2 * REAL)) == 0
@@ -424,7 +559,7 @@ def test_a_refusal_of_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
     assert torch.equal(away.cpu(), memory)
     device.download(memory, away.flip(0), (device.record_event(),)).wait()
     assert torch.equal(away.cpu().flip(0), memory)
-    device.unregister(memory)
+    device.unregister([memory])
     assert not memory.is_pinned()
 
 

@@ -11,7 +11,8 @@ import torch
 
 from bench.gpu.work import Save, Work
 from bench.measure import in_turns, median_ratio
-from offload.swapper.memory.device import Device, open_device
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.host_arena import Classes, HostArena, HostBuffer
 
 

@@ -12,7 +12,7 @@ from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.sizes import format_size
-from offload.swapper.memory.device import open_device
+from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.limits import free_host_memory
 
 _HOST_SHARE = 0.8

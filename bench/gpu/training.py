@@ -17,7 +17,9 @@ from bench.gpu.exposure import profiled
 from bench.gpu.work import Save, Work
 from bench.measure import random_ids, resident
 from offload.engine.setup import initialize
-from offload.swapper.memory.device import CudaDevice, Device, Event, open_device
+from offload.swapper.memory.accelerator import AcceleratorDevice
+from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.device_choice import host_side_of, open_device
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 
 _T = TypeVar("_T")
@@ -25,18 +27,18 @@ _WARM_UP = 2
 """Steps that do not count: the first only records the order of uses, the second is the first beside an update."""
 
 
-class _TimedCuda(CudaDevice):
+class _TimedDevice(AcceleratorDevice):
     """Records when compute begins and ends to wait for a copy; both events lie on the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self.stalls: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        super().__init__(device, host_side_of(device))
+        self.stalls: list[tuple[torch.Event, torch.Event]] = []
 
     def wait_event(self, event: Event) -> None:
         if event.done():
             return
-        stream = torch.cuda.current_stream(self.torch)
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.accelerator.current_stream(self.torch)
+        before, after = (torch.Event(self.torch, enable_timing=True) for _ in range(2))
         stream.record_event(before)
         super().wait_event(event)
         stream.record_event(after)
@@ -58,7 +60,7 @@ class Watch:
     """Finds where time goes, in engines that are initialized and run inside `watching`."""
 
     def __init__(self) -> None:
-        self._devices: list[_TimedCuda] = []
+        self._devices: list[_TimedDevice] = []
         self._seconds = {"wait": 0.0, "change": 0.0}
 
     @contextlib.contextmanager
@@ -83,9 +85,9 @@ class Watch:
             yield
 
     def _open(self, device: torch.device) -> Device:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return open_device(device)
-        self._devices.append(_TimedCuda(device))
+        self._devices.append(_TimedDevice(device))
         return self._devices[-1]
 
     def take(self) -> Waits:

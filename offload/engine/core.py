@@ -172,11 +172,6 @@ class EngineCore(EngineCallbacks):
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
 
-    def enter_model(self, inputs: Any) -> Any:
-        """Enters the engine for a forward and returns the inputs on its device."""
-        self.enter()
-        return self.inputs(inputs)
-
     def advised(self) -> contextlib.AbstractContextManager[None]:
         """Returns a context in which torch's out-of-memory error of the device also advises what to change."""
         return advised(self.components.pager.arena, self.state.settings.device_need)

@@ -56,8 +56,10 @@ class Engine(PersistenceApi):
             UsageError: if `auto_cast` is false and the model cannot compute with the dtype of an input.
             EngineFailed: if an error has stopped the engine.
         """
-        args, kwargs = self._core.enter_model((args, kwargs))
+        self._core.enter()
+        # The batch may be what the device has no room for, so it moves where an out-of-memory error is explained.
         with self.autocast(), self._core.advised():
+            args, kwargs = self._core.inputs((args, kwargs))
             try:
                 return self.module(*args, **kwargs)
             except RuntimeError as error:

@@ -66,7 +66,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     budget = components.pager.arena
     device = components.shards.device.torch
     # The CPU has no allocator to ask, so the arena stands for the whole device.
-    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else budget.nbytes
+    on_cpu = device.type == "cpu"
+    allocated = budget.nbytes if on_cpu else torch.get_device_module(device).memory_allocated(device)
     return MemoryReport(
         host={
             "rss": rss,

@@ -18,6 +18,7 @@ import torch
 from offload.layout.flat_layout import WORD, UnitLayout
 from offload.sizes import align_up, count_of, format_size
 from offload.states import State, Tier
+from offload.swapper.memory.host_arena import Copied
 from offload.swapper.modes import Mode
 
 TierMap = tuple[Mapping[State, Tier], ...]
@@ -226,6 +227,27 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
     for unit, state in partitions:
         rows[unit][state] = tier
     return tuple(rows)
+
+
+def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]]) -> Copied:
+    """Returns the memory that an accelerator copies, of those classes that it does not copy as a whole.
+
+    Args:
+        parts: bytes of each state of each unit, for this rank.
+        tiers: tier of each state.
+        promoted: states whose memory is that of the cache.
+    """
+    homes = sum(
+        align_up(nbytes)
+        for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
+        for state, nbytes in row.items()
+        if state in (State.WEIGHT, State.GRAD) and row_tiers[state] is Tier.HOST
+    )
+    return Copied(
+        resident=homes,
+        promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
+        tiles=any(tier is Tier.DEVICE for row_tiers in tiers for tier in row_tiers.values()),
+    )
 
 
 def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:

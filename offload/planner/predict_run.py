@@ -17,7 +17,7 @@ from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import Planned
 from offload.planner.timing import Load
-from offload.swapper.memory.device import compute_device
+from offload.swapper.memory.device_choice import compute_device
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 

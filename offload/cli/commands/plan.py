@@ -31,7 +31,9 @@ def probe(
     paths: Annotated[
         list[str] | None, typer.Argument(help="Folders for swap files, one for each drive. [default: .]")
     ] = None,
-    device: Annotated[str, typer.Option(help="Where training will compute: auto, cpu, cuda.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Where training will compute: auto, cpu, cuda, or another accelerator of torch.")
+    ] = "auto",
     size: Annotated[
         str, typer.Option(help="Bytes at most of the file that is written and read on each drive.")
     ] = "256MiB",

@@ -213,7 +213,12 @@ class TrainOptions:
         option(_PLACEMENT, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None, option(_PLACEMENT, "--device", "Where to compute. [default: auto]")
+        str | None,
+        option(
+            _PLACEMENT,
+            "--device",
+            "Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]",
+        ),
     ] = None
     run: Annotated[
         str | None, option(_RUN, "--run", "Name of the run's folder in the nvme path. [default: default]", "--run-name")

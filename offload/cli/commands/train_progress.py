@@ -97,7 +97,7 @@ class ProgressLine:
 
     def show(self, report: Any) -> None:
         """Shows the report of one step."""
-        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type == "cuda" else ""
+        gpu = f"  GPU {format_size(self._on_gpu())}" if self._job.engine.device.type != "cpu" else ""
         text = (
             f"loss {report.loss:.4f}  lr {report.lr:.2e}  norm {report.grad_norm:.2f}  "
             f"{report.tokens / report.seconds:,.0f} tokens/s{gpu}  "
@@ -123,4 +123,5 @@ class ProgressLine:
         """Returns the bytes of GPU memory that torch has reserved."""
         import torch
 
-        return torch.cuda.memory_reserved(self._job.engine.device)
+        device = self._job.engine.device
+        return int(torch.get_device_module(device).memory_reserved(device))

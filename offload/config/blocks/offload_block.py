@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.blocks.block import Block
-from offload.config.blocks.values import Count, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
+from offload.config.blocks.values import Count, DeviceName, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
 
 
 class Debug(Block):
@@ -34,7 +34,11 @@ class OffloadBlock(Block):
     nvme_path: Paths = Field(
         (), description="folder or list of folders for swap files, used if the blocks above name none"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="compute device; auto: cuda if there is one")
+    device: DeviceName = Field(
+        "auto",
+        description="compute device: auto, cpu, cuda (ROCm too), or another accelerator of torch, such as xpu or npu; "
+        "auto: the accelerator if there is one",
+    )
     host_memory: Memory | None = Field(
         None,
         description="host budget of the process, as '16GiB'; default: as needed, at most 80 % of the free memory",

@@ -76,6 +76,13 @@ def _memory(value: Any) -> Any:
     return nbytes
 
 
+def _device(value: Any) -> Any:
+    """Returns the type of a device, as torch names it. Raises `ValueError` for an index: launchers choose it."""
+    if isinstance(value, str) and not value.isidentifier():
+        raise ValueError("should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu'")
+    return value
+
+
 def steps_or_never(value: Any) -> Any:
     """Converts infinity, as `accelerate` writes it, to 0: never."""
     return 0 if value == math.inf else _number(value)
@@ -94,6 +101,7 @@ Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=Fa
 Ratio = Annotated[Number, Field(le=1)]
 Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
 RatesOrAuto = Annotated[float | tuple[float, ...] | Literal["auto"], BeforeValidator(_or_auto)]
+DeviceName = Annotated[str, BeforeValidator(_device)]
 Momentum = Annotated[float | tuple[float, ...], BeforeValidator(_momentum)]
 WarmupType = Annotated[Literal["log", "linear"], spelling({"log": "log", "linear": "linear"})]
 Name = Annotated[str, Field(min_length=1)]

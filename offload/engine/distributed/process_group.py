@@ -1,7 +1,8 @@
 """Process groups of one run: the messages between ranks, and the detection of lost ranks.
 
     control    a few numbers of every rank to every rank, on the host, through gloo
-    data       weights and gradients, between the devices' memories, through NCCL on GPUs and gloo on CPUs
+    data       weights and gradients, between the devices' memories, through gloo on CPUs, NCCL on GPUs, and torch's
+               default backend of any other accelerator
 
 One thread at a time may call: the thread that runs the model, or its backward. Every wait is divided into seconds, so
 that Ctrl-C ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
-from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, ranks_store
+from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
 from offload.errors import RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
@@ -52,7 +53,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._lost: RankError | None = None
-        self._on_gpu = device.torch.type == "cuda"
+        self._on_gpu = device.torch.type != "cpu"
         # The heartbeat comes before any collective, so that the others can notice the end of this rank in one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
@@ -65,7 +66,8 @@ class Ranks:
         # Only after `_meet`: new_group blocks in C++ until every rank has called it.
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
         # One group for each: gloo ends the process if a message meets one of another length.
-        self._data = dist.new_group(backend="nccl") if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
+        backend = device_backend(device.torch.type)
+        self._data = dist.new_group(backend=backend) if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.

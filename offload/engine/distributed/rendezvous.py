@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from offload.errors import ConfigError, RankError
+from offload.swapper.memory.device_choice import accelerator_type
 
 _NOTICE = 60.0
 """Seconds between two warnings about a wait for other ranks."""
@@ -52,12 +52,18 @@ def meet_others() -> None:
         return
     try:
         # Both backends, since tensors on either device are exchanged.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        found = accelerator_type()
+        dist.init_process_group("gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}")
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
             f"or unset WORLD_SIZE"
         ) from error
+
+
+def device_backend(device_type: str) -> str:
+    """Returns the backend of torch.distributed for tensors on this type of device: "nccl" for "cuda"."""
+    return str(dist.get_default_backend_for_device(device_type))
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:

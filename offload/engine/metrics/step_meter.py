@@ -177,8 +177,9 @@ class StepMeter:
         # getrusage reports bytes on macOS and KiB on Linux.
         unit = 1 if sys.platform == "darwin" else 1024
         peaks = {"host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
-        if self._device.type == "cuda":
-            peaks["device_peak_bytes"] = float(torch.cuda.max_memory_allocated(self._device))
+        if self._device.type != "cpu":
+            module = torch.get_device_module(self._device)
+            peaks["device_peak_bytes"] = float(module.max_memory_allocated(self._device))
         return peaks
 
 

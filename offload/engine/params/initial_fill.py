@@ -48,7 +48,7 @@ def make_resident_shards(
                 # A promoted state may leave HOST between steps, so it takes a buffer of the cache and keeps that as
                 # `spare`.
                 promoted = (unit, state) in placement.promoted
-                host_buffer = (host.weights if promoted else host.resident).take(nbytes)
+                host_buffer = host.weights.take_last(nbytes) if promoted else host.resident.take(nbytes)
                 assert host_buffer is not None, (
                     "the arena classes were sized for the units of the host tier and for the promoted units"
                 )

@@ -28,7 +28,7 @@ from torch import nn
 
 from offload.engine.params.harmless_functions import asks_for_no_element
 from offload.errors import BudgetError, UsageError
-from offload.torch_internals import make_subclass, plain_tensors, tree_leaves, tree_map
+from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
 
 
 class ParamOwner(Protocol):
@@ -153,7 +153,7 @@ class ParamHandle:
         if not self.materialized:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
-        self.parameter.data = self._nan
+        set_data(self.parameter, self._nan)
         self.parameter.__dict__["offload_handle"] = self
         self.parameter.__class__ = PagedParameter
 

@@ -42,6 +42,7 @@ from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
+from offload.layout.tiers import copied_memory
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -140,7 +141,10 @@ def assemble(
 def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     """Returns the engine's part of the process's host memory."""
     budget = plan.config.offload.host_memory
-    return HostArena(plan.placement.classes, plan.device, process_memory(), budget, callbacks.give_cache)
+    placed, copied = plan.placement, None
+    if not plan.device.host_addressable:
+        copied = copied_memory(plan.parts, placed.tiers, placed.promoted)
+    return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 
 def _hooks(

@@ -46,7 +46,8 @@ from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
 from offload.notices import announce
-from offload.swapper.memory.device import Device, compute_device, open_device
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_choice import compute_device, open_device
 from offload.swapper.store import Rating, Store, StoreSpec, Written
 from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format.commit_record import last_of_all

@@ -190,6 +190,9 @@ def _device_kernels(device: Device) -> tuple[bool, tuple[str, ...]]:
     if device.host_addressable:
         return False, ()
     why_not = cuda.why_not(device.torch) if device.torch.type == "cuda" else None
+    # A device of type cpu that the host cannot address is one of the tests; its kernels are those of the CPU.
+    if device.torch.type not in ("cpu", "cuda"):
+        why_not = f"there are kernels for CUDA alone, and this device is {device.torch.type}"
     if why_not is None:
         return True, ()
     return False, (

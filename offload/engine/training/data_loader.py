@@ -11,6 +11,7 @@ and a resumed run continues after the last trained batch without loading the ear
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import math
@@ -138,7 +139,10 @@ class Loader(DataLoader[Any]):
         self._batches.begin_at = at
         # Workers of a DataLoader are seeded from this generator: a resumed pass seeds them as the interrupted run did.
         self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
-        return super().__iter__(), at
+        # DataLoader draws from its generator, on the CPU, into a tensor on the default device.
+        elsewhere = torch.get_default_device().type != "cpu"
+        with torch.device("cpu") if elsewhere else contextlib.nullcontext():
+            return super().__iter__(), at
 
     def _moved(self, batches: Iterator[Any], at: Position, loads: int) -> Iterator[Any]:
         """Yields the batches on the device, and updates the position before each.
@@ -271,7 +275,8 @@ class RankBatches(Sampler[list[int]]):
     def _rows(self, at: Position) -> Iterator[list[int]]:
         """Yields the sample numbers of this rank's batches, from position `at` to the end of the pass."""
         generator = torch.Generator().manual_seed(_seed_of(self.seed, at.epoch, "order"))
-        order = torch.randperm(self.length, generator=generator).tolist()
+        # On the CPU, as the generator is: the user may have set another default device.
+        order = torch.randperm(self.length, generator=generator, device="cpu").tolist()
         for batch in range(at.batch, len(self)):
             rows = order[batch * self.samples : (batch + 1) * self.samples]
             rows += list(itertools.islice(itertools.cycle(order), -len(rows) % self._world_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -61,16 +61,22 @@ def to_device(batch: Any, device: torch.device, dtype: torch.dtype | None = None
     are searched for tensors.
 
     Args:
-        batch: the structure; it is not changed.
+        batch: the structure; it is not changed, and its memory is not read after the return.
         device: device of the copies.
         dtype: dtype of floating-point tensors; None keeps theirs.
     """
 
     def move(value: torch.Tensor) -> torch.Tensor:
-        if device.type == "cuda" and value.device.type == "cpu" and value.layout is torch.strided:
-            # A copy from pageable memory is synchronous: the thread would wait for all compute before it.
-            value = value.pin_memory()
-        return value.to(device, dtype if value.is_floating_point() else None, non_blocking=True)
+        wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+        if device.type in ("cpu", "meta") or value.device.type != "cpu":
+            return value.to(device, wanted, non_blocking=True)
+        if value.layout is not torch.strided:
+            return value.to(device, wanted)
+        # A copy from pageable memory is synchronous: the thread would wait for all compute before it. A copy from
+        # pinned memory of the caller would still read it when the caller has put the next batch there. So the values
+        # go through pinned memory of ours, which torch does not use again before the copy out of it has ended.
+        staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)
+        return staged.to(device, non_blocking=True)
 
     return _each_tensor(move, batch)
 
@@ -104,6 +110,10 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
             for key, inner in value.items():
                 moved[key] = _each_tensor(do, inner)
             return moved
+        if isinstance(value, Mapping):
+            items = {key: _each_tensor(do, inner) for key, inner in value.items()}
+            # Made anew only where it must be: not every class of mappings can be made from a dict.
+            return value if all(items[key] is value[key] for key in items) else type(value)(items)  # type: ignore[call-arg]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             rows: Any = copy.copy(value)
             for field in dataclasses.fields(value):

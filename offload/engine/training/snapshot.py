@@ -67,15 +67,15 @@ def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
     if "numpy.random" in sys.modules:
         name, keys, *rest = sys.modules["numpy.random"].get_state()
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type not in ("cpu", "meta"):
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
 def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Restores the states that `read_generators` has returned.
 
-    A GPU's state is skipped if `device` is none.
+    The state of an accelerator is skipped if `device` is of another type.
     """
     torch.set_rng_state(states["torch"])
     version, internal, gauss = json.loads(bytes(states["python"].numpy()))
@@ -86,8 +86,8 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
 
         name, keys, *rest = json.loads(bytes(states["numpy"].numpy()))
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type not in ("cpu", "meta") and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

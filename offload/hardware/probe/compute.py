@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from offload.aio import aligned_empty
 from offload.hardware.probe.pace import Pace, grown, in_turns
 from offload.hardware.probe.rates import DTYPES
 from offload.sizes import MIB
-from offload.swapper.memory.device import open_device
+from offload.swapper.memory.device_choice import open_device
 
 _COPIED = (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 """Bytes of a copy, in growing sizes."""
@@ -103,15 +102,15 @@ class Compute:
     def copies(self) -> tuple[float, float]:
         """Returns the bytes a second of copies from host memory like the engine's arena to the device, and back."""
         opened, device = open_device(self._device), self._device
-        host = torch.frombuffer(aligned_empty(_COPIED[-1]), dtype=torch.uint8)
+        host = torch.frombuffer(opened.allocate_host(_COPIED[-1]).buffer, dtype=torch.uint8)
         there = torch.ones(_COPIED[-1], dtype=torch.uint8, device=device)
-        opened.register(host)  # pins; before the first touch, as the engine does
+        opened.register([host])  # pins; before the first touch, as the engine does
         try:
             host.fill_(1)
             size = grown(_COPIED, float, partial(_copy, there, host), self._pace.call, device)
             up, down = in_turns([_copy(there, host, size), _copy(host, there, size)], self._pace.rate, device)
         finally:
-            opened.unregister(host)
+            opened.unregister([host])
         return size / up, size / down
 
 

@@ -25,7 +25,7 @@ from offload.hardware.probe.host import Host
 from offload.hardware.probe.pace import Pace
 from offload.hardware.probe.rates import DTYPES, DriveRates, DtypeRates, Probed, Rates
 from offload.sizes import MIB, PAGE, align_up, format_size
-from offload.swapper.memory.device import compute_device
+from offload.swapper.memory.device_choice import compute_device
 
 SECONDS = 30.0
 """Approximate duration of the whole probe on a machine of any speed."""
@@ -203,7 +203,7 @@ def device_of(name: str) -> torch.device:
 def machine_of(device: torch.device) -> dict[str, Any]:
     """Returns the properties of the machine, with its GPU if `device` is one."""
     found = about_machine() | {"name": platform.node(), "gpu": None, "gpu_memory_bytes": 0}
-    if device.type == "cuda":
-        of = torch.cuda.get_device_properties(device)
+    if device.type != "cpu":
+        of = torch.get_device_module(device).get_device_properties(device)
         found |= {"gpu": of.name, "gpu_memory_bytes": of.total_memory}
     return found

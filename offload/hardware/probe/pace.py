@@ -105,6 +105,6 @@ def seconds_of(action: Callable[[], object], device: torch.device | None = None)
     """Returns the seconds of one call, until the device has finished."""
     start = time.perf_counter()
     action()
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)  # the call only queues work; its execution is measured
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)  # the call only queues work; its execution is measured
     return time.perf_counter() - start

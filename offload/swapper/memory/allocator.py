@@ -49,6 +49,16 @@ class Allocator:
         self.take_at(offset, nbytes)
         return offset
 
+    def take_last(self, nbytes: int) -> int | None:
+        """Allocates the block with the highest offset and returns the offset; None if no hole is large enough."""
+        nbytes = align_up(max(nbytes, 1))
+        offsets = [stop - nbytes for start, stop in self._holes if stop - start >= nbytes]
+        if not offsets:
+            return None
+        offset = max(offsets) // PAGE * PAGE
+        self.take_at(offset, nbytes)
+        return offset
+
     def take_at(self, offset: int, nbytes: int) -> None:
         """Allocates the block of `nbytes` at `offset`, which must be free."""
         nbytes = align_up(max(nbytes, 1))

@@ -1,7 +1,7 @@
 """Host memory of fixed size, divided into host buffers, and the budget that the engines of one process share.
 
     HostMemory   all mappings of the process, and the budget of all engines
-    HostArena    the memory of one engine, divided into classes that do not lend to each other
+    HostArena    the memory of one engine, divided into classes that do not lend to each other, and pinned in parts
     HostBuffer   a block of one class, for one transfer or for the life of the engine
 
 A mapping is made when an engine starts, and never grows. If the budget has no room for a further engine, the earlier
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import NamedTuple
 
 import torch
 
-from offload.aio import aligned_empty, release_pages
+from offload.aio import release_pages
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
 from offload.swapper.memory.allocator import Allocator
@@ -46,24 +47,41 @@ class Classes(NamedTuple):
     """Further buffers of weights. An engine of the process that starts later may take this memory."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """Memory of an arena that an accelerator copies, beside staging, gradients, and buffers of weights.
+
+    Only such memory is pinned: pinning takes time at the start, and the system cannot move pinned pages.
+    """
+
+    resident: int
+    """Bytes of `Classes.resident` for weights and gradients, which the device copies. The CPU alone uses the rest."""
+    promoted: int
+    """Bytes of `Classes.cache` that hold states of the optimizer, which the CPU alone uses."""
+    tiles: bool
+    """True if any state lives on the device, so that updates and commits copy it through tiles."""
+
+
 class Mapping:
-    """Host memory of one mmap, on pages of 2 MiB if the system grants them, registered with a device."""
+    """Host memory of one allocation, on pages of 2 MiB if the system grants them, that a device can pin in parts."""
 
     def __init__(self, nbytes: int, device: Device) -> None:
-        self.memory = aligned_empty(max(nbytes, 1))
+        block = device.allocate_host(max(nbytes, 1))
+        self.memory = block.buffer
         self.bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self.device = device
         self.space = Allocator(nbytes)
-        self.pinned_bytes = device.register(self.bytes)
+        self._releases_pages = block.releases_pages
+
+    def pages(self, start: int, stop: int) -> torch.Tensor:
+        """Returns the whole pages within [start, stop), (nbytes,) uint8."""
+        start, stop = align_up(start), stop // PAGE * PAGE
+        return self.bytes[start : max(start, stop)]
 
     def give(self, start: int, nbytes: int) -> None:
-        """Frees a region.
-
-        If nothing of the mapping is pinned, the pages go back to the system, whose free memory counts them.
-        """
+        """Frees a region, none of which is pinned. Its pages go back to the system, whose free memory counts them."""
         self.space.give(start, nbytes)
-        # Pinned pages cannot be given back.
-        if not self.pinned_bytes:
+        if self._releases_pages:
             release_pages(self.memory[start : start + nbytes])
 
 
@@ -115,6 +133,14 @@ class Region:
         offset = self.space.take(nbytes)
         return None if offset is None else HostBuffer(self, offset, nbytes)
 
+    def take_last(self, nbytes: int) -> HostBuffer | None:
+        """Allocates a buffer of `nbytes` as near to the end of the class as possible; None if no hole is large enough.
+
+        The end of the cache is not pinned where promoted states take it: see `Copied`.
+        """
+        offset = self.space.take_last(nbytes)
+        return None if offset is None else HostBuffer(self, offset, nbytes)
+
 
 class HostArena:
     """Host memory of one engine. Weights and their cache are one class, the last one in the arena's region."""
@@ -126,15 +152,17 @@ class HostArena:
         memory: HostMemory | None = None,
         budget: int | None = None,
         give_cache: Callable[[], None] | None = None,
+        copied: Copied | None = None,
     ) -> None:
         """Maps the memory, or takes a free region of an existing mapping.
 
         Args:
             classes: bytes of each class.
-            device: registers the memory, so that copies to the device are fast.
+            device: pins what it copies of the memory, so that copies to the device are fast.
             memory: the memory of all engines of the process; None for a memory of its own.
             budget: bytes that all engines of `memory` may take together; None for no limit.
             give_cache: evicts all buffers of weights and calls `drop_cache`. The thread of another engine calls it.
+            copied: the memory that the device copies; None for a device that works in host memory, the CPU.
 
         Raises:
             BudgetError: if all engines of `memory` would take more than `budget`.
@@ -142,13 +170,46 @@ class HostArena:
         self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
-        sizes = (classes.tiles, classes.gradients, classes.resident, classes.staging, classes.weights + classes.cache)
+        homes = 0 if copied is None else copied.resident
+        sizes = (
+            classes.tiles,
+            classes.gradients,
+            homes,
+            classes.resident - homes,
+            classes.staging,
+            classes.weights + classes.cache,
+        )
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
-        self.tiles, self.gradients, self.resident, self.staging, self.weights = (
+        self.tiles, self.gradients, self._homes, self.resident, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
-        # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
-        self._memory._join(self)
+        self._parts = {} if copied is None else self._parts_to_pin(copied)
+        try:
+            pinned = device.register(tuple(self._parts.values()))
+            self.pinned = dict(zip(self._parts, pinned, strict=True))
+            """Pinned bytes of each part that the device copies, by name, those that it copies most first."""
+            # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
+            self._memory._join(self)
+        except BaseException:
+            self.close()
+            raise
+
+    def _parts_to_pin(self, copied: Copied) -> dict[str, torch.Tensor]:
+        """Returns the parts that the device copies: first those of which it copies each byte most often in a step."""
+        weights, cache = self.weights.start + self.classes.weights, self._start + self._without_cache
+        bounds = {
+            "staging": (self.staging.start, self.staging.start + self.classes.staging),
+            "weights": (self.weights.start, weights),
+            "gradients": (self.gradients.start, self.gradients.start + self.classes.gradients),
+            "cache": (cache, cache + self.classes.cache - copied.promoted),
+            "homes": (self._homes.start, self._homes.start + copied.resident),
+            "tiles": (self.tiles.start, self.tiles.start + (self.classes.tiles if copied.tiles else 0)),
+        }
+        return {name: self._mapping.pages(*each) for name, each in bounds.items()}
+
+    def take_home(self, nbytes: int) -> HostBuffer | None:
+        """Allocates a partition of the HOST tier that the device copies: of weights or gradients."""
+        return (self._homes if self._homes.space.nbytes else self.resident).take(nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -161,25 +222,35 @@ class HostArena:
         return align_up(max(self.nbytes, 1))
 
     @property
+    def _without_cache(self) -> int:
+        """Returns the bytes that the arena takes of its mapping without the cache: whole pages."""
+        return align_up(max(self.nbytes - self.classes.cache, 1))
+
+    @property
     def address(self) -> int:
         """Returns the address of the first byte; the arena is contiguous."""
         return self._mapping.bytes.data_ptr() + self._start
 
     @property
     def regions(self) -> dict[str, Region]:
-        """Returns the classes by name; weights and their cache are one."""
-        return {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
+        """Returns the classes by name; weights and their cache are one, and so are all partitions of the HOST tier."""
+        found = {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
+        return found | ({"homes": self._homes} if self._homes.space.nbytes else {})
 
     @property
     def pinned_bytes(self) -> int:
-        """Returns the pinned bytes of the whole mapping that contains the arena; see `Device.register`."""
-        return self._mapping.pinned_bytes
+        """Returns the pinned bytes of the arena; see `Device.register`."""
+        return sum(self.pinned.values())
 
     def drop_cache(self) -> None:
         """Returns the cache of weights to the process. No buffer of weights may be in use."""
         assert self.weights.space.used_bytes == 0, "a host buffer of weights is in use"
         # Weights and cache are the last class, so dropping the cache shortens the arena and moves no other class.
         before = self._taken_bytes
+        # Unpinned first: another arena may take the memory, and pins what its own device copies of it.
+        if "cache" in self._parts:
+            self.pinned.pop("cache")
+            self._mapping.device.unregister([self._parts.pop("cache")])
         self.classes = self.classes._replace(cache=0)
         self.weights = Region(self._mapping, self.weights.start, self.classes.weights)
         if self._taken_bytes < before:
@@ -190,7 +261,7 @@ class HostArena:
 
         The memory of buffers in use stays mapped until their owners drop them.
         """
-        self._memory._give(self, self._mapping, self._start, self._taken_bytes)
+        self._memory._give(self, self._mapping, self._start, self._taken_bytes, tuple(self._parts.values()))
 
 
 class HostMemory:
@@ -258,19 +329,20 @@ class HostMemory:
                 return mapping, offset
         return None
 
-    def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int) -> None:
-        """Frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it."""
+    def _give(self, arena: HostArena, mapping: Mapping, start: int, nbytes: int, parts: Sequence[torch.Tensor]) -> None:
+        """Unpins and frees an arena's region, and unmaps a mapping without arenas once no buffer refers to it."""
         with self._lock:
             if arena in self._arenas:
                 self._arenas.remove(arena)
-            mapping.give(start, nbytes)
-            if mapping.space.used_bytes == 0:
-                self._mappings.remove(mapping)
-                # The last arena is gone. Unpinning waits for copies in flight; the last view of the memory unmaps it.
-                mapping.device.unregister(mapping.bytes)
-            else:
-                # This engine may have copies in flight for which no thread waits; the region may be reused at once.
-                mapping.device.synchronize()
+            try:
+                # This engine may have copies in flight for which no thread waits, and the region may be reused at once:
+                # unpinning waits for them.
+                mapping.device.unregister(parts)
+            finally:
+                mapping.give(start, nbytes)
+                if mapping.space.used_bytes == 0:
+                    # The last arena is gone. The last view of the memory unmaps it.
+                    self._mappings.remove(mapping)
 
 
 _memory = HostMemory()
