@@ -58,6 +58,11 @@ def load() -> None:
     torch._register_device_module(NAME, module)
 
 
+def loaded() -> bool:
+    """Returns True in a process that has the device."""
+    return _library.cache_info().currsize > 0
+
+
 def seed(number: int, lateness: float = 0.9) -> None:
     """Seeds the order in which work runs.
 

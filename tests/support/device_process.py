@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests import device
 from tests.support import warm_process
 
 _ended: dict[Path, dict[str, str | None]] = {}
@@ -33,9 +34,16 @@ def add_options(parser: pytest.Parser) -> None:
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
     if config.getoption("--device") == "test":
-        from tests import device
+        from offload.swapper.memory import device_choice
+        from tests.device.host_side import DeviceHostSide
 
         device.load()
+        device_choice.HOST_SIDES[device.NAME] = DeviceHostSide
+
+
+def engine_device() -> str:
+    """Returns the device of engines in tests, as their config names it."""
+    return "test" if device.loaded() else "cpu"
 
 
 def run_elsewhere(item: Any) -> bool:
