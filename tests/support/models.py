@@ -176,7 +176,8 @@ def byte_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 
 def mixture_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = tokens(step, micro, (4, 16), 61)
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    logits = model(ids)
+    return functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten().to(logits.device))
 
 
 def without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:

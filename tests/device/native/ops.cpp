@@ -10,6 +10,7 @@
 #include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/histc.h>
 #include <ATen/ops/mul.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -36,7 +37,7 @@ const std::unordered_set<std::string> kNeedsValues{
     "aten::unique_dim_consecutive",
     "aten::repeat_interleave",
     "aten::equal",
-    "aten::histc",
+
     "aten::multinomial",
     "aten::is_nonzero",
     "aten::_linalg_check_errors",
@@ -395,6 +396,18 @@ at::Tensor dropout_backward(const at::Tensor& gradient, const at::Tensor& mask, 
     return result;
 }
 
+// The CPU counts floating-point values alone, CUDA integers as well.
+at::Tensor histogram(const at::Tensor& values, int64_t bins, const at::Scalar& min,
+                     const at::Scalar& max) {
+    at::Tensor counts = make({bins}, {1}, values.scalar_type());
+    submit([to = over(counts), from = over(values), bins, min, max] {
+        Plain plain;
+        const bool whole = at::isIntegralType(from.scalar_type(), false);
+        to.copy_(at::histc(whole ? from.to(at::kDouble) : from, bins, min, max));
+    });
+    return counts;
+}
+
 int64_t choose_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                          const std::optional<at::Tensor>& mask, double dropout, bool causal,
                          std::optional<double> scale, bool grouped) {
@@ -432,6 +445,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     // another cannot be.
     m.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
     m.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&carry_out>());
+    m.impl("histc", histogram);
     m.impl("native_dropout", dropout);
     m.impl("native_dropout_backward", dropout_backward);
     m.impl("_fused_sdp_choice", choose_attention);

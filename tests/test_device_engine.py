@@ -1,0 +1,110 @@
+"""On a device with an address space and late streams of its own, random plans keep every bit of the plain CPU run.
+
+The engine is the one that runs on a GPU: `AcceleratorDevice`, its streams, events and pinned memory. What it would do
+wrong shows as other bits, or as a read of device memory, which ends the process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.sizes import MIB
+from offload.swapper.memory import device_choice
+from offload.swapper.memory.host_side import TorchHostSide
+from tests import device
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
+from tests.test_device_stream_random import JOBS, Plan, budget, draw
+
+pytestmark = pytest.mark.test_device
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    device.set_total_memory(4 << 30)
+    device.set_pin_limit(None)
+    torch.accelerator.synchronize()
+    torch.accelerator.memory.empty_cache()
+
+
+def on_device(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    engine = start(job, placement, folder, **options)
+    try:
+        assert engine.device.type == "test"
+        return trained(engine, job)
+    finally:
+        engine.destroy(remove=True)
+
+
+def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    if plan.pieces:
+        small_pieces(monkeypatch)
+    expected = run(plan.job, ("none", "none"), folder / "plain", device="cpu")
+    options = dict(plan.options)
+    options |= budget(plan, "device_memory", plan.device, folder, **options)
+    options |= budget(plan, "host_memory", plan.host, folder, **options)
+    device.set_pin_limit(chance.choice([None, None, 0, 40 * MIB]))
+    device.seed(seed, plan.lateness)
+    before = device.counter(device.RUN)
+    assert_same(expected, on_device(plan.job, plan.placement, folder / "late", **options), str(plan))
+    assert device.counter(device.RUN) - before > 1000
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = JOBS[name]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+        device.seed(seed, lateness)
+        options = {} if "none" in placement else {"device_memory": room_for(job, 2 + seed)}
+        assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500))
+def test_a_storm_of_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+def test_an_accelerator_of_which_only_torch_is_known_keeps_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(device_choice.HOST_SIDES, device.NAME, TorchHostSide)
+    device_choice.open_device.cache_clear()
+    job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    device.seed(1, 0.9)
+    assert_same(expected, on_device(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2)))
+    device_choice.open_device.cache_clear()
+
+
+def test_memory_freed_by_the_caller_is_not_overwritten_while_its_compute_reads_it(tmp_path: Path) -> None:
+    """An engine takes its memory from torch's cache, where the caller's queued work may still use it."""
+    device.seed(0, 1.0)
+    job = JOBS["gpt2"]._replace(steps=1)
+    numel = 8 * MIB
+    values = torch.ones(numel, device="test")
+    torch.accelerator.synchronize()
+    total = values.sum()
+    del values
+    engine = start(job, ("cpu", "cpu"), tmp_path, device_memory=16 * MIB)
+    try:
+        trained(engine, job)
+        assert total.item() == numel
+    finally:
+        engine.destroy(remove=True)
