@@ -27,6 +27,7 @@ struct Task {
 struct Queue {
     std::deque<Task> tasks;
     uint64_t submitted = 0;
+    double speed = 1;
 };
 
 std::array<std::atomic<int64_t>, kCounters> counters;
@@ -44,6 +45,11 @@ class Scheduler {
         std::unique_lock lock(mutex_);
         random_.seed(seed);
         lateness_ = lateness;
+        seed_ = seed;
+        made_ = 0;
+        for (size_t stream = 0; stream < queues_.size(); ++stream) {
+            queues_[stream].speed = speed_of(stream + kMostStreams);
+        }
     }
 
     bool chance(double probability) {
@@ -54,7 +60,7 @@ class Scheduler {
     int64_t new_stream() {
         std::unique_lock lock(mutex_);
         TORCH_CHECK(int64_t(queues_.size()) < kMostStreams, "the test device has no more streams");
-        queues_.emplace_back();
+        queues_.emplace_back().speed = speed_of(made_++);
         return int64_t(queues_.size()) - 1;
     }
 
@@ -105,6 +111,14 @@ class Scheduler {
   private:
     double uniform() { return std::uniform_real_distribution<double>()(random_); }
 
+    // Some streams lag far behind the others, as a busy compute stream does.
+    // Drawn beside the order, so that a seed gives the same order whatever streams were made
+    // before.
+    double speed_of(uint64_t stream) const {
+        std::seed_seq numbers{seed_, stream};
+        return std::mt19937_64(numbers)() % 10 < 3 ? 0.02 : 1;
+    }
+
     Queue& at(int64_t stream) {
         TORCH_CHECK(stream >= 0 && stream < int64_t(queues_.size()), "no such stream: ", stream);
         return queues_[stream];
@@ -127,7 +141,9 @@ class Scheduler {
             for (size_t stream = 0; stream < queues_.size(); ++stream) {
                 if (ready(queues_[stream])) heads.push_back(int64_t(stream));
             }
-            run_head(heads[random_() % heads.size()]);
+            if (heads.empty()) return;
+            const int64_t head = heads[random_() % heads.size()];
+            if (uniform() < queues_[head].speed) run_head(head);
         }
     }
 
@@ -185,6 +201,7 @@ class Scheduler {
     std::mt19937_64 random_{0};
     double lateness_ = 0.5;
     std::deque<Queue> queues_;
+    uint64_t seed_ = 0, made_ = 0;
     int64_t queued_ = 0;
     uint64_t order_ = 0, newest_ = 0;
     int polls_ = 0;
