@@ -18,6 +18,7 @@ from offload.sizes import MIB
 from offload.swapper.memory import device_choice
 from offload.swapper.memory.host_side import TorchHostSide
 from tests import device
+from tests.support import models
 from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
 from tests.test_device_stream_random import JOBS, Plan, budget, draw
 
@@ -91,3 +92,19 @@ def test_an_accelerator_of_which_only_torch_is_known_keeps_every_bit(
     device.seed(1, 0.9)
     assert_same(expected, on_device(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2)))
     device_choice.open_device.cache_clear()
+
+
+def test_a_batch_in_pinned_memory_of_the_caller_may_be_refilled_after_the_call(tmp_path: Path) -> None:
+    job = models.GPT2._replace(steps=3)
+    batch = models.tokens(0, 0).pin_memory()
+
+    def loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
+        batch.copy_(models.tokens(step, micro))
+        found = model(input_ids=batch, labels=batch).loss
+        batch.zero_()
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    device.seed(0, 1.0)
+    assert_same(expected, on_device(job._replace(loss=loss), ("cpu", "cpu"), tmp_path / "late"))
