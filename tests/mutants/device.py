@@ -161,9 +161,9 @@ MUTANTS = (
         "whole",
     ),
     _reads(
-        "states on the device",
-        "offload.engine.params.local_shards",
-        "            self.device.copy(part, torch.frombuffer(buffer, dtype=torch.uint8))",
-        "part",
+        "states that an update takes from the device",
+        "offload.engine.optim.update_worker",
+        "            self._shards.device.copy(destination, source)",
+        "(destination if source.is_cpu else source)",
     ),
 )
