@@ -25,7 +25,7 @@ from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
-from tests.support import sampling
+from tests.support import device_process, sampling
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
@@ -35,14 +35,21 @@ dtype_choice.warned.update(("bf16", "fp16"))  # else one test has a warning more
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     sampling.add_options(parser)
+    device_process.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.configure(config)
+    device_process.configure(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sampling.select(config, items)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    return device_process.run_elsewhere(item) or None
 
 
 def pytest_collection_finish() -> None:

@@ -104,7 +104,7 @@ class FusedModel(Model):
 
 def expert_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     ids = token_ids(step, micro)
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    return models.token_loss(model(ids), ids)
 
 
 JOB = Job(Model, expert_loss, steps=7)

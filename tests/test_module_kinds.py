@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import models, rounding_bounds
@@ -56,7 +55,7 @@ DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 def recomputed_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = models.tokens(step, micro, (4, 16), 61)
     logits = checkpoint(model, ids, use_reentrant=False)
-    return functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+    return models.token_loss(logits, ids)
 
 
 def enabled(build: Callable[[], nn.Module], reentrant: bool) -> Callable[[], nn.Module]:

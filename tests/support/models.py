@@ -174,9 +174,14 @@ def byte_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+def token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Returns the cross entropy of logits, on whichever device they are."""
+    return functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten().to(logits.device))
+
+
 def mixture_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = tokens(step, micro, (4, 16), 61)
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    return token_loss(model(ids), ids)
 
 
 def without_key_bias(name: str, value: torch.Tensor) -> torch.Tensor:

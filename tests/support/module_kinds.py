@@ -350,7 +350,8 @@ def convolution_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + micro)
     images = torch.randn(4, 3, 8, 8, generator=generator)
     dtype = next(getattr(model, "module", model).parameters()).dtype
-    return functional.cross_entropy(model(images.to(dtype)).float(), torch.tensor([0, 1, 2, 3]))
+    logits = model(images.to(dtype)).float()
+    return functional.cross_entropy(logits, torch.tensor([0, 1, 2, 3], device=logits.device))
 
 
 # -- recomputation ------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import nn
-from torch.nn import functional
 
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import Units, find_units
+from tests.support import models
 from tests.support.oracle import Job
 from tests.support.tree_pieces import (
     GROUPS,
@@ -187,7 +187,7 @@ def loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = torch.randint(VOCABULARY, (2, 6), generator=generator)
     found = model(ids)
     logits = found["logits"] if isinstance(found, dict) else found
-    return functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten())
+    return models.token_loss(logits, ids)
 
 
 def job_of(tree: Tree) -> Job:

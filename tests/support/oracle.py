@@ -29,6 +29,7 @@ from torch import nn
 import offload
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
+from tests.support.device_process import engine_device
 from tests.support.fault_injection import LateQueue, use_queue
 
 TIERS = ("none", "cpu", "nvme")
@@ -221,7 +222,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         },
         "offload": {
             "nvme_path": str(folder),
-            "device": "cpu",
+            "device": engine_device(),
             "seed": job.seed,
             "debug": {"poison": True},
             **options,

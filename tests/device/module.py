@@ -1,0 +1,110 @@
+"""`torch.test`: the functions that torch and its users look for in the module of a device type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests import device
+
+Stream = torch.Stream
+Event = torch.Event
+
+
+def is_available() -> bool:
+    return True
+
+
+def is_initialized() -> bool:
+    return True
+
+
+def _is_in_bad_fork() -> bool:
+    return False
+
+
+def device_count() -> int:
+    return 1
+
+
+def current_device() -> int:
+    return 0
+
+
+def set_device(which: Any) -> None:
+    pass
+
+
+def synchronize(which: Any = None) -> None:
+    torch.accelerator.synchronize()
+
+
+def current_stream(which: Any = None) -> torch.Stream:
+    return torch.accelerator.current_stream()
+
+
+# -- memory ------------------------------------------------------------------------------------------
+
+
+def memory_allocated(which: Any = None) -> int:
+    return device.memory()["allocated"]
+
+
+def memory_reserved(which: Any = None) -> int:
+    return device.memory()["reserved"]
+
+
+def max_memory_allocated(which: Any = None) -> int:
+    return device.memory()["max_allocated"]
+
+
+def max_memory_reserved(which: Any = None) -> int:
+    return device.memory()["max_reserved"]
+
+
+def reset_peak_memory_stats(which: Any = None) -> None:
+    device.reset_peak_memory()
+
+
+def mem_get_info(which: Any = None) -> tuple[int, int]:
+    counts = device.memory()
+    return max(counts["total"] - counts["reserved"], 0), counts["total"]
+
+
+def memory_stats(which: Any = None) -> dict[str, int]:
+    counts = device.memory()
+    return {
+        "allocated_bytes.all.current": counts["allocated"],
+        "allocated_bytes.all.peak": counts["max_allocated"],
+        "reserved_bytes.all.current": counts["reserved"],
+        "reserved_bytes.all.peak": counts["max_reserved"],
+        "num_alloc_retries": counts["retries"],
+        "num_ooms": counts["out_of_memory"],
+    }
+
+
+def empty_cache() -> None:
+    torch.accelerator.memory.empty_cache()
+
+
+# -- random numbers: the CPU's, see `tests.device` -------------------------------------------------------
+
+
+def manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+manual_seed_all = manual_seed
+
+
+def get_rng_state(which: Any = None) -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def set_rng_state(state: torch.Tensor, which: Any = None) -> None:
+    torch.default_generator.set_state(state)
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    return [torch.bfloat16, torch.float16]

@@ -1,0 +1,169 @@
+"""Of the path to a GPU: waits and pins taken out, reads of device memory by the host. The test device finds them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_ON_DEVICE = "tests/test_device_engine.py"
+_ACCELERATOR = "offload.swapper.memory.accelerator"
+
+
+def _waits(name: str, module: str, old: str, new: str) -> Mutant:
+    return Mutant(f"{name}, on the test device", module, old, new, _ON_DEVICE)
+
+
+def _reads(name: str, module: str, old: str, tensor: str, before: bool = True) -> Mutant:
+    """The host reads the first byte of a tensor on the device, before or after a line."""
+    indentation = old[: len(old) - len(old.lstrip())]
+    read = f'{indentation}__import__("ctypes").string_at({tensor}.data_ptr(), 1)'
+    new = f"{read}\n{old}" if before else f"{old}\n{read}"
+    return Mutant(f"read {name} on the host, on the test device", module, old, new, _ON_DEVICE)
+
+
+MUTANTS = (
+    _waits(
+        "copy on the stream of compute",
+        _ACCELERATOR,
+        "        with self._submitting_to(stream):\n            for event",
+        "        if True:\n            for event",
+    ),
+    _waits(
+        "start a copy before what it waits for",
+        _ACCELERATOR,
+        "                self._order(stream, event)\n",
+        "                pass\n",
+    ),
+    _waits(
+        "record the event of a copy on the stream of compute",
+        _ACCELERATOR,
+        "non_blocking=True)\n        return _StreamEvent(stream, self._side)",
+        "non_blocking=True)\n        return self.record_event()",
+    ),
+    _waits("wait for no event of a stream", _ACCELERATOR, "        self._side.wait(self.event)\n", "        pass\n"),
+    _waits("call each event done", _ACCELERATOR, "return bool(self.event.query())", "return True"),
+    _waits("order no stream after an event", _ACCELERATOR, "stream.wait_event(event.event)", "pass"),
+    _waits(
+        "copy over the border of two pins",
+        _ACCELERATOR,
+        "in cut(address, address + host.nbytes, self._borders):",
+        "in [(address, address + host.nbytes)]:",
+    ),
+    _waits(
+        "unpin under a copy",
+        _ACCELERATOR,
+        "            self.synchronize()\n        finally:",
+        "            pass\n        finally:",
+    ),
+    _waits(
+        "leave the stream of a copy current", _ACCELERATOR, "            torch.accelerator.set_stream(before)\n", ""
+    ),
+    _waits(
+        "read a batch of the caller after the return",
+        "offload.engine.training.model_inputs",
+        "        return staged.to(device, non_blocking=True)",
+        "        return value.to(device, wanted, non_blocking=True)",
+    ),
+    _waits(
+        "compute before the upload",
+        "offload.swapper.pager",
+        "        try:\n            self._device.wait_event(uploaded)",
+        "        try:\n            pass",
+    ),
+    _waits(
+        "write over what compute reads",
+        "offload.swapper.memory.device_arena",
+        "if first < stop and offset < last)",
+        "if False)",
+    ),
+    _waits(
+        "let a gradient leave before it is computed",
+        "offload.engine.gradients.device_to_host",
+        "(sent.computed,)",
+        "()",
+    ),
+    _waits(
+        "add a gradient before it is here",
+        "offload.engine.gradients.device_to_host",
+        "arriving.done.wait()",
+        "pass",
+    ),
+    _waits(
+        "free a gradient under its copy",
+        "offload.engine.gradients.device_to_host",
+        "        part = sent.source[first : first + numel]\n",
+        "        part = sent.source[first : first + numel].clone()\n",
+    ),
+    _waits(
+        "evict a host buffer under its copy",
+        "offload.swapper.host_cache",
+        "        entry.copied.wait()\n        entry.host_buffer.release()",
+        "        entry.host_buffer.release()",
+    ),
+    _waits(
+        "update a host buffer under its copy",
+        "offload.swapper.weight_updates",
+        "        entry.copied.wait()  # the worker",
+        "        # the worker",
+    ),
+    _waits(
+        "end a streamed upload under its copy",
+        "offload.swapper.chunked_upload",
+        "    last.wait()  # the caller",
+        "    # the caller",
+    ),
+    _reads(
+        "an upload's destination, or a gradient",
+        _ACCELERATOR,
+        "        address = host.data_ptr()",
+        "(source if host is destination else destination)",
+    ),
+    _reads(
+        "a freed slice", "offload.swapper.memory.device_arena", "        if self.poison:", "self.view(device_buffer)"
+    ),
+    _reads(
+        "the weights of a unit",
+        "offload.engine.params.unit_views",
+        "            handle.materialize(torch.as_strided(flat, size, stride, start))",
+        "binding.flat",
+    ),
+    _reads(
+        "weights that a backward needs",
+        "offload.engine.params.unit_views",
+        "            return torch.as_strided(flat if dtype is self._dtype else flat.view(dtype), size, stride, offset)",
+        "binding.flat",
+    ),
+    _reads(
+        "a parameter",
+        "offload.engine.params.paged_parameter",
+        "        self._version, self._address = parameter._version, values.data_ptr()",
+        "values",
+    ),
+    _reads(
+        "a gradient that leaves",
+        "offload.engine.gradients.device_to_host",
+        "        last = first + numel == len(sent.source)",
+        "part",
+    ),
+    _reads("a total", "offload.engine.gradients.device_totals", "            memory.add_(values)", "memory"),
+    _reads(
+        "a gradient that stays", "offload.engine.gradients.accumulator", "            memory.copy_(values)", "values"
+    ),
+    _reads(
+        "weights at their acquisition",
+        "offload.swapper.pager",
+        "            view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded",
+        "self.arena.view(entry.device_buffer)",
+    ),
+    _reads(
+        "a streamed unit",
+        "offload.swapper.chunked_upload",
+        "                copied[host_buffer.offset] = last",
+        "whole",
+    ),
+    _reads(
+        "states that an update takes from the device",
+        "offload.engine.optim.update_worker",
+        "            self._shards.device.copy(destination, source)",
+        "(destination if source.is_cpu else source)",
+    ),
+)

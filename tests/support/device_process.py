@@ -1,0 +1,88 @@
+"""Tests on the test device, in a process of their own: it is the accelerator of its process for good.
+
+A test marked `test_device` runs in a second pytest, forked from the warm server, with all others of its file that
+were selected; each reports here what became of it there. With `pytest --device test` this process has the device, and
+they run in it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+import pytest
+
+from tests import device
+from tests.support import warm_process
+
+_ended: dict[Path, dict[str, str | None]] = {}
+"""For each file: its tests that have ended in the other process, with what failed, or None."""
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        choices=("cpu", "test"),
+        default="cpu",
+        help="the device of engines in tests: test is the device of tests/device, which this process then has",
+    )
+
+
+def configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
+    if config.getoption("--device") == "test":
+        from offload.swapper.memory import device_choice
+        from tests.device.host_side import DeviceHostSide
+
+        device.load()
+        device_choice.HOST_SIDES[device.NAME] = DeviceHostSide
+
+
+def engine_device() -> str:
+    """Returns the device of engines in tests, as their config names it."""
+    return "test" if device.loaded() else "cpu"
+
+
+def run_elsewhere(item: Any) -> bool:
+    """Runs a test marked `test_device`, and its fixtures, in a process that has the device.
+
+    Returns False if the test shall run here.
+    """
+    if item.get_closest_marker("test_device") is None or item.config.getoption("--device") == "test":
+        return False
+    if item.path not in _ended:
+        mine = [each.nodeid for each in item.session.items if each.path == item.path]
+        _ended[item.path] = _run(mine, item.config.rootpath)
+    failure = _ended[item.path].get(item.name, "the process ended before this test did")
+    outcome: Literal["passed", "failed"] = "passed" if failure is None else "failed"
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    report = pytest.TestReport(item.nodeid, item.location, {}, outcome, failure, "call")
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _run(tests: list[str], root: Path) -> dict[str, str | None]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        # The server has imported what pytest would like to import itself, to rewrite its assertions.
+        warning = "ignore::pytest.PytestAssertRewriteWarning"
+        options = ["--device", "test", "-q", "-p", "no:cacheprovider", "-W", warning, "--whole", f"--junitxml={report}"]
+        arguments = ["-m", "pytest", *options, "-m", "slow or not slow", *tests]
+        done = warm_process.run(arguments, cwd=root, env=environment, timeout=1200)
+        if not report.exists():
+            text = f"the process of the device ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
+            return {test.rpartition("::")[2]: text for test in tests}
+        return {case.get("name", ""): _failure(case) for case in ElementTree.parse(report).iter("testcase")}
+
+
+def _failure(case: ElementTree.Element) -> str | None:
+    for kind in ("failure", "error"):
+        found = case.find(kind)
+        if found is not None:
+            return found.text
+    return None

@@ -1,0 +1,127 @@
+"""On a device with an address space and late streams of its own, random plans keep every bit of the plain CPU run.
+
+The engine is the one that runs on a GPU: `AcceleratorDevice`, its streams, events and pinned memory. What it would do
+wrong shows as other bits, or as a read of device memory, which ends the process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload.engine.training.model_inputs import to_device
+from offload.sizes import MIB
+from offload.swapper.memory import device_choice
+from offload.swapper.memory.host_side import TorchHostSide
+from tests import device
+from tests.support import models
+from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
+from tests.test_device_stream_random import JOBS, Plan, budget, draw
+
+pytestmark = pytest.mark.test_device
+
+
+@pytest.fixture(autouse=True)
+def _as_it_was() -> Iterator[None]:
+    yield
+    device.set_total_memory(4 << 30)
+    device.set_pin_limit(None)
+    torch.accelerator.synchronize()
+    torch.accelerator.memory.empty_cache()
+
+
+def on_device(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+    engine = start(job, placement, folder, **options)
+    try:
+        assert engine.device.type == "test"
+        return trained(engine, job)
+    finally:
+        engine.destroy(remove=True)
+
+
+def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(seed)
+    if plan.pieces:
+        small_pieces(monkeypatch)
+    expected = run(plan.job, ("none", "none"), folder / "plain", device="cpu")
+    options = dict(plan.options)
+    options |= budget(plan, "device_memory", plan.device, folder, **options)
+    options |= budget(plan, "host_memory", plan.host, folder, **options)
+    device.set_pin_limit(chance.choice([None, None, 0, 40 * MIB]))
+    device.seed(seed, plan.lateness)
+    before = device.counter(device.RUN)
+    assert_same(expected, on_device(plan.job, plan.placement, folder / "late", **options), str(plan))
+    assert device.counter(device.RUN) - before > 200
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("name", JOBS)
+def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], tmp_path: Path) -> None:
+    job = JOBS[name]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    for seed, lateness in enumerate((0.5, 0.95, 1.0)):
+        device.seed(seed, lateness)
+        options = {} if "none" in placement else {"device_memory": room_for(job, 2 + seed)}
+        assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1500))
+def test_a_storm_of_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("durability", ["none", "step"])
+def test_what_lives_on_the_device_keeps_every_bit(durability: str, tmp_path: Path) -> None:
+    """Gradients stay on the device, and states are copied to the host for their update: there are no kernels for it."""
+    job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    device.seed(2, 0.9)
+    options = {"device_memory": 16 * MIB, "durability": durability}
+    assert_same(expected, on_device(job, ("none", "none"), tmp_path / "late", **options))
+
+
+def test_an_accelerator_of_which_only_torch_is_known_keeps_every_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(device_choice.HOST_SIDES, device.NAME, TorchHostSide)
+    device_choice.open_device.cache_clear()
+    job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    device.seed(1, 0.9)
+    assert_same(expected, on_device(job, ("nvme", "nvme"), tmp_path / "late", device_memory=room_for(job, 2)))
+    device_choice.open_device.cache_clear()
+
+
+def test_a_batch_in_pinned_memory_of_the_caller_may_be_refilled_after_the_call() -> None:
+    device.seed(0, 1.0)
+    batch = models.tokens(0, 0).pin_memory()
+    expected = batch.clone()
+    moved = to_device({"ids": batch}, torch.device("test"))
+    batch.zero_()
+    assert torch.equal(moved["ids"].cpu(), expected)
+
+
+def test_memory_is_unpinned_when_the_copies_out_of_it_have_ended() -> None:
+    device.seed(0, 1.0)
+    accelerator = device_choice.open_device(torch.device("test", 0))
+    source = torch.frombuffer(accelerator.allocate_host(8192).buffer, dtype=torch.uint8).fill_(3)
+    assert accelerator.register([source]) == (8192,)
+    there = accelerator.allocate(8192)
+    accelerator.upload(there, source)
+    accelerator.unregister([source])
+    source.fill_(4)
+    torch.accelerator.synchronize()
+    assert there.cpu().unique().tolist() == [3]
