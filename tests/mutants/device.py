@@ -100,12 +100,6 @@ MUTANTS = (
         "        entry.host_buffer.release()",
     ),
     _waits(
-        "update a host buffer under its copy",
-        "offload.swapper.weight_updates",
-        "        entry.copied.wait()  # the worker",
-        "        # the worker",
-    ),
-    _waits(
         "end a streamed upload under its copy",
         "offload.swapper.chunked_upload",
         "    last.wait()  # the caller",

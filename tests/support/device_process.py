@@ -46,6 +46,13 @@ def engine_device() -> str:
     return "test" if device.loaded() else "cpu"
 
 
+def leave_time(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sets no limit of time here for tests that run elsewhere: the first of a file waits for all; each has its own."""
+    for item in items:
+        if item.get_closest_marker("test_device") and config.getoption("--device") != "test":
+            item.add_marker(pytest.mark.timeout(0))
+
+
 def run_elsewhere(item: Any) -> bool:
     """Runs a test marked `test_device`, and its fixtures, in a process that has the device.
 
@@ -73,7 +80,7 @@ def _run(tests: list[str], root: Path) -> dict[str, str | None]:
         warning = "ignore::pytest.PytestAssertRewriteWarning"
         options = ["--device", "test", "-q", "-p", "no:cacheprovider", "-W", warning, "--whole", f"--junitxml={report}"]
         arguments = ["-m", "pytest", *options, "-m", "slow or not slow", *tests]
-        done = warm_process.run(arguments, cwd=root, env=environment, timeout=1200)
+        done = warm_process.run(arguments, cwd=root, env=environment, timeout=7200)
         if not report.exists():
             text = f"the process of the device ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
             return {test.rpartition("::")[2]: text for test in tests}
