@@ -96,7 +96,7 @@ def test_a_storm_of_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("durability", ["none", "step"])
 def test_what_lives_on_the_device_keeps_every_bit(durability: str, tmp_path: Path) -> None:
-    """Gradients stay on the device, and states are copied to the host for their update: there are no kernels for it."""
+    """States on the device are copied to the host for their update: there are no kernels for this device."""
     job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
     device.seed(2, 0.9)

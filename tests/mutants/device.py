@@ -140,9 +140,6 @@ MUTANTS = (
     ),
     _reads("a total", "offload.engine.gradients.device_totals", "            memory.add_(values)", "memory"),
     _reads(
-        "a gradient that stays", "offload.engine.gradients.accumulator", "            memory.copy_(values)", "values"
-    ),
-    _reads(
         "weights at their acquisition",
         "offload.swapper.pager",
         "            view, uploaded = self.arena.view(entry.device_buffer), entry.uploaded",
