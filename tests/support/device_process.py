@@ -62,7 +62,7 @@ def run_elsewhere(item: Any) -> bool:
         return False
     if item.path not in _ended:
         mine = [each.nodeid for each in item.session.items if each.path == item.path]
-        _ended[item.path] = _run(mine, item.config.rootpath, item.config.getoption("maxfail"))
+        _ended[item.path] = _run(mine, item.config.rootpath, item.config.getoption("maxfail") or 0)
     failure = _ended[item.path].get(item.name, "the process ended before this test did")
     outcome: Literal["passed", "failed"] = "passed" if failure is None else "failed"
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
