@@ -20,7 +20,18 @@ from offload.swapper.memory import device_choice
 from offload.swapper.memory.host_side import TorchHostSide
 from tests import device
 from tests.support import models
-from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    least_host_memory,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    trained,
+)
 from tests.test_device_stream_random import JOBS, Plan, budget, draw
 
 pytestmark = pytest.mark.test_device
@@ -85,12 +96,25 @@ def test_a_storm_of_random_plans(seed: int, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("durability", ["none", "step"])
 def test_what_lives_on_the_device_keeps_every_bit(durability: str, tmp_path: Path) -> None:
-    """Gradients stay on the device, and states are copied to the host for their update: there are no kernels for it."""
+    """States on the device are copied to the host for their update: there are no kernels for this device."""
     job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
     device.seed(2, 0.9)
     options = {"device_memory": 16 * MIB, "durability": durability}
     assert_same(expected, on_device(job, ("none", "none"), tmp_path / "late", **options))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_with_the_least_host_memory_every_bit_is_kept(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients spill, and units come in pieces that are copied while the next are read."""
+    small_pieces(monkeypatch)
+    job = JOBS["gpt2"]._replace(steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    least = least_host_memory(job, tmp_path / "least")
+    device.seed(seed, 1.0 if seed == 3 else 0.9)
+    assert_same(expected, on_device(job, ("nvme", "nvme"), tmp_path / "late", host_memory=least))
 
 
 def test_an_accelerator_of_which_only_torch_is_known_keeps_every_bit(

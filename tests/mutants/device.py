@@ -100,12 +100,6 @@ MUTANTS = (
         "        entry.host_buffer.release()",
     ),
     _waits(
-        "update a host buffer under its copy",
-        "offload.swapper.weight_updates",
-        "        entry.copied.wait()  # the worker",
-        "        # the worker",
-    ),
-    _waits(
         "end a streamed upload under its copy",
         "offload.swapper.chunked_upload",
         "    last.wait()  # the caller",
@@ -145,9 +139,6 @@ MUTANTS = (
         "part",
     ),
     _reads("a total", "offload.engine.gradients.device_totals", "            memory.add_(values)", "memory"),
-    _reads(
-        "a gradient that stays", "offload.engine.gradients.accumulator", "            memory.copy_(values)", "values"
-    ),
     _reads(
         "weights at their acquisition",
         "offload.swapper.pager",

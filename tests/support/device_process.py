@@ -46,6 +46,13 @@ def engine_device() -> str:
     return "test" if device.loaded() else "cpu"
 
 
+def leave_time(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sets no limit of time here for tests that run elsewhere: the first of a file waits for all; each has its own."""
+    for item in items:
+        if item.get_closest_marker("test_device") and config.getoption("--device") != "test":
+            item.add_marker(pytest.mark.timeout(0))
+
+
 def run_elsewhere(item: Any) -> bool:
     """Runs a test marked `test_device`, and its fixtures, in a process that has the device.
 
@@ -55,7 +62,7 @@ def run_elsewhere(item: Any) -> bool:
         return False
     if item.path not in _ended:
         mine = [each.nodeid for each in item.session.items if each.path == item.path]
-        _ended[item.path] = _run(mine, item.config.rootpath)
+        _ended[item.path] = _run(mine, item.config.rootpath, item.config.getoption("maxfail") or 0)
     failure = _ended[item.path].get(item.name, "the process ended before this test did")
     outcome: Literal["passed", "failed"] = "passed" if failure is None else "failed"
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -65,15 +72,16 @@ def run_elsewhere(item: Any) -> bool:
     return True
 
 
-def _run(tests: list[str], root: Path) -> dict[str, str | None]:
+def _run(tests: list[str], root: Path, most_failures: int) -> dict[str, str | None]:
+    """Runs the tests in a process that has the device, until so many have failed; 0 is no end."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         # The server has imported what pytest would like to import itself, to rewrite its assertions.
         warning = "ignore::pytest.PytestAssertRewriteWarning"
         options = ["--device", "test", "-q", "-p", "no:cacheprovider", "-W", warning, "--whole", f"--junitxml={report}"]
-        arguments = ["-m", "pytest", *options, "-m", "slow or not slow", *tests]
-        done = warm_process.run(arguments, cwd=root, env=environment, timeout=1200)
+        arguments = ["-m", "pytest", *options, f"--maxfail={most_failures}", "-m", "slow or not slow", *tests]
+        done = warm_process.run(arguments, cwd=root, env=environment, timeout=7200)
         if not report.exists():
             text = f"the process of the device ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
             return {test.rpartition("::")[2]: text for test in tests}
