@@ -6,6 +6,41 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "start a copy to an accelerator before what it has to wait for",
+        "offload.swapper.memory.accelerator",
+        "            for event in after:\n                self._order(stream, event)\n",
+        "",
+        "tests/test_accelerator.py",
+    ),
+    Mutant(
+        "copy over the border of two pinned pieces",
+        "offload.swapper.memory.accelerator",
+        "cut(address, address + host.nbytes, self._borders)",
+        "[(address, address + host.nbytes)]",
+        "tests/test_pinning.py",
+    ),
+    Mutant(
+        "leave the upload stream the caller's current one",
+        "offload.swapper.memory.accelerator",
+        "            torch.accelerator.set_stream(before)\n",
+        "",
+        "tests/test_accelerator.py",
+    ),
+    Mutant(
+        "pin tiles although the CPU alone uses them",
+        "offload.swapper.memory.host_arena",
+        "(self.classes.tiles if copied.tiles else 0)",
+        "self.classes.tiles",
+        "tests/test_pinning.py",
+    ),
+    Mutant(
+        "give the cache to another engine while it is pinned",
+        "offload.swapper.memory.host_arena",
+        '            self._mapping.device.unregister([self._parts.pop("cache")])\n',
+        '            self._parts.pop("cache")\n',
+        "tests/test_pinning.py",
+    ),
+    Mutant(
         "upload into memory that the arena got while compute still uses it",
         "offload.swapper.memory.device_arena",
         "self._readers.append((start, start + nbytes, self._device.record_event()))",
