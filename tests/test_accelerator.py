@@ -304,7 +304,7 @@ def test_torch_pins_the_memory_of_an_accelerator_that_cannot_register_any(
     (block,) = blocks
     assert arena.address % PAGE == 0 and block[0] <= arena.address and arena.address + arena.nbytes <= block[1]
     assert arena.pinned_bytes == 4 * PAGE and not caplog.records
-    buffer = arena.take_home(PAGE)
+    buffer = arena.take_copied(PAGE)
     assert buffer is not None
     buffer.tensor(torch.uint8).fill_(3)
     arena.close()

@@ -356,7 +356,7 @@ CLASSES = Classes(
     tiles=8 * SMALL, weights=2 * SMALL, gradients=SMALL, resident=6 * SMALL, staging=SMALL, cache=4 * SMALL
 )
 COPIED = Copied(resident=2 * SMALL, promoted=SMALL, tiles=False)
-PINNED = {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 3 * SMALL, "homes": 2 * SMALL}
+PINNED = {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 3 * SMALL, "copied": 2 * SMALL}
 
 
 def arena_over(device: Device, copied: Copied | None = COPIED) -> HostArena:
@@ -381,7 +381,7 @@ def test_what_the_device_copies_is_pinned_and_nothing_else(install: Install) -> 
     assert arena.pinned == PINNED | {"tiles": 0} and arena.pinned_bytes == sum(cuda.pinned.values()) == 9 * SMALL
     for region in (arena.staging, arena.gradients):
         assert lies_in(cuda, region.take(SMALL))
-    assert all(lies_in(cuda, arena.take_home(SMALL)) for _ in range(2)), "weights and gradients of the HOST tier"
+    assert all(lies_in(cuda, arena.take_copied(SMALL)) for _ in range(2)), "weights and gradients of the HOST tier"
     assert not lies_in(cuda, arena.resident.take(4 * SMALL)), "moments of the HOST tier"
     assert not lies_in(cuda, arena.weights.take_last(SMALL)), "moments in memory of the cache"
     assert all(lies_in(cuda, arena.weights.take(SMALL)) for _ in range(5)), "weights and their cache"
@@ -400,8 +400,8 @@ def test_tiles_are_pinned_last_if_states_live_on_the_device(install: Install) ->
 
 def test_a_cpu_pins_nothing_and_keeps_one_class_of_host_partitions() -> None:
     arena = arena_over(Device(torch.device("cpu")), None)
-    assert arena.pinned == {} and arena.pinned_bytes == 0 and "homes" not in arena.regions
-    buffer = arena.take_home(SMALL)
+    assert arena.pinned == {} and arena.pinned_bytes == 0 and "copied" not in arena.regions
+    buffer = arena.take_copied(SMALL)
     assert buffer is not None and buffer.offset == 0 and arena.resident.space.used_bytes == SMALL
     arena.close()
 
@@ -414,7 +414,7 @@ def test_a_cpu_pins_nothing_and_keeps_one_class_of_host_partitions() -> None:
         (3 * SMALL, {"staging": SMALL, "weights": 2 * SMALL}),
         (4 * SMALL + PAGE, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": PAGE}),
         (6 * SMALL, {"staging": SMALL, "weights": 2 * SMALL, "gradients": SMALL, "cache": 2 * SMALL}),
-        (8 * SMALL, PINNED | {"homes": SMALL}),
+        (8 * SMALL, PINNED | {"copied": SMALL}),
         (100 * SMALL, PINNED),
     ],
 )
@@ -452,8 +452,8 @@ def test_the_cache_that_another_engine_takes_is_unpinned_and_pinned_for_that_eng
     small = Classes(tiles=SMALL, weights=SMALL, gradients=0, resident=SMALL)
     other = HostArena(small, device, memory, 22 * SMALL, copied=Copied(resident=SMALL, promoted=0, tiles=False))
     assert first[0].pinned == {name: PINNED.get(name, 0) for name in first[0].pinned} and "cache" not in first[0].pinned
-    assert other.pinned["weights"] == other.pinned["homes"] == SMALL
-    assert lies_in(cuda, other.take_home(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))
+    assert other.pinned["weights"] == other.pinned["copied"] == SMALL
+    assert lies_in(cuda, other.take_copied(SMALL)) and not lies_in(cuda, other.tiles.take(SMALL))
     first[0].close()
     assert sum(cuda.pinned.values()) == other.pinned_bytes
     other.close()

@@ -237,14 +237,14 @@ def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[in
         tiers: tier of each state.
         promoted: states whose memory is that of the cache.
     """
-    homes = sum(
+    resident = sum(
         align_up(nbytes)
         for row, row_tiers in zip(parts.nbytes, tiers, strict=True)
         for state, nbytes in row.items()
         if state in (State.WEIGHT, State.GRAD) and row_tiers[state] is Tier.HOST
     )
     return Copied(
-        resident=homes,
+        resident=resident,
         promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
         tiles=any(tier is Tier.DEVICE for row_tiers in tiers for tier in row_tiers.values()),
     )

@@ -37,7 +37,7 @@ class HostCache:
         """Number of threads that wait for a host buffer."""
         for entry in table.entries:
             if entry.size.tier is Tier.HOST:
-                entry.host_buffer = host.take_home(entry.size.shard_nbytes)
+                entry.host_buffer = host.take_copied(entry.size.shard_nbytes)
                 assert entry.host_buffer is not None, (
                     "the arena class of the host tier was sized for every unit in that tier"
                 )

@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "read a batch in the caller's pinned memory after the call",
+        "offload.engine.training.model_inputs",
+        "staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)",
+        "staged = value",
+        "tests/test_batch_to_device.py",
+    ),
+    Mutant(
+        "lose the hooks of a parameter that moves to another type of device",
+        "offload.torch_internals",
+        "        parameter._backward_hooks = parameter._backward_hooks\n",
+        "",
+        "tests/test_accelerator.py",
+    ),
+    Mutant(
         "a copy of an absent parameter forgets where its values lie",
         "offload.engine.params.deferred_parameter",
         "    new.origin = tensor.origin\n",

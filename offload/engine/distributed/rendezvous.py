@@ -62,8 +62,8 @@ def meet_others() -> None:
 
 
 def device_backend(device_type: str) -> str:
-    """Returns the backend of torch.distributed for tensors on this type of device: "nccl" for "cuda"."""
-    return str(dist.get_default_backend_for_device(device_type))
+    """Returns the backend of torch.distributed for tensors on this type of device."""
+    return "nccl" if device_type == "cuda" else str(dist.get_default_backend_for_device(device_type))
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:

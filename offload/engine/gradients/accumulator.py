@@ -94,7 +94,7 @@ class GradientAccumulator:
         self._memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
             kept = part and not self._spills(unit) and unit not in self._on_device
-            host_buffer = arena.take_home(len(part) * dtype.itemsize) if kept else None
+            host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
             assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
             self._memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
 

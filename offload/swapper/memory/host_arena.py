@@ -170,17 +170,17 @@ class HostArena:
         self.classes, self.give_cache = classes, give_cache
         self._memory = HostMemory() if memory is None else memory
         self._mapping, self._start = self._memory._take(self._taken_bytes, device, budget)
-        homes = 0 if copied is None else copied.resident
+        copied_nbytes = 0 if copied is None else copied.resident
         sizes = (
             classes.tiles,
             classes.gradients,
-            homes,
-            classes.resident - homes,
+            copied_nbytes,
+            classes.resident - copied_nbytes,
             classes.staging,
             classes.weights + classes.cache,
         )
         starts = [self._start + sum(sizes[:index]) for index in range(len(sizes))]
-        self.tiles, self.gradients, self._homes, self.resident, self.staging, self.weights = (
+        self.tiles, self.gradients, self._copied, self.resident, self.staging, self.weights = (
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
         self._parts = {} if copied is None else self._parts_to_pin(copied)
@@ -202,14 +202,14 @@ class HostArena:
             "weights": (self.weights.start, weights),
             "gradients": (self.gradients.start, self.gradients.start + self.classes.gradients),
             "cache": (cache, cache + self.classes.cache - copied.promoted),
-            "homes": (self._homes.start, self._homes.start + copied.resident),
+            "copied": (self._copied.start, self._copied.start + copied.resident),
             "tiles": (self.tiles.start, self.tiles.start + (self.classes.tiles if copied.tiles else 0)),
         }
         return {name: self._mapping.pages(*each) for name, each in bounds.items()}
 
-    def take_home(self, nbytes: int) -> HostBuffer | None:
+    def take_copied(self, nbytes: int) -> HostBuffer | None:
         """Allocates a partition of the HOST tier that the device copies: of weights or gradients."""
-        return (self._homes if self._homes.space.nbytes else self.resident).take(nbytes)
+        return (self._copied if self._copied.space.nbytes else self.resident).take(nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -235,7 +235,7 @@ class HostArena:
     def regions(self) -> dict[str, Region]:
         """Returns the classes by name; weights and their cache are one, and so are all partitions of the HOST tier."""
         found = {name: getattr(self, name) for name in ("tiles", "weights", "gradients", "resident", "staging")}
-        return found | ({"homes": self._homes} if self._homes.space.nbytes else {})
+        return found | ({"copied": self._copied} if self._copied.space.nbytes else {})
 
     @property
     def pinned_bytes(self) -> int:
