@@ -23,7 +23,8 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
 from offload.swapper.store.drive_spans import DriveSpans
-from offload.swapper.store.format.checksums import ChecksumRange, Passages, Slot
+from offload.swapper.store.format.checksum_table import ChecksumTable
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
 from offload.swapper.store.requests import Compared
 from offload.timeline import Timeline
 from tests.support.fault_injection import flip_bit
@@ -190,6 +191,22 @@ def test_two_threads_that_wait_for_one_read_both_learn_of_damage(store: Store) -
         with ThreadPoolExecutor(2) as pool:
             waits = [pool.submit(future.wait) for _ in range(2)]
             assert all(isinstance(wait.exception(), IoError) for wait in waits)
+
+
+def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_before(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums are replaced when the store has asked whether they are proven, before `newest` names the slot."""
+    with by_another_process(store) as other:
+        is_proven, target = ChecksumTable.is_proven, other.target(0)
+
+        def replaced_then(table: ChecksumTable, key: Key) -> bool:
+            answer = is_proven(table, key)
+            table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)])
+            return answer
+
+        monkeypatch.setattr(ChecksumTable, "is_proven", replaced_then)
+        other.read(0, State.WEIGHT, other.newest[0], 0, aligned_empty(TRAINABLE)).wait()
 
 
 def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:

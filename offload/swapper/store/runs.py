@@ -111,13 +111,14 @@ def remove_run(path: Path) -> Removal:
         StoreError: if `path` is not a run folder, or while a process uses the run.
     """
     with contextlib.ExitStack() as locks:
-        ranks = [rank for rank in rank_folders(path) if is_rank(rank)]
+        # A start holds the lock before it writes any other file.
+        ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
         for rank in ranks:
             locks.enter_context(Lock(rank))
         removal = find_removal(path)
-        # The folders on other drives are locked as well: a process may be starting a store in one of them.
+        # All other folders of the run are locked as well: a process may be starting a store in one of them.
         for folder in removal.folders:
-            if folder not in ranks and folder.is_dir() and is_rank(folder):
+            if folder not in ranks and folder.is_dir():
                 locks.enter_context(Lock(folder))
         for folder in reversed(removal.folders):
             remove_files(folder)
