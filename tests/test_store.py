@@ -153,7 +153,7 @@ def test_a_damaged_blob_of_a_store_that_was_closed_gives_the_commit_before(tmp_p
     damage(tmp_path / "run" / "rank0" / f"blob.{which}", 0, 64)
     store, text = opened(tmp_path, queue)
     assert text == "blob 1" and weight(store, 0) == 1
-    assert "step 1 passed its check and is used" in store.notices[0]
+    assert "all data of step 1 was compared and is intact" in store.notices[0]
     store.close()
 
 
@@ -335,7 +335,7 @@ def test_a_commit_that_was_taken_back_never_returns(tmp_path: Path, queue: IoQue
 def test_a_commit_that_is_not_there_is_an_error(tmp_path: Path, queue: IoQueue) -> None:
     two_commits(tmp_path, queue)
     store = Store([tmp_path], "run", 0, SPEC, queue)
-    with pytest.raises(StoreError, match="contains commits 2, 1, but the last one that all ranks contain is 7"):
+    with pytest.raises(StoreError, match="holds commits 2, 1, but the ranks agreed on commit 7, the last that all"):
         store.open(7)
     store, text = opened(tmp_path, queue)
     assert text == "two", "and nothing was taken back"

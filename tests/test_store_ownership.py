@@ -338,7 +338,9 @@ def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) 
             train_step(engine, JOB, 4)
         engine.destroy()
     engine = train([tmp_path], 0, resume="auto")
-    assert engine.global_steps == 3 and any("step 3 passed its check and is used" in line for line in engine.notices)
+    assert engine.global_steps == 3 and any(
+        "all data of step 3 was compared and is intact" in line for line in engine.notices
+    )
     assert [train_step(engine, JOB, step) for step in (3, 4)] == losses
     engine.destroy()
     assert verified(run) == 0 and not (run / "rank0" / "suspect").exists()

@@ -6,21 +6,27 @@ import itertools
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload.aio import IoQueue, aligned_empty, crc32c
+from offload.aio import File, IoQueue, aligned_empty, crc32c
+from offload.aio.protocols import Future
 from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
-from offload.swapper.store.format.checksums import ChecksumRange, Passages, Slot
+from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.format.checksum_table import ChecksumTable
+from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
 from offload.swapper.store.requests import Compared
+from offload.timeline import Timeline
 from tests.support.fault_injection import flip_bit
 
 TRAINABLE, ALL = 12288, 20480
@@ -124,6 +130,83 @@ def test_damage_is_found_by_a_chunked_and_by_a_complete_read(store: Store) -> No
             read(other, 0, State.WEIGHT, 0, ALL)
         with pytest.raises(IoError):
             read(other, 0, State.WEIGHT, 6000, TRAINABLE)
+
+
+class HeldQueue:
+    """A queue whose reads end, one after the other, when the test says so."""
+
+    def __init__(self, inner: IoQueue) -> None:
+        self._inner, self.reads = inner, list[Held]()
+
+    def read(self, file: File, offset: int, buffer: memoryview, **how: Any) -> Held:
+        self.reads.append(Held(self._inner.read(file, offset, buffer, **how)))
+        return self.reads[-1]
+
+    def write(self, file: File, offset: int, buffer: memoryview, **how: Any) -> Future:
+        return self._inner.write(file, offset, buffer, **how)
+
+
+class Held:
+    """A read that calls nobody back before `end`."""
+
+    def __init__(self, inner: Future) -> None:
+        self._inner, self._callbacks = inner, list[Callable[[Any], object]]()
+        self.done, self.wait, self.crc32c = inner.done, inner.wait, inner.crc32c
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        self._callbacks.append(function)
+
+    def end(self) -> None:
+        for function in self._callbacks:
+            function(self)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_damage_is_found_while_a_timeline_records(
+    order: tuple[int, int], store: Store, queue: IoQueue, tmp_path: Path
+) -> None:
+    """The spans are made where and when the reads end: the comparison stays with the one who waits, in their order."""
+    damage(store, 0, State.WEIGHT, 7000)
+    store.commit(1, {})
+    store.close()
+    timeline, held = Timeline(tmp_path / "timeline.json"), HeldQueue(queue)
+    other = Store([tmp_path], "run", 0, SPEC, held, spans=DriveSpans(timeline, ["one", "two"]))
+    other.open()
+    reads = [other.read(0, State.WEIGHT, other.newest[0], start, aligned_empty(6144)) for start in (0, 6144)]
+    for index in order:
+        held.reads[index].end()
+    assert [span.name for span in timeline._spans] == ["one weight"] * 2
+    reads[0].wait()
+    for _ in range(2):  # who waits again, as a cleanup does, is told again
+        with pytest.raises(IoError, match="use weight of unit 0"):
+            reads[1].wait()
+    other.close()
+
+
+def test_two_threads_that_wait_for_one_read_both_learn_of_damage(store: Store) -> None:
+    damage(store, 0, State.WEIGHT, 7000)
+    with by_another_process(store) as other:
+        read(other, 0, State.WEIGHT, 0, 6144)
+        future = other.read(0, State.WEIGHT, other.newest[0], 6144, aligned_empty(TRAINABLE - 6144))
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(future.wait) for _ in range(2)]
+            assert all(isinstance(wait.exception(), IoError) for wait in waits)
+
+
+def test_a_read_that_is_submitted_during_an_update_is_compared_with_the_bytes_before(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checksums are replaced when the store has asked whether they are proven, before `newest` names the slot."""
+    with by_another_process(store) as other:
+        is_proven, target = ChecksumTable.is_proven, other.target(0)
+
+        def replaced_then(table: ChecksumTable, key: Key) -> bool:
+            answer = is_proven(table, key)
+            table.replace(key, [write(other, 0, State.WEIGHT, target, 0, TRAINABLE, seed=2)])
+            return answer
+
+        monkeypatch.setattr(ChecksumTable, "is_proven", replaced_then)
+        other.read(0, State.WEIGHT, other.newest[0], 0, aligned_empty(TRAINABLE)).wait()
 
 
 def test_frozen_weights_are_compared_whichever_slot_is_the_newest(store: Store) -> None:

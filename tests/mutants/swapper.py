@@ -174,6 +174,20 @@ MUTANTS = (
         "tests/test_store_read_checksums.py",
     ),
     Mutant(
+        "compare reads in the order in which they end",
+        "offload.swapper.store.requests",
+        "self._future.add_done_callback(function)",
+        "self._future.add_done_callback(lambda _: function(self))",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
+        "tell of damage only the first who waits",
+        "offload.swapper.store.requests",
+        "self._damage = error",
+        "self._compared = True; raise",
+        "tests/test_store_read_checksums.py",
+    ),
+    Mutant(
         "start over what another run has on a later drive",
         "offload.swapper.store.store",
         "            recovery.check_startable(self.folders, over)\n",

@@ -44,7 +44,7 @@ from offload.swapper.store.drives import Shortage, find_shortage
 from offload.swapper.store.format.manifest import StoreSpec
 from offload.swapper.store.rank_folder import close_in_children, holder
 from offload.swapper.store.requests import Compared, bytes_of
-from offload.swapper.store.runs import find_removal, open_rank, other_runs, rank_folders, remove_run, run_status
+from offload.swapper.store.runs import find_removal, other_runs, rank_folders, remove_run, run_status
 from offload.swapper.store.store import Store
 from offload.swapper.store.write_counts import DriveWrites, Rating, Written
 
@@ -61,7 +61,6 @@ __all__ = [
     "find_removal",
     "find_shortage",
     "holder",
-    "open_rank",
     "other_runs",
     "rank_folders",
     "remove_run",

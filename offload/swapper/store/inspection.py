@@ -18,7 +18,7 @@ from offload.sizes import PAGE
 from offload.swapper.store.format import checksums as sums
 from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.checksums import Key, Slot
-from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, read_records
+from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, unpack_records
 from offload.swapper.store.format.manifest import Manifest, read_manifest
 from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.rank_folder import FILES, read_whole
@@ -167,7 +167,7 @@ def _look(folder: Path) -> Found:
         words = f"format {other}, made by offload {made}; this version reads format {FORMAT_VERSION}"
         return Found(folder, rank, (), None, 0, words, ())
     # Only the first drive has a commit file. On another drive the manifest names the drive.
-    drive = 0 if (folder / "commit").exists() else notes.get("drive", 0)
+    drive = 0 if (folder / "commit").exists() else place_of(folder)[1]
     commits, wrong = ((), []) if drive else _commits(folder)
     manifest: Manifest | None = None
     # A blob is covered by its record's checksum, so its copy of the manifest is preferred to the file.
@@ -184,7 +184,7 @@ def _look(folder: Path) -> Found:
 
 def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
     """Returns the format of a store that this version does not read; None if the store has a valid record."""
-    found = read_records(folder / "commit")
+    found = unpack_records(_bytes(folder / "commit") or b"")
     if found.valid:
         return None
     said = (notes.get("format"), found.other_format)
@@ -194,12 +194,12 @@ def _other_format(folder: Path, notes: Mapping[str, Any]) -> int | None:
 def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     """Returns the valid commits, newest first, and the damage of records and of the newest blob."""
     path = folder / "commit"
-    found = read_records(path)
+    data, missing = _read(path)
+    found = unpack_records(data or b"")
     commits = tuple(Commit(record, read_blob(folder, record)) for record in found.valid)
     wrong: list[Wrong] = []
-    data = _bytes(path)
     if data is None:
-        wrong.append(Wrong(str(path), "the file is missing"))
+        wrong.append(Wrong(str(path), missing))
     elif len(data) != 2 * PAGE:
         wrong.append(Wrong(str(path), f"the file contains {len(data)} bytes, expected {2 * PAGE}"))
     elif found.invalid_pages:
@@ -213,13 +213,11 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     if commits and commits[0].blob is None:
         record = commits[0].record
         blob = folder / f"blob.{record.blob}"
-        have = _bytes(blob)
-        if have is None:
-            reason = "the file is missing"
-        elif len(have) < record.blob_nbytes:
-            reason = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
-        else:
-            reason = "the file does not match the checksum in its record"
+        have, reason = _read(blob)
+        if have is not None:
+            short = len(have) < record.blob_nbytes
+            cut = f"the file is cut short: {len(have)} bytes of {record.blob_nbytes}"
+            reason = cut if short else "the file does not match the checksum in its record"
         wrong.append(Wrong(str(blob), f"{reason}; the file belongs to the last commit, step {record.step}"))
     return commits, wrong
 
@@ -255,9 +253,7 @@ def _wrong_drives(folder: Path, manifest: Manifest | None) -> list[Wrong]:
                 expected = f"expected drive {drive} of store {manifest.id}"
                 wrong.append(Wrong(str(path), f"the file belongs to drive {number} of store {mine.id}, {expected}"))
             elif mine != manifest:
-                wrong.append(
-                    Wrong(str(path), "the file is not the one that was written; the last commit contains a copy")
-                )
+                wrong.append(Wrong(str(path), "the file differs from the copy in the last commit"))
         except StoreError as error:
             wrong.append(Wrong(str(path), _reason(path, error)))
         states = place / "states"
@@ -278,7 +274,9 @@ def _folders(folder: Path, manifest: Manifest | None) -> tuple[Path, ...]:
 
 def _reason(path: Path, error: StoreError) -> str:
     """Returns the reason why a manifest cannot be read, without its path."""
-    return "the file is missing" if not path.exists() else str(error).removeprefix(f"cannot read {path}: ")
+    if isinstance(error.__cause__, OSError):
+        return _reason_of(error.__cause__)
+    return str(error).removeprefix(f"cannot read {path}: ")
 
 
 def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
@@ -289,9 +287,12 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
         manifest: None, 0 and None.
     """
     notes = _notes(folder / "manifest.json")
-    drives = notes.get("drives") or [None]
-    first = None if not isinstance(drives[0], str) else Path(drives[0]) / folder.parent.name / folder.name
-    return notes.get("id"), int(notes.get("drive") or 0), first
+    drives, drive = notes.get("drives"), notes.get("drive") or 0
+    if not isinstance(drive, int):
+        return None, 0, None
+    if not isinstance(drives, list) or not drives or not isinstance(drives[0], str):
+        return notes.get("id"), drive, None
+    return notes.get("id"), drive, Path(drives[0]) / folder.parent.name / folder.name
 
 
 def _notes(path: Path) -> dict[str, Any]:
@@ -310,10 +311,22 @@ def store_id(folder: Path) -> str | None:
 
 def _bytes(path: Path) -> bytes | None:
     """Returns the bytes of a file; None if it cannot be read."""
+    return _read(path)[0]
+
+
+def _read(path: Path) -> tuple[bytes | None, str]:
+    """Returns the bytes of a file and an empty text; or None, and the reason why the file cannot be read."""
     try:
-        return read_whole(path)
-    except OSError:
-        return None
+        return read_whole(path), ""
+    except OSError as error:
+        return None, _reason_of(error)
+
+
+def _reason_of(error: OSError) -> str:
+    """Returns the words for a file that is missing, or that cannot be read for another reason."""
+    if isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        return "the file is missing"
+    return f"the file cannot be read: {error.strerror}"
 
 
 def allocated_nbytes(folders: Sequence[Path]) -> int:

@@ -17,7 +17,7 @@ from offload.errors import IoError, StoreError
 from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, sync_folder, this_process, write_all
 
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
-"""Names of all files that a rank's folder may hold, besides temporary files that replace one of them (`*.tmp`)."""
+"""Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
 
 
 class Lock:
@@ -156,7 +156,8 @@ def _is_obstacle(path: Path) -> bool:
 
 def remove_files(folder: Path) -> None:
     """Deletes a store's files in a rank's folder, and the folder itself unless other files are in it."""
-    for path in (*(folder / name for name in FILES), *folder.glob("*.tmp")):
+    # The lock last: once its name is gone, another process may lock the folder and write new files.
+    for path in (*folder.glob("*.tmp"), *(folder / name for name in FILES)):
         path.unlink(missing_ok=True)
     sync_folder(folder)
     with contextlib.suppress(OSError):

@@ -100,7 +100,10 @@ def find_newest(
         damage = find_damage(record, held)
         if damage is None:
             why = f" ({'; '.join(wrong)})" if wrong else ""
-            notice = f"the newest commit is damaged{why}; step {record.step} passed its check and is used"
+            notice = (
+                f"a commit or its record looked damaged{why}; all data of step {record.step} was compared and is "
+                "intact, and the run resumes from it"
+            )
             return Recovered(record=record, notice=notice)
         wrong.append(f"step {record.step}: {damage}")
     raise StoreError(
@@ -123,8 +126,8 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
             return record
     have = ", ".join(str(record.serial) for record in records)
     raise StoreError(
-        f"{folder} contains commits {have}, but the last one that all ranks contain is {serial}: these folders do not "
-        "belong to one run"
+        f"{folder} holds commits {have}, but the ranks agreed on commit {serial}, the last that all of them hold: "
+        "these folders do not belong to one run"
     )
 
 

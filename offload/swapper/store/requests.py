@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from offload.aio import DirectFile, File
 from offload.aio.file import Piece
 from offload.aio.protocols import Future
+from offload.errors import IoError
 from offload.swapper.store.format.manifest import Extent, Extents
 
 
@@ -52,11 +54,14 @@ def bytes_of(file: File, place: Extents, start: int, nbytes: int) -> tuple[File,
 
 
 class Compared:
-    """A read whose bytes are compared with their checksum by the first `wait`."""
+    """A read whose bytes are compared with their checksum by the first `wait`. Every `wait` has that outcome."""
 
     def __init__(self, future: Future, compare: Callable[[int, int], None]) -> None:
         self._future, self._compare = future, compare
+        # Two threads may wait for one read, and a comparison consumes the reads before it: only one is made.
+        self._lock = threading.Lock()
         self._compared = False
+        self._damage: IoError | None = None
 
     def done(self) -> bool:
         """Returns True if the read has ended; the bytes may not be compared yet."""
@@ -65,9 +70,15 @@ class Compared:
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the read, compares its bytes, and returns their number; raises `IoError` if they are damaged."""
         nbytes = self._future.wait(timeout)
-        if not self._compared:
-            self._compare(nbytes, self._future.crc32c())
-            self._compared = True
+        with self._lock:
+            if not self._compared:
+                try:
+                    self._compare(nbytes, self._future.crc32c())
+                except IoError as error:
+                    self._damage = error
+                self._compared = True
+        if self._damage is not None:
+            raise self._damage
         return nbytes
 
     def crc32c(self) -> int:
@@ -75,5 +86,7 @@ class Compared:
         return self._future.crc32c()
 
     def add_done_callback(self, function: Callable[[Any], object]) -> None:
-        """Calls `function` with this request once the read has ended. The callback may run before any comparison."""
-        self._future.add_done_callback(lambda _: function(self))
+        """Calls `function` with the request of the queue once the read has ended."""
+        # Not with this object: reads end in any order, on the queue's thread, and a `wait` there would compare them in
+        # that order and take the damage from the thread that uses the bytes.
+        self._future.add_done_callback(function)

@@ -1,4 +1,4 @@
-"""Runs seen from outside: whether a run exists and how it ended, its removal, and read access to a rank."""
+"""Runs seen from outside: whether a run exists and how it ended, and its removal."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from offload.aio.protocols import Queue
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import read_manifest
 from offload.swapper.store.format.run_notes import CLOSED, FINISHED
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
 from offload.swapper.store.rank_folder import FILES, Lock, holder, read_whole, remove_files
-from offload.swapper.store.store import Store
-
-if TYPE_CHECKING:
-    import torch
 
 
 class RunStatus(NamedTuple):
@@ -111,13 +106,14 @@ def remove_run(path: Path) -> Removal:
         StoreError: if `path` is not a run folder, or while a process uses the run.
     """
     with contextlib.ExitStack() as locks:
-        ranks = [rank for rank in rank_folders(path) if is_rank(rank)]
+        # A start holds the lock before it writes any other file.
+        ranks = [rank for rank in rank_folders(path) if is_rank(rank) or (rank / "lock").exists()]
         for rank in ranks:
             locks.enter_context(Lock(rank))
         removal = find_removal(path)
-        # The folders on other drives are locked as well: a process may be starting a store in one of them.
+        # All other folders of the run are locked as well: a process may be starting a store in one of them.
         for folder in removal.folders:
-            if folder not in ranks and folder.is_dir() and is_rank(folder):
+            if folder not in ranks and folder.is_dir():
                 locks.enter_context(Lock(folder))
         for folder in reversed(removal.folders):
             remove_files(folder)
@@ -190,28 +186,3 @@ def _held_elsewhere(folder: Path) -> bool:
     except (StoreError, IndexError):
         return False
     return holder(Path(first) / folder.parent.name / folder.name) is not None
-
-
-def open_rank(folder: Path, queue: Queue) -> tuple[Store, dict[str, torch.Tensor]]:
-    """Opens one rank's store at its last commit, by its own manifest. The caller closes the store.
-
-    Args:
-        folder: the rank's folder on the first drive.
-        queue: reads the states.
-
-    Returns:
-        The store, and the tensors of its last commit.
-
-    Raises:
-        StoreError: while a process holds the store, or if the store is damaged.
-    """
-    manifest = read_manifest(folder / "manifest.json")
-    drives = [folder.parent.parent, *(Path(drive) for drive in manifest.drives[1:])]
-    for drive in drives:
-        if not (drive / folder.parent.name / folder.name).is_dir():
-            raise StoreError(
-                f"{folder} is stored on the drives {', '.join(manifest.drives)}, but {drive} contains nothing of this "
-                "run: mount that drive"
-            )
-    store = Store(drives, folder.parent.name, int(folder.name[4:]), manifest.spec, queue)
-    return store, store.open()

@@ -186,10 +186,11 @@ class Store:
     def _find_damage(self, record: Record, held: blob.Blob) -> Damage | None:
         """Opens the files, compares all data of a commit and closes them again; returns the first damage."""
         self._open_files(record, held)
-        table = sums.unpack(held.sums)
-        damage = first_damage(self._files.states, self._queue, self._places, record.slots, table, self.spec.title)
-        self._files.close_states()
-        return damage
+        try:
+            table = sums.unpack(held.sums)
+            return first_damage(self._files.states, self._queue, self._places, record.slots, table, self.spec.title)
+        finally:
+            self._files.close_states()
 
     def _open_files(self, record: Record, held: blob.Blob) -> None:
         """Opens the files of a commit."""
@@ -242,13 +243,15 @@ class Store:
         place = self._places[unit][state][slot]
         assert start + len(buffer) <= place.nbytes
         key = (unit, state)
+        # The checksums at submission: an update may replace them before the read is waited for. They are taken before
+        # the question whether they are proven, so that the answer never concerns older ones than those.
+        expected = self._sums.slot(key) if self._checked else ()
         unproven = not self._sums.is_proven(key)
         checked = slot == self.newest[unit] and ((compare and self._checked) or unproven)
         file, offset = bytes_of(self._files.states, place, start, len(buffer))
         future: Future = self._queue.read(file, offset, buffer, priority=priority, checksum=checked)
         if checked:
-            # The checksums at submission: an update may replace them before the read is waited for.
-            future = Compared(future, partial(self._compare, key, slot, self._sums.slot(key), start))
+            future = Compared(future, partial(self._compare, key, slot, expected, start))
         return self._spans.show(Row.READS, unit, state, began, len(buffer), future)
 
     def _compare(self, key: Key, slot: int, expected: Slot, start: int, nbytes: int, crc: int) -> None:

@@ -6,12 +6,14 @@ incomplete record counts as never written.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from offload.aio import crc32c
+from offload.errors import IoError
 from offload.sizes import PAGE
 from offload.swapper.store.rank_folder import read_whole
 
@@ -107,11 +109,16 @@ def last_of_all(newest: Iterable[int | None]) -> int | None:
 
 
 def read_records(path: Path) -> Records:
-    """Reads a commit file. A file that cannot be read has no records; of a short file, complete pages count."""
-    try:
-        data = read_whole(path)
-    except OSError:
-        return Records((), ())
+    """Reads a commit file. A file that does not exist has no records.
+
+    Raises:
+        IoError: if the file exists and cannot be read.
+    """
+    return unpack_records(_read_if_any(path))
+
+
+def unpack_records(data: bytes) -> Records:
+    """Returns the records in the bytes of a commit file; of a short file, complete pages count."""
     pages = [data[start : start + PAGE] for start in (0, PAGE)]
     found = [Record.unpack(page) for page in pages]
     valid = sorted((record for record in found if record is not None), key=lambda record: -record.serial)
@@ -129,11 +136,22 @@ def was_committed(folder: Path) -> bool:
     The second commit begins with blob 1 and ends with page 1, and the first commit is complete by then. So if page 0 is
     invalid, and blob 1 and page 1 are empty, the first commit was interrupted. A page of another format is a
     commit as well.
+
+    Raises:
+        IoError: if a file exists and cannot be read. It may hold a commit.
     """
     found = read_records(folder / "commit")
     if found.valid or 1 in found.invalid_pages or found.other_format is not None:
         return True
+    return any(_read_if_any(folder / "blob.1")[:8])
+
+
+def _read_if_any(path: Path) -> bytes:
+    """Returns the bytes of a file, none if it does not exist. Raises `IoError` if the file cannot be read."""
     try:
-        return any(read_whole(folder / "blob.1")[:8])
-    except OSError:
-        return False
+        return read_whole(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return b""
+    except OSError as error:
+        # Not a missing file: a start would otherwise take a run for none and delete its commits.
+        raise IoError(str(path), 0, 0, error.errno or errno.EIO, "read") from error

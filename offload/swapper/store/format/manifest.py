@@ -168,9 +168,10 @@ class Manifest:
             raise StoreError(
                 f"{where} has store format {content.get('format')}; this version of offload reads format "
                 f"{FORMAT_VERSION}: resume with the version that made the run "
-                f"({content.get('about', {}).get('offload', 'unknown')}), or choose another run name"
+                f"({_made_by(content)}), or choose another run name"
             )
         try:
+            _check(content)
             # The file stores extents and no sizes: the size of a partition is the sum over its first slot.
             partitions = tuple(
                 {State(name): sum(int(nbytes) for _, nbytes in slots[0]) for name, slots in row.items()}
@@ -196,6 +197,31 @@ class Manifest:
             return found
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StoreError(f"cannot read {where}: {type(error).__name__}: {error}") from error
+
+
+def _made_by(content: Mapping[str, Any]) -> str:
+    """Returns the version of offload that wrote a manifest of any format, or "unknown"."""
+    about = content.get("about")
+    return str(about.get("offload", "unknown")) if isinstance(about, dict) else "unknown"
+
+
+def _check(content: Mapping[str, Any]) -> None:
+    """Raises `ValueError` if a value, of which the code elsewhere takes the kind for granted, is of another.
+
+    JSON that was damaged, or edited, can be valid all the same.
+    """
+    drives, weights, stripe = content["drives"], content["stripes"]["weights"], content["stripes"]["bytes"]
+    if not isinstance(drives, list) or not drives or not all(isinstance(drive, str) for drive in drives):
+        raise ValueError(f"expected the folders of drives, got {_short(drives)}")
+    if len(weights) != len(drives) or not all(isinstance(weight, int) and weight > 0 for weight in weights):
+        raise ValueError(f"expected a weight above 0 for each of {len(drives)} drives, got {_short(weights)}")
+    if not isinstance(stripe, int) or stripe <= 0:
+        raise ValueError(f"expected stripes of more than 0 bytes, got {_short(stripe)}")
+    if not isinstance(content.get("drive", 0), int):
+        raise ValueError(f"expected the number of a drive, got {_short(content['drive'])}")
+    for name in ("layout", "about"):
+        if not isinstance(content[name], dict):
+            raise ValueError(f"expected an object as {name}, got {_short(content[name])}")
 
 
 def _plain_places(spec: StoreSpec) -> list[dict[str, list[list[list[int]]]]]:
