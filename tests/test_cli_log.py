@@ -63,6 +63,21 @@ def test_a_file_that_is_no_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("my precious notes\n")
     with pytest.raises(ConfigError, match="not the log of a run"):
         check_log(tmp_path / "notes.txt")
-    for content in ("", "\n", '{"step": 1, "loss": 2.0}\n'):
+    for content in ("", "\n", "{", '{"step": ', '{"step": 1, "lo', '{"step": 1, "loss": 2.0}\n'):
         (tmp_path / "log.jsonl").write_text(content)
         check_log(tmp_path / "log.jsonl")
+
+
+@pytest.mark.parametrize("content", ['{"loss": 1', '{"steps', '{"step": 1, "lo\n', "{\n", '[{"step": 1'])
+def test_only_a_line_that_a_kill_cut_off_is_taken_for_one_of_a_log(content: str, tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text(content)
+    with pytest.raises(ConfigError, match="not the log of a run"):
+        check_log(tmp_path / "notes")
+
+
+def test_a_run_that_was_killed_in_its_first_line_starts_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('{"step": 1, "lo')
+    check_log(log)
+    cut_log(log, 0)
+    assert log.read_text() == ""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from offload.fileio import DirLock, LockHeldError, holder_of, locked_dir, this_process
+from tests.support import warm_process
 
 
 def test_one_holder_at_a_time_that_others_can_name(tmp_path: Path) -> None:
@@ -87,3 +88,21 @@ def test_a_lock_on_a_file_that_was_removed_is_none(tmp_path: Path, monkeypatch: 
     second = DirLock(path)
     assert second.held and holder_of(path) == this_process()
     second.remove()
+
+
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_pipe_in_the_place_of_the_lock_has_no_holder(locked: bool, tmp_path: Path) -> None:
+    """To open one for reading waits for a writer, and it has no text to read: in a process that would not end."""
+    os.mkfifo(tmp_path / "lock")
+    script = f"""
+import fcntl, os
+from pathlib import Path
+from offload.fileio import holder_of
+path = Path({str(tmp_path / "lock")!r})
+if {locked}:
+    other = os.open(path, os.O_RDWR)
+    fcntl.flock(other, fcntl.LOCK_EX)
+print(holder_of(path))
+"""
+    done = warm_process.python(script, timeout=20)
+    assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 from pathlib import Path
 
@@ -79,6 +81,29 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(IoError, match="cannot make"):
         Writer(tmp_path / "x", {})
     assert (tmp_path / "x").read_text() == "precious"
+
+
+@pytest.mark.parametrize("call", ["ftruncate", "posix_fallocate", "pwrite"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_a_file_that_cannot_be_made_leaves_nothing(
+    call: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise error
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch, pytest.raises((IoError, KeyboardInterrupt)) as caught:
+        patch.setattr(os, call, fails)
+        Writer(tmp_path / "x", {"x": Tensor(torch.float32, (5,))})
+    assert getattr(caught.value, "errno", errno.ENOSPC) == errno.ENOSPC
+    assert os.listdir("/proc/self/fd") == before and not (tmp_path / "x").exists()
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+    header = json.dumps({"scale": {"dtype": "F8_E9M9", "shape": [2], "data_offsets": [0, 2]}}).encode()
+    (tmp_path / "x").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    with pytest.raises(StoreError, match=f"{tmp_path / 'x'}: dtype F8_E9M9 of scale is not supported"):
+        read_header(tmp_path / "x")
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 100))

@@ -11,6 +11,9 @@ from typing import Any
 from offload.errors import ConfigError
 from offload.fileio import atomic_write
 
+_HEAD = '{"step": '
+"""The first bytes of each line of a log."""
+
 
 def json_line(content: Any) -> str:
     """Returns `content` as a line of JSON, with null for each number that is not finite, which JSON cannot express."""
@@ -36,7 +39,7 @@ def check_log(log: Path) -> None:
     if log.is_file():
         with log.open(errors="replace") as file:
             first = file.readline()
-        if first.strip() and not step_of(first):
+        if first.strip() and not step_of(first) and not _is_cut_off(first):
             raise ConfigError(f"{log} is not the log of a run, and would be overwritten; give another file")
 
 
@@ -53,6 +56,11 @@ def cut_log(path: Path, steps: int) -> None:
         atomic_write(path, "".join(f"{line}\n" for line in lines if 0 < step_of(line) <= steps))
     except OSError as error:
         raise OSError(error.errno, f"cannot write the log: {error.strerror}", str(path)) from error
+
+
+def _is_cut_off(line: str) -> bool:
+    """Returns True if this can be a line of a log that a kill cut off: it has the first bytes of one, and no end."""
+    return not line.endswith("\n") and line[: len(_HEAD)] == _HEAD[: len(line)]
 
 
 def step_of(line: str) -> int:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import socket
+import stat
 import time
 from pathlib import Path
 
@@ -112,10 +113,13 @@ def this_process() -> str:
 def holder_of(path: Path) -> str | None:
     """Returns the text that the holder of the lock on `path` has written; None if it is free or unreadable."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # O_NONBLOCK: opening a FIFO would otherwise wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
     try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return None
         # A shared lock fails if another process holds the lock, and does not collide with other callers of this
         # function. If granted, it ends when the descriptor is closed.
         _flock(descriptor, fcntl.LOCK_SH)

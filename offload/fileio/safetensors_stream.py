@@ -97,7 +97,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """Returns the locations of the tensors in a file by name, and its metadata.
 
     Raises:
-        StoreError: If the file is not a complete safetensors file.
+        StoreError: If the file is not a complete safetensors file, or has a tensor of a dtype that torch has not.
     """
     try:
         with path.open("rb") as file:
@@ -110,6 +110,8 @@ def read_header(path: Path) -> tuple[dict[str, TensorLocation], dict[str, str]]:
         metadata = header.pop("__metadata__", {})
         places: dict[str, TensorLocation] = {}
         for name, entry in header.items():
+            if entry["dtype"] not in DTYPES:
+                raise StoreError(f"{path}: dtype {entry['dtype']} of {name} is not supported")
             tensor = Tensor(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             start, end = entry["data_offsets"]
             # A truncated file shows here, before any tensor is read.
@@ -134,7 +136,7 @@ class Writer:
         reserved: True to allocate all disk space now; otherwise the caller calls `reserve` for each tensor.
 
     Raises:
-        IoError: If the file cannot be made. All methods raise it too.
+        IoError: If the file cannot be made; then nothing is left of it. All methods raise it too.
     """
 
     def __init__(
@@ -152,15 +154,22 @@ class Writer:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
             self._descriptor = os.open(path, flags, 0o666)
+        except OSError as error:
+            raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
+        try:
             # The file has its full size from the start, so chunks can be written in any order.
             os.ftruncate(self._descriptor, self.nbytes)
             # A full disk shows now and not in the middle of the writing.
             if reserved:
                 os.posix_fallocate(self._descriptor, 0, self.nbytes)
-        except OSError as error:
+            self._put(0, head)
+        except BaseException as error:
+            # The caller has no object to close, so nothing may be left.
             self._drop()
-            raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
-        self._put(0, head)
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and not isinstance(error, IoError):
+                raise IoError(str(path), 0, self.nbytes, error.errno or errno.EIO, "make") from error
+            raise
 
     def reserve(self, name: str) -> None:
         """Allocates the disk space of a tensor, in a file that was not `reserved`."""
