@@ -20,7 +20,18 @@ from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks, use_device
-from tests.support.oracle import PLACEMENTS, Job, Result, assert_same, room_for, run, small_pieces, start, trained
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    Result,
+    assert_same,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    weights_of,
+)
 
 
 class Recomputed(models.Mixture):
@@ -58,6 +69,8 @@ class Plan(NamedTuple):
     """Whether gradients, tiles and what streams come in tiny pieces."""
     small: int
     """Bytes below which gradients leave the device together."""
+    returns: bool
+    """Whether memory by which the device's budget has grown is given back before the last step."""
 
 
 def draw(chance: random.Random) -> Plan:
@@ -82,6 +95,7 @@ def draw(chance: random.Random) -> Plan:
         chance.choice([0, GIB]),
         chance.random() < 0.5,
         chance.choice([0, 1 << 12, MIB]),
+        chance.random() < 0.5,
     )
 
 
@@ -111,7 +125,13 @@ def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[
     engine = start(plan.job, plan.placement, folder, **options)
     try:
         with Ticks(device):
-            result = trained(engine, plan.job)
+            losses, norms = [], []
+            for step in range(plan.job.steps):
+                if plan.returns and step == plan.job.steps - 1:
+                    engine.empty_partition_cache()
+                losses.append(train_step(engine, plan.job, step))
+                norms.append(engine.get_global_grad_norm())
+            result = Result(losses, norms, weights_of(engine))
         totals = engine._core.components.gradients.totals
         return result, any(totals.takes(unit) for unit in range(len(engine._core.components.layouts)))
     finally:
