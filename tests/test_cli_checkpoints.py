@@ -189,7 +189,7 @@ def test_frozen_weights_that_were_not_saved_are_reported(tmp_path: Path) -> None
     model = FROZEN.model()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert tensors(tmp_path / "out").keys() == dict(model.named_parameters()).keys() - frozen
-    assert f"{len(frozen)} frozen weights are not in the checkpoint" in " ".join(found["notices"])
+    assert f"{len(frozen)} frozen weights are not in the files" in " ".join(found["notices"])
     assert found["parameters"] == sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert "without those that are frozen" in run("inspect", tmp_path / "saved" / "global_step1").output
     assert report_of("verify", tmp_path / "saved")["whole"]

@@ -17,7 +17,10 @@ from typing import Any
 import pytest
 import torch
 from torch import autograd
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from offload.torch_internals import top_saved_tensor_hooks
 
 _RUN = autograd._engine_run_backward
 """torch's own, also where a test has replaced it already."""
@@ -45,6 +48,7 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
         if torch._C._current_graph_task_id() != -1 or not (always or torch._C._is_multithreading_enabled()):
             return run(*args, **kwargs)
         modes = _get_current_dispatch_mode_stack()
+        hooks = top_saved_tensor_hooks()
         done: torch.futures.Future[None] = torch.futures.Future()
         result: list[Any] = []
         error: list[BaseException] = []
@@ -52,8 +56,11 @@ def on_another_thread(run: Callable[..., Any], always: bool = True) -> Callable[
         def work() -> None:
             try:
                 with contextlib.ExitStack() as stack:
-                    for mode in modes:  # torch hands these on to its thread as well
+                    # torch hands these on to its thread as well.
+                    for mode in modes:
                         stack.enter_context(mode)
+                    if hooks is not None:
+                        stack.enter_context(saved_tensors_hooks(*hooks))
                     result.append(run(*args, **kwargs))
             except BaseException as caught:
                 error.append(caught)
