@@ -156,7 +156,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Returns the object of a public name and stores it in this module, so that the next access does not get here.
+        """Returns the object of a public name, and stores it in this module.
 
         Args:
             name: a public name, or a key of `_PARTS`.

@@ -74,7 +74,7 @@ class aio_handle:
     `block_size` is in bytes, `queue_depth` in blocks for each of the `intra_op_parallelism` threads. `single_submit`
     and `overlap_events` have no effect: the queue submits all requests at once, and takes completions as they come. A
     buffer is a contiguous CPU tensor, a numpy array, or an object with the buffer protocol, of any size and address.
-    `file_offset`, in bytes, may be any too. The handle owns and keeps the buffer alive until `wait` has returned.
+    `file_offset`, in bytes, may be any too. The handle owns the buffer, and keeps it alive, until `wait` has returned.
     Requests in flight complete in any order: call `wait` between a write and a read of the same bytes.
 
     `filename` is a path or a descriptor. A write creates a missing file with mode 0600, and never truncates one. The
@@ -99,7 +99,7 @@ class aio_handle:
         self._pending: deque[_Request] = deque()
         self._queue = IoQueue(block_bytes=block_size, depth=queue_depth, threads=intra_op_parallelism)
 
-    # -- as they were given -------------------------------------------------------------------------
+    # -- the constructor's arguments ----------------------------------------------------------------
 
     def get_block_size(self) -> int:
         """Returns the size of a block in bytes."""
@@ -122,13 +122,13 @@ class aio_handle:
         return self._threads
 
     def get_alignment(self) -> int:
-        """Returns the alignment, in bytes, at which whole buffers bypass the page cache. All others work too."""
+        """Returns the alignment in bytes at which buffers bypass the page cache. Unaligned ones work too."""
         return PAGE
 
     # -- reads and writes ---------------------------------------------------------------------------
 
     def async_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Returns 0 as soon as a read into `buffer` has started.
+        """Starts a read into `buffer` and returns 0.
 
         Args:
             buffer: destination, in use until `wait` returns.
@@ -138,7 +138,7 @@ class aio_handle:
         return self.pread(buffer, filename, False, True, file_offset)
 
     def async_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Returns 0 as soon as a write of `buffer` has started.
+        """Starts a write of `buffer` and returns 0.
 
         Args:
             buffer: source, in use until `wait` returns.
@@ -148,7 +148,7 @@ class aio_handle:
         return self.pwrite(buffer, filename, False, True, file_offset)
 
     def sync_pread(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Returns the number of requests that have ended after waiting as `wait` does, and then filling `buffer`.
+        """Waits as `wait` does, then fills `buffer`. Returns the number of requests that ended, this one included.
 
         Args:
             buffer: destination.
@@ -158,7 +158,7 @@ class aio_handle:
         return self.pread(buffer, filename, False, False, file_offset)
 
     def sync_pwrite(self, buffer: Memory, filename: Filename, file_offset: int = 0) -> int:
-        """Returns the number of requests that have ended after waiting as `wait` does, and then writing `buffer`.
+        """Waits as `wait` does, then writes `buffer`. Returns the number of requests that ended, this one included.
 
         Args:
             buffer: source.
@@ -168,7 +168,7 @@ class aio_handle:
         return self.pwrite(buffer, filename, False, False, file_offset)
 
     def pread(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Returns the result of `async_pread` or `sync_pread`.
+        """Reads as `async_pread` or `sync_pread` does, and returns what that one returns.
 
         Args:
             buffer: destination.
@@ -180,7 +180,7 @@ class aio_handle:
         return self._submit("read", buffer, filename, validate, async_, file_offset)
 
     def pwrite(self, buffer: Memory, filename: Filename, validate: bool, async_: bool, file_offset: int = 0) -> int:
-        """Returns the result of `async_pwrite` or `sync_pwrite`.
+        """Writes as `async_pwrite` or `sync_pwrite` does, and returns what that one returns.
 
         Args:
             buffer: source.
@@ -192,7 +192,7 @@ class aio_handle:
         return self._submit("write", buffer, filename, validate, async_, file_offset)
 
     def read(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Returns 0 after filling `buffer`. Other requests stay in flight.
+        """Fills `buffer`, then returns 0. Other requests stay in flight.
 
         Args:
             buffer: destination.
@@ -204,7 +204,7 @@ class aio_handle:
         return 0
 
     def write(self, buffer: Memory, filename: Filename, validate: bool = False, file_offset: int = 0) -> int:
-        """Returns 0 after writing `buffer`. Other requests stay in flight.
+        """Writes `buffer`, then returns 0. Other requests stay in flight.
 
         Args:
             buffer: source.
@@ -216,7 +216,7 @@ class aio_handle:
         return 0
 
     def wait(self) -> int:
-        """Returns the number of requests in flight after all of them have ended; 0 for none.
+        """Waits for all requests in flight, and returns their number.
 
         Raises:
             IoError: the first failure, after all requests have ended.
@@ -278,12 +278,12 @@ class aio_handle:
         return tensor
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
-        """Returns True if `tensor` came from `new_cpu_locked_tensor`, of any handle, and was not freed before.
+        """Unpins a tensor of `new_cpu_locked_tensor`, of any handle. Returns False if it is none, or was freed.
 
         Args:
             tensor: a tensor.
         """
-        # The finalizer runs once: CUDA unregisters the memory now, the system receives it with the last reference.
+        # The finalizer runs once. CUDA unregisters the memory now; the memory is unmapped with its last reference.
         end = _locked.get(tensor.data_ptr())
         if end is None:
             return False

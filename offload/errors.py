@@ -3,7 +3,7 @@
     OffloadError
     ├── ConfigError      the JSON, an option or the model is not supported; nothing was changed
     ├── BudgetError      a memory budget cannot hold what must be in memory at one time
-    ├── IoError          one read or write failed (path, offset, nbytes, errno)
+    ├── IoError          one operation on a file failed (path, offset, nbytes, errno)
     ├── StoreError       the swap store: no room, locked by another process, damaged, of another model
     ├── UsageError       a call of the engine that is not valid now
     ├── RankError        another process of the run is gone, or executes another collective
@@ -41,10 +41,10 @@ class BudgetError(OffloadError, MemoryError):
 
 
 class IoError(OffloadError, OSError):
-    """A failed read or write of a swap file.
+    """A failed operation on a file: a read, a write, an open, a sync.
 
-    `offset` and `nbytes` are those of the request, in bytes; both are 0 if the error concerns the whole file. `errno`
-    is the system's.
+    `offset` and `nbytes` are those of the request, in bytes; both are 0 if the error concerns the file as such.
+    `errno` is the system's.
     """
 
     def __init__(self, path: str, offset: int, nbytes: int, errno: int, operation: str = "access") -> None:
@@ -53,7 +53,7 @@ class IoError(OffloadError, OSError):
         Args:
             path: the file.
             offset: first byte of the request.
-            nbytes: bytes of the request, or 0 if the error concerns the whole file.
+            nbytes: bytes of the request, or 0 if the error concerns the file as such.
             errno: the system's error number.
             operation: the verb of the message, such as "read".
         """

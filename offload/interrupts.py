@@ -7,7 +7,8 @@ Ctrl-C does, would leave a change half done: a unit that is pinned for ever, or 
     @interruptible    a wait within a change, at which the state is consistent: the handler runs there
 
 The handler looks for these functions on the stack when a signal arrives, so the decorators cost nothing otherwise. The
-innermost decorated function decides. An exception at a wait is an error of the wait, like one of the drive.
+innermost decorated function decides. What a handler raises at a wait counts as a failure of the wait, as an error of
+the drive would.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def interruptible(function: _F) -> _F:
 
 
 def defer_signals(owner: object) -> None:
-    """Wraps the process's handlers of Ctrl-C and SIGTERM, unless wrapped already. Does nothing on other threads.
+    """Wraps the process's handlers of Ctrl-C and SIGTERM, unless wrapped already. Wraps on the main thread only.
 
     Called at the start of each forward and step, since the user may set a handler in between, as Jupyter does for each
     cell.
 
     Args:
-        owner: the engine, on whose account the handlers stay wrapped until `restore_signals` or its end.
+        owner: an engine. The handlers stay wrapped until `restore_signals` finds no other owner alive.
     """
     _owners.add(owner)
     if threading.current_thread() is threading.main_thread():
@@ -65,9 +66,9 @@ def defer_signals(owner: object) -> None:
 
 
 def restore_signals(owner: object) -> None:
-    """Restores the handlers that `defer_signals` has wrapped, once `owner` was the last owner.
+    """Restores the handlers that `defer_signals` has wrapped, if there is no owner beside `owner`.
 
-    A handler that was set since stays.
+    A handler that was set since stays. On a thread other than the main one all handlers stay.
     """
     _owners.discard(owner)
     if not _owners and threading.current_thread() is threading.main_thread():
@@ -101,13 +102,13 @@ def _is_deferred(frame: FrameType | None) -> bool:
 
 
 def _signal_again(number: int) -> None:
-    """Lets the signal arrive again, on a thread of its own."""
+    """Waits a moment, then lets the signal arrive again. Runs on a thread of its own."""
     time.sleep(_RETRY_S)
     _thread.interrupt_main(signal.Signals(number))
 
 
 def is_on_stack(call: FrameType) -> bool:
-    """Returns True if `call` is on the calling thread's stack: a Ctrl-C ends calls without their last lines."""
+    """Returns True if `call` still runs on this thread. A Ctrl-C may have ended it before its last lines ran."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame is not call:
         frame = frame.f_back

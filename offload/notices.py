@@ -8,7 +8,7 @@ logger = logging.getLogger("offload.notices")
 
 
 class Remark(str):
-    """A notice that only informs. Any other string warns of a request that is not fulfilled, or of a risk."""
+    """A notice that only informs. A notice that is a plain `str` warns of a request not fulfilled, or of a risk."""
 
 
 def announce(notice: str) -> None:

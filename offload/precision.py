@@ -4,9 +4,9 @@ GPUs since Ampere do, and so do processors with instructions for bf16, which hal
 processor without them torch multiplies bf16 many times slower than fp32: a model in bf16 takes hours instead of
 minutes.
 
-    decide     from two rates to a dtype, pure
-    rates      of this processor: cached, otherwise measured in some 20 ms and cached
-    choose     of a device
+    decide     returns the dtype for two rates; pure
+    rates      returns the rates of this processor: from the cache, or measured in some 20 ms and cached
+    choose     returns the dtype for a device
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from offload.fileio import atomic_write, cache_file
 
 _VERSION = 1
 _TOKENS, _WIDTH = 128, 256
-"""Shape of the products. At 7 Gflop/s all three take 7 ms; their ratio is within a third of that of larger ones."""
+"""Shape of the products. At 7 Gflop/s all three take 7 ms. The dtypes' ratio is within a third of a larger shape's."""
 _ROUNDS = 4
 _MAX_SECONDS = 0.01
 """Seconds after which no further round starts."""
@@ -76,7 +76,7 @@ def choose(device: torch.device) -> Choice:
             '"fp16": {"enabled": true} in the config is faster there',
         )
     if device.type != "cpu":
-        # Torch asks each kind of accelerator in a way of its own. Only where it says no, is fp32 the choice.
+        # Each accelerator's module of torch has a check of its own, or none. Only a check that says no leads to fp32.
         supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
         if supported is None or supported():
             return Choice("bf16")
@@ -111,7 +111,7 @@ def measure(half: str) -> Rates:
             work()  # warm-up: allocates memory and selects kernels
         best, began = [math.inf, math.inf], time.thread_time()
         for _ in range(_ROUNDS):
-            # In turns and by the minimum: a disturbance hits both dtypes, and no single one decides.
+            # In turns and by the minimum: a disturbance hits both dtypes, and a single disturbance does not decide.
             for each, work in enumerate(works):
                 best[each] = min(best[each], _seconds(work))
             if time.thread_time() - began > _MAX_SECONDS:
@@ -147,8 +147,8 @@ def _seconds(work: Callable[[], object]) -> float:
 def rates(half: str) -> Rates:
     """Returns the rates of this processor, from the cache if possible.
 
-    So the choice does not vary from run to run. Measures if the cache is empty or belongs to another processor, torch
-    or limit. If the cache cannot be written, each process measures.
+    The cache keeps the choice the same from run to run. Measures if the cache has no rates for this processor, number
+    of cores, version of torch and limits. If the cache cannot be written, each process measures.
     """
     path, key = cache_path(), f"{half}: {_cache_key()}"
     cached = _read_cache(path)
@@ -162,7 +162,7 @@ def rates(half: str) -> Rates:
 
 
 _VALID_RATES = (1e6, 1e16)
-"""Range of rates that a thread of a processor can reach. A cached number outside is damage."""
+"""Range of rates that a thread of a processor can reach. A cached number outside of it is damaged."""
 
 
 def _parse_rates(cached: Any) -> Rates | None:

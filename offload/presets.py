@@ -152,7 +152,7 @@ def build(name: str, layers: int | None = None) -> nn.Module:
     preset = PRESETS[name]
     # The cache of keys and values serves generation; in training it would only take memory.
     config = getattr(transformers, preset.config)(**preset.settings, use_cache=False)
-    # Config classes with another name for the number, such as GPT-2's `n_layer`, map this one to theirs.
+    # Config classes that call the number otherwise, as GPT-2's does (`n_layer`), map this name to theirs.
     if layers is not None:
         config.num_hidden_layers = layers
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)

@@ -60,7 +60,7 @@ def format_decimal(nbytes: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """Returns a count with three digits and a letter: 100000000 -> '100M', 1234567 -> '1.23M'."""
+    """Returns a count with at most three significant digits and a letter: 10**8 -> '100M', 1234567 -> '1.23M'."""
     for letter, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= 0.9995 * size:
             return f"{float(f'{number / size:.3g}'):g}{letter}"
@@ -79,7 +79,7 @@ def count_of(number: int, one: str, more: str = "") -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Returns seconds in the largest unit that gives at least two: 475200 -> '5.5 days'."""
+    """Returns seconds in the largest unit of which there are at least two: 475200 -> '5.5 days'."""
     for unit, length in (("years", 365.25 * 86400), ("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * length:
             return f"{seconds / length:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Names of a parameter's states and of the tiers. Imports no torch; `modes` knows the dtypes."""
+"""Names of a parameter's states and of the tiers. Imports no torch; dtypes are those of `offload.swapper.modes`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import enum
 class State(enum.Enum):
     """A value that is stored for each trainable element. WEIGHT is the copy that compute uses. GRAD lives for one step.
 
-    Checksums in a store are kept in this order, so a new state must be added after the others, before GRAD.
+    A store lists its checksums in this order, so a new state must be added after the others, before GRAD.
     """
 
     WEIGHT = "weight"

@@ -11,8 +11,9 @@
     update worker    the work of the thread that updates: kernels, copies, waits for its reads and writes
     commits          a step becomes durable
 
-Spans of one row that overlap in time are shown in lanes below each other: "reads", "reads 2" and so on. Any thread may
-record: a span is one tuple appended to a list, and nothing is written before `close`. Each rank writes its own file,
+Spans of one row that overlap in time are shown in lanes below each other: "reads", "reads 2" and so on. In the rows
+of `_NESTED` a span that another contains shares its lane. Any thread may record: a span is one tuple appended to a
+list, and nothing is written before `close`. Each rank writes its own file,
 which viewers show as a process. All processes of a machine share the clock, so files may be merged.
 """
 
@@ -42,7 +43,7 @@ logger = logging.getLogger("offload")
 MOST_EVENTS = 400_000
 """Default limit of events: about 100 MB of memory during the run, and 60 MB of JSON."""
 _SAME_WAIT = 100_000
-"""Nanoseconds. A shorter gap between waits of one name is not shown: a thread woken by another change waits again."""
+"""Nanoseconds. Waits of one name with a shorter gap are shown as one: a thread woken by another change waits again."""
 _WORKER_THREAD = "offload-update"
 
 
@@ -368,7 +369,7 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 def _lanes(spans: Iterable[Span], nested: bool) -> Iterator[tuple[int, Span]]:
-    """Yields each span with the first lane whose spans do not overlap it or, if `nested`, contain it."""
+    """Yields each span with the first lane whose spans do not overlap it or, if `nested`, all contain it."""
     lanes: list[list[int]] = []  # ends of the open spans of each lane, outermost first
     # Sorted by start, a longer span first, so that an outer span comes before those inside.
     for span in sorted(spans, key=lambda each: (each.start, -each.end)):

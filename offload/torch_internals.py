@@ -54,8 +54,8 @@ SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
     """Sets `parameter.data = memory`, also between types of devices for which torch refuses the assignment.
 
-    Torch accepts it between CPU, CUDA and XPU, and within any type. Otherwise the parameter keeps its identity, its
-    attributes and its hooks, and receives all else of a new parameter.
+    Torch accepts the assignment between CPU, CUDA and XPU, and within any type. In all other cases the parameter keeps
+    its identity, attributes and hooks, and receives everything else from a new parameter.
 
     Raises:
         RuntimeError: if torch refuses the assignment while a graph or a weak reference holds the parameter.
@@ -84,11 +84,11 @@ def has_no_storage(tensor: torch.Tensor) -> bool:
 
 
 def inner_tensors(tensor: torch.Tensor) -> tuple[dict[str, Any], Any] | None:
-    """Returns what a wrapper of other tensors (`_make_wrapper_subclass`) is made of; None for any other tensor.
+    """Returns the parts of a wrapper of other tensors (`_make_wrapper_subclass`); None for any other tensor.
 
     Returns:
-        The inner values by name, tensors but for rare others, and the context; both are what the class's
-        `__tensor_unflatten__` takes.
+        The inner values by name, almost always tensors, and the context: the arguments from which the class's
+        `__tensor_unflatten__` makes the wrapper again.
     """
     # The type first: a saved tensor is nearly always a plain one, and the search for attributes takes a microsecond.
     if type(tensor) is torch.Tensor or not is_traceable_wrapper_subclass(tensor):
@@ -121,7 +121,7 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 
 def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `hook` as `torch.compiler.disable` does, at a fraction of its cost where no compiled code is running.
+    """Returns `hook`, disabled as by `torch.compiler.disable`, at a fraction of the cost where no compiled code runs.
 
     A hook of each module is called often, and `disable` changes and restores the state of the compiler at each call.
     """
@@ -133,7 +133,8 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         return hook(*args) if compiles() is None else disabled(*args)
 
-    # The compiler neither looks into `call` nor compiles it, but what it calls: hence `disabled`.
+    # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
+    # `disabled`.
     return skip(call)
 
 

@@ -1,4 +1,4 @@
-"""A file opened twice: with O_DIRECT for aligned bytes, buffered for the rest."""
+"""`DirectFile`, a file that is opened twice: with O_DIRECT for aligned bytes, and buffered for all others."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class DirectFile:
     def close(self) -> None:
         """Closes both descriptors, or leaves that to the last request in flight. Idempotent."""
         # Only the reference is dropped. Each request in flight holds the old object, whose finalizer closes the
-        # numbers.
+        # descriptors.
         self.descriptors = Descriptors(self.path)
 
     def pieces(self, offset: int, nbytes: int) -> list[Piece]:
@@ -170,7 +170,7 @@ class DirectFile:
     def _open_again(self, flags: int) -> int:
         """Opens the file of the buffered descriptor a second time, by descriptor rather than by name.
 
-        The path may have been renamed over in the meantime.
+        In the meantime another file may have been renamed to this path.
         """
         first = self.descriptors.buffered
         try:

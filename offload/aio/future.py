@@ -86,7 +86,7 @@ class IoFuture:
         self._callbacks, self._flight, self._operation, self._checksum = callbacks, flight, operation, checksum
         self._file, self._offset, self._nbytes, self._pid = file, offset, nbytes, os.getpid()
         self._waiting: list[Callback] | None = None
-        """Callbacks to run at the end; None while none is pending. Guarded by the lock of `Callbacks`."""
+        """Callbacks to run when the request ends; None if there is none. Guarded by the lock of `Callbacks`."""
 
     def done(self) -> bool:
         """Returns True if the request has ended, successfully or not."""
@@ -153,7 +153,7 @@ class IoFuture:
             if not ended.done():  # a cancelled task no longer waits
                 ended.set_result(None)
 
-        # Runs on the queue's callback thread; an asyncio future may be completed on its loop's thread alone.
+        # May run on the queue's callback thread; an asyncio future may be completed on its loop's thread alone.
         def tell(_: IoFuture) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(end)
@@ -198,7 +198,7 @@ class Callbacks:
             told = not (self._stopped or exiting.is_set()) and self._announce(future, function)
         # Outside of the lock: a user's function may add further callbacks.
         if not told:
-            future._flight.wait(-1.0)  # returns at once, unless the queue is stopped or the interpreter is about to end
+            future._flight.wait(-1.0)  # returns at once, unless no callback thread may start because Python is ending
             _call(future, function)
 
     def stop(self) -> None:
@@ -228,7 +228,7 @@ class Callbacks:
         self._announced[tag], future._waiting = future, [function]
         if self._queue.announce(future._flight, tag):
             return True
-        # The request had ended before the announcement, so nobody will report the tag.
+        # The request had ended before the announcement, so the native queue will not report the tag.
         del self._announced[tag]
         future._waiting = None
         return False

@@ -48,7 +48,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
         buffer: source or destination, owned by the caller; must not be used until the call returns.
-        operation: "read", "write" or "mixed", which reads and writes alternate requests concurrently.
+        operation: "read", "write" or "mixed", in which requests are a read and a write in turns.
         request_bytes: bytes of each request; the last one may be shorter.
 
     Returns:
@@ -75,7 +75,7 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     Args:
         folders: folders on the drives; a temporary file is written to each and removed.
         nbytes: bytes of the temporary file and of the host buffer that this call allocates.
-        rounds: passes in each direction; the median counts.
+        rounds: passes in each direction; their median is the result.
 
     Raises:
         ConfigError: `nbytes` or `rounds` is too small.
@@ -83,7 +83,8 @@ def bandwidths(folders: Sequence[str | os.PathLike[str]], nbytes: int = 256 * MI
     """
     if nbytes < PAGE or rounds < 1:
         raise ConfigError(f"expected nbytes >= {PAGE} and rounds >= 1, got {nbytes} and {rounds}")
-    # Folders are measured one after the other, from one buffer: drives on one bus would slow each other down.
+    # Folders are measured one after the other, since drives on one bus would slow each other down. So they can share
+    # one buffer.
     buffer = aligned_empty(nbytes)
     for start in range(0, nbytes, MIB):
         buffer[start : start + MIB] = os.urandom(len(buffer[start : start + MIB]))  # random: some drives compress

@@ -30,7 +30,7 @@ def aligned_empty(nbytes: int) -> memoryview:
     budget would count the copy.
 
     Args:
-        nbytes: number of bytes; the mapping is rounded up to 2 MiB pages and has one more, for the alignment.
+        nbytes: number of bytes; the mapping is rounded up to 2 MiB pages and has one page more, for the alignment.
 
     Raises:
         ValueError: `nbytes` is negative.

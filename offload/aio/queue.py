@@ -47,8 +47,8 @@ class IoQueue:
     Requests run in no certain order: to read the bytes of an earlier write, wait for the write first. A failure affects
     only its own request. A queue belongs to the process that made it; a forked child must not use it.
 
-    A buffer may be any C-contiguous one, writable for a read. The queue owns the buffer from the call until the request
-    is done: do not write to it before then, nor, for a read, look at it.
+    Any C-contiguous buffer will do; for a read it must be writable. The queue owns the buffer from the call until the
+    request is done: until then do not change the source of a write, and neither read nor change that of a read.
 
     The attribute `backend` names the backend in use; `refusals` explains why each earlier candidate was refused. An
     argument that is None takes the value that was fastest on the drives that were measured.
@@ -67,7 +67,7 @@ class IoQueue:
     """
 
     _opened = False
-    """True once `__init__` has succeeded. Of the class, because a call with wrong arguments does not begin it."""
+    """True once `__init__` has succeeded. A class attribute: `__del__` runs even if `__init__` was never entered."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class IoQueue:
     def register(self, *things: Buffer | DirectFile | StripedFile) -> int:
         """Registers memory and files that many requests will use with the kernel, until the queue is closed.
 
-        The kernel then need not look them up for each block. Waits for the blocks that the driver threads are moving.
+        So the kernel need not look them up for each block. Waits for the blocks that are in flight.
         Only io_uring registers; other backends accept the call without effect, which costs speed alone.
 
         Args:
-            things: buffers, which are pinned, wholly resident and counted against RLIMIT_MEMLOCK from now on; and
-                files.
+            things: files, and buffers. From now on all pages of the buffers are resident, pinned and counted against
+                RLIMIT_MEMLOCK.
 
         Returns:
             The bytes of memory that were registered: fewer than given if the limit, the kernel or the backend allows no
@@ -192,7 +192,7 @@ class IoQueue:
     def latency(self, operation: str, fraction: float) -> float:
         """Returns the seconds within which a fraction of all blocks ended; 0 if none has.
 
-        Resolves an eighth of an octave. Counts from the moment at which a block is handed to the kernel.
+        The resolution is an eighth of an octave (9 %). Time counts from the moment at which the kernel gets a block.
 
         Args:
             operation: "read" or "write".
@@ -218,8 +218,8 @@ class IoQueue:
         self._callbacks.stop()
 
     def __del__(self) -> None:
-        # Neither takes the lock of the callbacks nor joins their thread. The garbage collector may run this while the
-        # current thread holds the lock, or while the callback thread waits for it. The callback thread ends by itself.
+        # This neither takes the lock of the callbacks nor joins their thread. The garbage collector may run it while
+        # this thread holds the lock, or the callback thread waits for the lock. The callback thread ends by itself.
         if self._opened and not sys.is_finalizing() and os.getpid() == self._pid:
             self._closed = True
             self._queue.close()
@@ -264,7 +264,7 @@ class IoQueue:
             raise ValueError("expected a writable buffer to read into, got a read-only one")
         pieces = file.pieces(offset, view.nbytes)
         flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
-        # Another thread closed the queue after `_check_open`.
+        # None: another thread has closed the queue since `_check_open`.
         if flight is None:
             raise UsageError("this queue is closed")
         with_crc = checksum or expected is not None

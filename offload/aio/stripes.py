@@ -14,7 +14,7 @@ from offload.errors import ConfigError
 from offload.sizes import MIB, PAGE
 
 _MOST_STRIPES = 32
-"""Stripes of a row at most: enough to divide bytes between two drives within 3 % of any ratio."""
+"""Most stripes of a row for up to 8 drives: two drives get bytes within 3 % of any ratio up to 31 to 1."""
 
 
 class Layout(NamedTuple):
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
         return sizes
 
     def nbytes(self, file_nbytes: Sequence[int]) -> int:
-        """Returns the bytes of the logical file up to the first missing one, given the bytes of each file."""
+        """Returns the bytes of the logical file before its first missing byte, given the bytes of each file."""
         row_nbytes, start, found = sum(self.shares), 0, []
         for share, nbytes in zip(self.shares, file_nbytes, strict=True):
             rows, rest = divmod(nbytes, share)
@@ -110,8 +110,8 @@ def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
 class StripedFile:
     """One logical file striped over a file on each of several drives, for an `IoQueue`.
 
-    A request goes to all drives at once. Each file may or may not support O_DIRECT. Closing and errors are as for
-    `DirectFile`; an `IoError` names the file of the drive.
+    The parts of a request go to their drives at once. Some of the files may support O_DIRECT and others not. Closing
+    and errors are as for `DirectFile`; an `IoError` names the file of the drive, for a wrong checksum all files.
 
     The layout is not recorded on the drives. To open the file again, pass the same paths in the same order with
     `layout.weights` and `layout.stripe_bytes`.
@@ -155,7 +155,7 @@ class StripedFile:
             # Hard links and bind mounts give one file several real paths; only the inode shows them.
             if len({file.identity() for file in self._files}) < len(paths):
                 raise _same(paths)
-        # Descriptors of the files before the one that failed must not leak.
+        # The files that were opened before the failure must not stay open.
         except BaseException:
             self.close()
             raise
@@ -171,7 +171,7 @@ class StripedFile:
         return any(file.closed for file in self._files)
 
     def size(self) -> int:
-        """Returns the bytes of the logical file, up to the first missing byte."""
+        """Returns the bytes of the logical file before its first missing byte."""
         return self.layout.nbytes([file.size() for file in self._files])
 
     def reserve(self, nbytes: int) -> None:

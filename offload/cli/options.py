@@ -1,4 +1,4 @@
-"""Declaration of command options, listed in groups and with aliases that the help leaves out."""
+"""Declarations of command options. The help lists the options in groups, and leaves their aliases out."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ def signals() -> Iterator[None]:
     ended, raised = threading.Event(), list[BaseException]()
 
     def send(number: int) -> None:
-        # Runs on the helper thread. The lock orders the last signal before `ended`: after the context has ended no
-        # signal may reach handlers that are no longer ours.
+        # Runs on the helper thread. The lock orders the last signal before `ended`: once the context has ended, no
+        # signal of this thread may reach the handlers that were restored.
         while not ended.wait(_AGAIN):
             with lock:
                 if not ended.is_set():
@@ -102,7 +102,7 @@ def exit_on_signal(words: str) -> Iterator[None]:
             raise SystemExit(128 + number)
 
     # The C-level handler writes the signal's number to the pipe at once, even if Python's handler cannot run yet. The
-    # watcher reads the pipe and needs the GIL only for a moment, which native code gives by releasing it.
+    # watcher reads the pipe. It needs the GIL for a moment, so the native code must release the GIL now and then.
     watcher = threading.Thread(target=_watch, args=(reading, begun, words), daemon=True, name="offload-signals")
     for number in before:
         signal.signal(number, begin)
@@ -114,7 +114,7 @@ def exit_on_signal(words: str) -> Iterator[None]:
         begun.set()
         signal.set_wakeup_fd(earlier)
         for number, handler in before.items():
-            # A handler that was installed inside the context stays.
+            # A handler that somebody else has installed inside the context stays.
             if signal.getsignal(number) is begin:
                 signal.signal(number, handler)
         # The watcher must have ended before the pipe is closed: its descriptor might be reused at once.

@@ -1,4 +1,4 @@
-"""Blocks for features of DeepSpeed other than training, none of which is supported; switched on, they are refused."""
+"""Blocks of DeepSpeed of which no key has an effect: a key is ignored, or refused if it is switched on."""
 
 from __future__ import annotations
 

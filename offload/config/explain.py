@@ -22,7 +22,7 @@ def nearest(model: type[Block], key: str) -> str | None:
 
 
 def blocks_with_key(model: type[Block], key: str, path: str) -> str:
-    """Returns the dotted names of up to three blocks inside `model` that contain `key`, joined by "or"; else ""."""
+    """Returns the dotted names of `key` in the blocks inside `model`, joined by "or"; "" for none or over three."""
     inside = [name for name, block in all_blocks(model, "") if name and key in block.model_fields]
     return " or ".join(f"{path}{name}.{key}" for name in inside) if len(inside) <= 3 else ""
 
@@ -106,7 +106,7 @@ def _suggestion(key: str, value: Any) -> str:
     block = dict(all_blocks(Config, "")).get(key)
     if block is None or not block.SUGGESTION:
         return ""
-    # The value may fit the first key of the block; if it does not, the suggestion is the plain example.
+    # If the value fits the first key of the block, it is part of the suggestion; else the example stays as it is.
     first = next(iter(block.SUGGESTION))
     content = {**block.SUGGESTION, first: value}
     try:

@@ -146,7 +146,7 @@ def _decoded(source: str) -> str | None:
         text = base64.b64decode(source.replace("-", "+").replace("_", "/"), validate=True).decode()
     except ValueError:
         return None
-    # Many paths are valid base64; only a decoded object tells them apart.
+    # Many paths are valid base64 too, but do not decode to the start of a JSON object.
     return text if text.lstrip().startswith("{") else None
 
 
@@ -186,7 +186,7 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _with_new_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts the spellings of older files to blocks: a boolean "zero_optimization", and `cpu_offload`."""
+    """Converts spellings of older files to blocks: a boolean "zero_optimization", and those of `_OLD_SWITCHES`."""
     content = dict(content)
     zero = content.get("zero_optimization")
     if isinstance(zero, bool):
@@ -209,13 +209,14 @@ _OLD_SWITCHES = {
 
 
 def _known_content(model: type[Block], content: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
-    """Returns the keys of `content` that are fields of `model`, without defaults and keys without effect.
+    """Returns the keys of `content` that are fields of `model`, except those whose value means the default.
 
-    Raises `ConfigError` at the first key that is unknown or refused. Blocks inside are sorted out recursively.
+    Treats inner blocks the same way. Keys without effect and "auto" keys are added to `findings`. Raises `ConfigError`
+    at the first key that is unknown or refused.
     """
     model.check(content, path)
     content_kept: dict[str, Any] = {}
-    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # if off, no notice
+    tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # no notice for a block that is off
     for key, value in content.items():
         if str(key).startswith(_NOTES):
             continue
@@ -233,7 +234,7 @@ def _known_content(model: type[Block], content: Mapping[str, Any], path: str, fi
             near, tiers = nearest(model, str(key)), blocks_with_key(model, str(key), path)
             if path or near or not isinstance(key, str):
                 raise ConfigError(unknown_key(model, near, tiers, dotted))
-            # At the top level another tool's block or a note: no error, as in DeepSpeed.
+            # At the top level this is another tool's block or a note: no error, as in DeepSpeed.
             findings.unsupported.append(f"{dotted} (did you mean {tiers}?)" if tiers else dotted)
         elif name in content_kept or (name != key and name in content):
             raise ConfigError(f'"{dotted}" is the older name of "{path}{name}", which is set too; keep one of them')
@@ -254,7 +255,7 @@ def _means_default(value: Any, name: str, model: type[Block]) -> bool:
 
 
 def _is_on(value: Any) -> bool:
-    """Returns True if the value of an unsupported key asks for anything."""
+    """Returns True if the value of an unsupported key switches its feature on."""
     if not isinstance(value, Mapping):
         return bool(value) and value != "auto"
     if "enabled" in value:

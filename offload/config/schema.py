@@ -1,4 +1,4 @@
-"""The model of the whole config."""
+"""The model of the complete config: its keys at the top level, and its blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def no_findings() -> Findings:
 
 
 class Config(Block):
-    """The whole config, with what it means."""
+    """The top level of a config: values, and blocks with further keys.
+
+    Properties derive from several keys what they mean together.
+    """
 
     TUNING = split_names("zero_allow_untested_optimizer zero_force_ds_cpu_optimizer")
     # Accepted without effect: features that are missing and would not change a bit of the results.
@@ -42,7 +45,7 @@ class Config(Block):
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
         autotuning datastates_ckpt"""
     )
-    # Refused if switched on: without these features the training would be another one.
+    # Refused if switched on: without these features the training would be different.
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             split_names(
@@ -128,13 +131,13 @@ class Config(Block):
     def drives(self) -> tuple[str, ...]:
         """Folders of the swap files: the ordered union, the optimizer's first."""
         zero = self.zero_optimization
-        # A folder beside a device wins over the one in the block "offload", which names it for both.
+        # The folders of the block "offload" count only if neither of the two blocks names one.
         named = (*zero.offload_optimizer.nvme_path, *zero.offload_param.nvme_path)
         return tuple(dict.fromkeys(named or self.offload.nvme_path))
 
     @property
     def wants_store(self) -> bool:
-        """True if the config asks for a store. With little memory the engine may use one in any case."""
+        """True if the config asks for a store. A resumed run, or one with little memory, may use one in any case."""
         return "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
 
     @property
@@ -144,7 +147,7 @@ class Config(Block):
 
     @property
     def casts_inputs(self) -> bool | None:
-        """True if inputs are cast to 16-bit weights' dtype; None if the file leaves this open; False with fp32."""
+        """True if inputs are cast to the dtype of 16-bit weights; None if the file does not say; False with fp32."""
         block = self.bf16 if self.bf16.enabled else self.fp16
         return block.auto_cast if block.enabled else False
 

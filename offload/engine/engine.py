@@ -378,7 +378,7 @@ class Engine(PersistenceApi):
         Raises:
             UsageError: if a forward or a backward is running.
         """
-        with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # a part of the step, as the meter counts
+        with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # the meter counts it as part of the step
             self._core.enter_between_steps("synchronize")
 
     def empty_partition_cache(self) -> int:

@@ -54,7 +54,7 @@ def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
 
 
 def base_bytes(components: EngineComponents) -> int:
-    """Returns resident bytes of this process that no engine's arena accounts for."""
+    """Returns resident bytes of this process outside of this engine's arenas and the other engines' host arenas."""
     return int(psutil.Process().memory_info().rss) - sum(resident_of_arenas(components)) - _others(components)
 
 

@@ -124,7 +124,7 @@ class ParamAccess:
         state = self.state(handle, name)
         if state is not State.PACKED:
             return self.read_local(handle, state)
-        value = self.read_state(handle, name)  # of one rank
+        value = self.read_state(handle, name)  # not partitioned: such an optimizer runs on one rank
         return None if value is None else value.view(-1)
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
@@ -184,8 +184,8 @@ class ParamAccess:
                 "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
+            # No update may still read the gradient of the step before while that gradient is replaced.
             self._finish()
-            # No update may still read the gradient of the step before while it is replaced.
             self._set_gradient(handle, values.detach().to("cpu", torch.float32, copy=True).contiguous().view(-1))
         else:
             self._components.weights.edit(handle.unit, handle.position, values.detach().float(), state)
@@ -265,7 +265,7 @@ class ParamAccess:
     def _begin(self, state: State) -> None:
         self._callbacks.enter_weights()
         if state is State.GRAD:
-            self._components.gradients.end_backward()  # of one that was aborted, what it had added counts, as in torch
+            self._components.gradients.end_backward()  # gradients of an aborted backward count, as in torch
 
     def _settled(self, handle: ParamHandle, state: State) -> bool:
         """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""
@@ -300,7 +300,7 @@ class ParamAccess:
                 self._components.ranks.broadcast(whole[shard.position : shard.position + shard.numel], shard.rank)
 
     def _read_own_shard(self, handle: ParamHandle, state: State, shard: SegmentShard, values: torch.Tensor) -> None:
-        """Fills `values`, (piece.numel,), with the elements that this rank holds."""
+        """Fills `values`, (shard.numel,) fp32 on the CPU, with the elements that this rank holds."""
         if state is State.GRAD:
             if shard.numel:
                 self._components.gradients.look(handle.unit, handle.position, shard.position, values)

@@ -126,7 +126,7 @@ class OptimizerStep:
     def _known(self) -> GradientStats:
         """Returns the gradient statistics over all ranks."""
         components, state = self._components, self._state
-        # What an aborted backward has added counts, as in torch.
+        # Gradients that an aborted backward has added count, as in torch.
         components.gradients.end_backward()
         known = components.gradients.known
         if components.agreement is None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 MOST = 16
-"""Most sequences that are held out: a few thousand tokens show a trend and cost few forwards."""
+"""Upper limit of held-out sequences: a few thousand tokens show a trend and cost few forwards."""
 _SHARE = 20
 """One sequence in this many is held out."""
 _IGNORED = -100  # of torch's cross entropy
@@ -53,8 +53,8 @@ class HeldOut:
     def batches(self) -> Iterator[tuple[dict[str, torch.Tensor], int]]:
         """Yields batches of this rank, each with the number of tokens that count.
 
-        Every rank yields the same number of batches, since a forward gathers weights from all ranks. A rank without
-        further rows repeats the first row, of which no token counts.
+        Every rank yields the same number of batches, since a forward gathers weights from all ranks. A rank that has no
+        rows left yields the first row, of which no token counts then.
         """
         for begin in range(0, self.count, self._size * self._world_size):
             first = begin + self._rank * self._size
@@ -64,7 +64,7 @@ class HeldOut:
             yield inputs, counted
 
     def loss(self, loss_of: Callable[[dict[str, torch.Tensor]], float], mean: Callable[[float], float]) -> float:
-        """Returns the mean loss of a token over all ranks. All ranks must call together.
+        """Returns the mean loss over all counted tokens of all ranks. All ranks must call together.
 
         Args:
             loss_of: returns the mean loss of a batch.

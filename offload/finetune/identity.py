@@ -1,7 +1,7 @@
 """The identity of a job of `offload train`: model, data, output folder and settings.
 
-A run's commits contain the identity, and so does the note of a finished run. Under `--resume auto` another job
-therefore neither resumes from foreign states nor counts as finished.
+A run's commits contain the identity, and so does the note of a finished run. Under `--resume auto` a job
+therefore neither resumes from the states of another job, nor counts as finished because another job has ended.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Identity(NamedTuple):
 
 
 def weights_of(folder: Path | None) -> str:
-    """Returns a checksum of the config and of samples of each weight file.
+    """Returns a checksum of the config and, for each weight file, of its name, its size and samples.
 
-    The path is not part of the checksum, so a moved folder stays the same model. Samples suffice to tell models
-    apart and take little time even for hundreds of gigabytes.
+    The folder's path is not part of the checksum, so a moved folder stays the same model. Samples suffice to tell
+    models apart and take little time even for hundreds of gigabytes.
 
     Returns:
         Eight hexadecimal digits; empty for None, which is a preset.
@@ -54,7 +54,7 @@ def weights_of(folder: Path | None) -> str:
 
 
 def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
-    """Returns a sentence on the model if it differs from the earlier job's, else None."""
+    """Returns a sentence on the model if the earlier job's was another one, else None."""
     if before.get("weights", mine.weights) == mine.weights and (mine.weights or before.get("model") == mine.model):
         return None
     same = before.get("model") == mine.model
@@ -62,7 +62,7 @@ def other_model(mine: Identity, before: Mapping[str, Any]) -> str | None:
 
 
 def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each difference from an earlier job's identity."""
+    """Yields a sentence for each difference from an earlier job's identity. Fewer steps than before are none."""
     model = other_model(mine, before)
     if model is not None:
         yield model

@@ -1,6 +1,6 @@
 """The job of `offload train`: checks first, then construction of the model and its engine.
 
-`prepare` checks everything that can fail before the model is built, which may take minutes.
+Building the model may take minutes, so `prepare` first checks everything that can be checked without the model.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Job:
     steps: int
     run: str
     folder: str | None
-    """Run folder from which a later process resumes; None without a store."""
+    """Run folder from which a later process resumes; None if the run makes no commits."""
     identity: Identity
     output: Path | None = None
     """Folder in which the model is saved after the last step; None to save nothing."""
@@ -89,7 +89,7 @@ class Job:
     """Prediction of a step, under the log's keys; empty without a prediction."""
 
     def save_model(self) -> None:
-        """Saves the model or its adapters, and the tokenizer, if `output` is set. All ranks must call."""
+        """Saves the model or adapters and the tokenizer, and removes the mark, if `output` is set. All ranks call."""
         if self.output is not None:
             self.engine.save_pretrained(self.output, tokenizer=self.tokenizer)
             if self.engine.global_rank == 0:
@@ -99,7 +99,7 @@ class Job:
         """Closes the engine after the last step. All ranks must call.
 
         Args:
-            remove: True to delete the swap files and to leave a note that the job is finished.
+            remove: True to delete the swap files and to write a note that the job is finished.
         """
         if remove:
             self.engine.finish({"job": self.identity._asdict()})
@@ -156,7 +156,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     # This check must follow `_finished`: the output folder of a finished run contains a model and would be refused.
     check_output(options.output, may_be_there=resuming or is_marked(options.output, mine))
     check_apart(options.output, config)
-    let_segments_grow(config.offload.device)  # the choice of a dtype uses CUDA; `initialize` has the line for the user
+    let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
     content = _with_dtype(content, say)
     torch.manual_seed(config.offload.seed)
     # The seed is the same on all ranks here, so that all build the same initial weights.
@@ -216,7 +216,7 @@ def _engine(
     decay = content["optimizer"].get("params", {}).get("weight_decay", 0.0)
     engine = initialize(model=model, model_parameters=_groups(model, decay), config=content).engine
     if rank:
-        # Another dropout mask on each rank.
+        # Each rank needs other dropout masks. The first call of a resumed engine restores the saved state.
         torch.manual_seed(config.offload.seed + rank)
     if engine.resumable is None and options.resume in ("auto", "must"):
         say(f"--resume {options.resume}: no step of this run is committed, so a stopped run starts again")
@@ -268,13 +268,13 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, set
 
 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
-    """Stores the job's identity in the engine for its commits, and returns lines on differences of a resumed run.
+    """Stores the job's identity in the engine for its commits, and returns a line for each difference from the run.
 
     A resumed run may have other data or adapters, but not another model.
 
     Raises:
-        StoreError: the run is another model's.
-        ConfigError: the model would be saved among other files.
+        StoreError: the run belongs to another model.
+        ConfigError: the output folder already contains files that are not this job's.
     """
     before = engine.client_state.get("job")
     lines: list[str] = []
@@ -286,7 +286,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"the run in {engine.resumable} belongs to another job: {other}; give that model, another --run, "
                     f"or --resume restart"
                 )
-            # The engine reports these itself.
+            # Not compared here: the engine reports changed settings itself, and the number of steps may change.
             kept = before | {"settings": mine.settings, "steps": mine.steps}
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
@@ -310,7 +310,7 @@ def _prediction(
         planned = foresee(
             found, model, content, options.seq_len, always, options.gradient_checkpointing, resuming=resuming
         )
-    except Exception as error:  # a run may work where its prediction fails; the line tells why
+    except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)
     return as_step(planned, psutil.Process().memory_info().rss), (in_short(planned),)
@@ -328,7 +328,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
     Under `--resume must` a finished run is an error, which `initialize` raises.
 
     Raises:
-        StoreError: the finished job was another one, or its saved model is missing.
+        StoreError: the finished job differs from this one, or its saved model is missing.
     """
     drives, run = config.drives, config.offload.run
     if not (drives and config.wants_store) or config.offload.resume != "auto":
@@ -338,7 +338,7 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
         return None
     ended = f"run {run} under {drives[0]} ended at step {status.finished.get('steps')} on {status.finished.get('date')}"
     job = status.finished.get("job")
-    # Only notes of `offload train` contain a job; any program may end a run.
+    # A note without a job was written by another program than `offload train`.
     if isinstance(job, dict):
         others = [*differences(mine, job)]
         if others:

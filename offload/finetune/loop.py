@@ -31,7 +31,7 @@ class StepReport:
     read_bytes: int
     written_bytes: int
     measured: Mapping[str, float]
-    """Further measurements of the engine for the step; empty on all ranks but the first."""
+    """Further measurements of the engine for the step; empty on all ranks except the first."""
     drives: Mapping[str, int]
     """Bytes that the run has written to each drive so far, in all its processes."""
 
@@ -78,7 +78,7 @@ def steps(
     Args:
         job: the prepared job. All ranks must iterate alike.
         hold: returns a context in which no signal raises. The context spans the end of a step and the caller's use of
-            the report, so that a stopped run has reported every step that it commits.
+            the report, so that every step that a stopped run has committed is reported too.
     """
     engine, accumulation = job.engine, job.engine.gradient_accumulation_steps()
     engine.train()
@@ -87,7 +87,7 @@ def steps(
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
         loss, tokens = 0.0, 0
         for micro_batch in range(accumulation):
-            # Ends the last micro-batch; only the call below ends the step.
+            # Ends the previous micro-batch; the step itself ends with the call of `engine.step` below the loop.
             if micro_batch:
                 engine.step()
             inputs = job.data.batches.inputs(step, micro_batch)
@@ -102,9 +102,9 @@ def steps(
             norm = engine.get_global_grad_norm()
             assert norm is not None
             read, written = after.read - moved.read, after.written - moved.written
-            # Over all processes of the run: the wear of a drive counts its whole life.
+            # Bytes of all processes of the run since its start: wear is counted over the life of a drive.
             drives = {each.path: each.life_bytes for each in engine.drive_writes()}
-            # Signals stay delayed until the caller resumes the generator.
+            # The context of `hold` lasts until the caller resumes the generator.
             yield StepReport(
                 step=step,
                 loss=loss,
@@ -124,8 +124,9 @@ def steps(
         )  # the final model is saved after training
         if not (evaluates or saves):
             continue
-        # Updates of the step that are still running belong to the next step's numbers, as without a pause. The time and
-        # bytes of the pause itself belong to no step, hence the corrections of `last` and `moved` below.
+        # An evaluation or a save is a pause. Time and bytes of updates that still run count for the next step, as they
+        # would without a pause: `synchronize` waits for them before the pause is measured. Time and bytes of the pause
+        # count for no step, so both are added to `last` and `moved` below.
         engine.synchronize()
         began, before = time.perf_counter(), engine.io_bytes()
         if evaluates:
@@ -156,7 +157,7 @@ def evaluate(job: Job) -> Evaluation:
 
 
 def _saved(job: Job) -> Saved:
-    """Saves the model after this step atomically."""
+    """Saves the model into `checkpoint-<step>` below the output folder, atomically. All ranks must call."""
     assert job.output is not None
     folder = job.output / f"checkpoint-{job.engine.global_steps}"
     # The mark is written before the first checkpoint: a job that is killed and starts again recognizes its own folder.

@@ -20,7 +20,7 @@ class Lora(NamedTuple):
     alpha: float
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
-    """Last parts of the names of layers, or ("all-linear",). If empty, peft chooses by the family of the model."""
+    """Last parts of names of layers, such as "q_proj", or ("all-linear",). If empty, peft chooses by model family."""
 
 
 def parse_lora(text: str) -> Lora:
@@ -64,7 +64,7 @@ def _targets(text: str) -> tuple[str, ...]:
 
 
 def _number(values: dict[str, str], name: str, default: float) -> float:
-    """Returns the value of a field, or `default`. Raises `ConfigError` if the value is no finite number."""
+    """Returns the value of a field, or `default`. Raises `ConfigError` if the value is not a finite number."""
     try:
         value = float(values.get(name, default))
     except ValueError:
@@ -104,7 +104,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
     with warnings.catch_warnings():
         # peft reads a deprecated attribute of transformers.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # peft corrects the setting itself.
+        # peft corrects `fan_in_fan_out` itself, and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out is set", UserWarning)
         try:
             adapted: nn.Module = peft.get_peft_model(model, settings)
@@ -116,7 +116,7 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Raises `ConfigError` for a target that no module's name ends with."""
+    """Raises `ConfigError` for a target that is not the last part of any module's name."""
     names = [name for name, _ in model.named_modules()]
     for target in targets if targets != ("all-linear",) else ():
         # peft matches names by the same rule, but its error does not list the choices.

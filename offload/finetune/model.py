@@ -31,14 +31,14 @@ APART = frozenset(
 A test covers each. Other families ignore positions or let documents attend to each other."""
 
 _ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Keyword arguments that prevent downloads, code of a folder, and the question whether such code may run."""
+"""Keyword arguments that prevent downloads, code from the folder, and the prompt that asks whether to run such code."""
 
 
 def find_folder(name: str) -> Path | None:
-    """Returns the folder that `name` is, or None for a preset.
+    """Returns the folder that `name` names, or None for a preset. A preset has precedence over a folder of its name.
 
     Raises:
-        ConfigError: `name` is neither.
+        ConfigError: `name` is neither a folder nor a preset, or the folder contains no model.
     """
     path = Path(name)
     if not path.is_dir():
@@ -61,7 +61,7 @@ def read_tokenizer(folder: Path) -> Any:
         found = transformers.AutoTokenizer.from_pretrained(str(folder), **_ONLY_OURS)
     except Exception as error:  # tokenizers raises bare Exception
         raise ConfigError(f"cannot read the tokenizer of {folder}: {error}") from error
-    # Some classes build an empty one without any file.
+    # Some classes build an empty tokenizer if the folder contains no file of one.
     if not found.tokenize("what a tokenizer makes of words"):
         raise ConfigError(f"{folder} contains no tokenizer: put the files of a tokenizer there, such as tokenizer.json")
     return found
@@ -113,7 +113,7 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
     whole: Any = model.config
     config = whole.get_text_config()
     check_positions(config, seq_len)
-    # On a GPU such a token would be an asynchronous assertion failure, without a usable message.
+    # On a GPU such a token would cause an asynchronous assertion failure, without a usable message.
     if largest_id >= config.vocab_size:
         raise ConfigError(
             f"the text contains token {largest_id}, the model's vocabulary ends before {config.vocab_size}"
@@ -121,9 +121,13 @@ def check_model(model: nn.Module, seq_len: int, largest_id: int) -> None:
 
 
 def make_ready(model: Any, gradient_checkpointing: bool) -> None:
-    """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed."""
+    """Sets up a transformers model for training: language-model loss and checkpointing. The config is not changed.
+
+    Raises:
+        ConfigError: the model does not support gradient checkpointing.
+    """
     if getattr(model, "loss_type", "") is None:
-        # The library's own fallback, without the warning.
+        # transformers falls back to this loss itself, with a warning.
         model.loss_type = "ForCausalLM"
     if gradient_checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -139,7 +143,7 @@ def without_cache(model: nn.Module) -> dict[str, Any]:
 
 
 def keeps_documents_apart(folder: Path | None) -> bool:
-    """Returns True if documents of one row do not attend to each other when positions restart; true for all presets."""
+    """Returns True if the model masks documents of one row from each other, by positions; true for all presets."""
     return folder is None or json.loads((folder / "config.json").read_text()).get("model_type") in APART
 
 

@@ -42,14 +42,14 @@ class Start(enum.Enum):
 
 
 def recipe(start: Start) -> dict[str, Any]:
-    """Returns the command's default settings of learning, without the schedule, which depends on the steps."""
+    """Returns the command's default optimizer and clipping as a config; the schedule is not part of it."""
     params = {"lr": start.lr, "weight_decay": DEFAULT_DECAY}
     return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the command. None stands for an option not given: the config's value or the default applies."""
+    """Options of the command. None is an option that was not given: the config's value or the default applies."""
 
     model: str = "gpt2-tiny"
     text: tuple[Path, ...] = ()
@@ -108,9 +108,10 @@ def merge(
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Merges a config file's content with the options.
 
-    Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with three
-    exceptions: the learning rate may be "auto" or absent, bf16.enabled "auto" means --dtype auto, and `schedule` sets
-    the schedule once the number of steps is known.
+    Without a file, the command's defaults apply. With a file, an absent key means the same as in DeepSpeed, with these
+    exceptions: the learning rate may be "auto" or absent, and so may the optimizer's type (AdamW), the ZeRO stage (3),
+    the batch size (8) and the swap folder (./swap); bf16.enabled "auto" means --dtype auto; `schedule` sets an absent
+    schedule once the number of steps is known.
 
     Args:
         file: content of the config file, which stays as it is; None without one.
@@ -118,7 +119,8 @@ def merge(
         start: determines the default learning rate.
 
     Returns:
-        The merged config, and a line for each key of the file that an option overrides.
+        The merged config, and lines for the user: one for each key of the file that an option overrides, and one if
+        keys that print a line per step are turned off.
 
     Raises:
         ConfigError: a block of the file is not an object.
@@ -160,7 +162,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
     named = {path: value for path in _PATHS if (value := _get(merged, path)) not in (None, "auto", [])}
     if typed:
         for path, value in named.items():
-            # A single folder may be a string in the file and a list of one here; both mean the same.
+            # A single folder may be a string in the file and is a list of one item here; both mean the same.
             if value not in (typed, *(typed if len(typed) == 1 else ())):
                 lines.append(f"--nvme-path {' '.join(typed)} overrules {'.'.join(path)} {_format(value)}")
             _get(merged, path[:-1]).pop("nvme_path")
@@ -169,7 +171,7 @@ def _merge_paths(merged: dict[str, Any], typed: list[str], lines: list[str]) -> 
 
 
 def _merge_dtype(merged: dict[str, Any], typed: str, lines: list[str]) -> None:
-    """Merges --dtype, which replaces the blocks of all modes; "auto" leaves the choice to the machine."""
+    """Merges --dtype, which sets `enabled` in both blocks, bf16 and fp16; "auto" leaves the choice to the machine."""
     bf16 = "bfloat16" if "bfloat16" in merged else "bf16"
     modes: dict[str, bool | str] = {bf16: "auto" if typed == "auto" else typed == "bf16", "fp16": typed == "fp16"}
     for mode, enabled in modes.items():
@@ -187,7 +189,8 @@ def chooses_dtype(merged: Mapping[str, Any]) -> bool:
 def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> None:
     """Merges --batch-size, sequences of a micro-batch per rank, and --accumulation, micro-batches of a step.
 
-    The file's train_batch_size stays if one of the two is still open; else train_batch_size is removed.
+    If an option was given and both keys now have a value, the file's train_batch_size follows from them and is removed.
+    Otherwise train_batch_size stays.
     """
     typed = {
         "train_micro_batch_size_per_gpu": ("--batch-size", options.batch_size),
@@ -210,8 +213,8 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
 def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Sets the learning-rate schedule of a merged config.
 
-    A file's schedule stays unless an option names another. Without one, as in a file for a Trainer that creates its
-    own, the schedule is a cosine after a warm-up of 3 %.
+    A file's schedule stays unless --schedule or --warmup is given; either replaces the file's schedule completely. A
+    file for a Trainer that creates its own schedule has none. The default is a cosine after a warm-up of 3 %.
 
     Args:
         content: a merged config, which stays as it is.
@@ -219,7 +222,7 @@ def schedule(content: Mapping[str, Any], options: Options, steps: int) -> tuple[
         steps: steps of the training.
 
     Returns:
-        A config with the schedule, and a line if an option overrides the file's.
+        A config with the schedule, and a line if an option overrides the file's schedule.
 
     Raises:
         ConfigError: the warm-up is longer than the training.
@@ -249,7 +252,8 @@ def _overrules(flags: Sequence[str]) -> str:
 def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     """Returns the config block of a schedule; None for a constant rate without warm-up.
 
-    DeepSpeed's schedules run two steps at the minimum rate, so the minimum is 1 / rise of the rate: 0 would waste them.
+    DeepSpeed's schedules use the minimum rate for the first two steps, and a rate of 0 would waste both. The minimum is
+    therefore 1 / rise of the peak, where `rise` is the number of steps of the warm-up.
     """
     warmup = DEFAULT_WARMUP if options.warmup is None else options.warmup
     rise = round(warmup * steps) if warmup < 1 else int(warmup)
@@ -286,7 +290,7 @@ def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, An
 
 
 def _merge_line(merged: dict[str, Any], lines: list[str]) -> None:
-    """Turns off the engine's own line per step, since the command shows a progress line."""
+    """Turns off the engine's own line per step, since the command shows a progress line; adds a line if it was on."""
     keys_set = [key for key in ("wall_clock_breakdown", "memory_breakdown") if merged.get(key) is True]
     every = merged.get("steps_per_print")
     # The key may be absent or infinite, which DeepSpeed users write to turn the line off.
@@ -308,7 +312,7 @@ def _get(content: Any, path: tuple[str, ...]) -> Any:
 
 
 def _set(content: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
-    # Blocks on the way are created; anything else than a block there is the user's error.
+    # Missing blocks are created; a value that is not a block in their place is an error of the user.
     for depth, key in enumerate(path[:-1], 1):
         inner = content.get(key)
         # DeepSpeed reads "zero_optimization": true as stage 1.
@@ -329,7 +333,7 @@ def _format(value: Any) -> str:
 def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: str, lines: list[str]) -> None:
     """Sets the value of an option, and adds a line if the value replaces another."""
     before = _get(content, path)
-    # In "offload", "auto" is a value of its own.
+    # Outside of the block "offload", "auto" means that the key is not set; inside, "auto" is a setting.
     unset = (None, "auto") if path[0] != "offload" else (None,)
     if before not in unset and before != value:
         lines.append(f"{flag} {_format(value)} overrules {'.'.join(path)} {_format(before)}")
@@ -369,7 +373,7 @@ def check(options: Options) -> None:
 
 
 def keep(content: dict[str, Any]) -> tuple[str, ...]:
-    """Sets the durability that `--keep` needs in `content`, and returns a line about it.
+    """Sets the durability that `--keep` needs in `content`. Returns a line if the durability was not set before.
 
     An explicit "step" turns a lack of disk space into an error, while "auto" would fall back to no durability.
 

@@ -31,7 +31,7 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
     if folder.exists() and not may_be_there and any(not path.name.startswith(_TRIED) for path in folder.iterdir()):
         raise ConfigError(f"--output {folder} is not empty, and nothing in it will be replaced; give another folder")
     above = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    # Only an attempt tells: access() is wrong for root and on NFS.
+    # Only an attempt shows whether the folder can be written: access() is wrong for root and on NFS.
     try:
         os.rmdir(tempfile.mkdtemp(prefix=_TRIED, dir=above))
     except OSError as error:
@@ -42,12 +42,12 @@ def check_output(folder: Path | None, may_be_there: bool) -> None:
 
 
 MARK = ".offload-job.json"
-"""File with the job's identity, in an output folder whose job has not ended. By the file a killed job that starts again
-recognizes its own folder."""
+"""File with the job's identity, in an output folder whose job has not ended. A killed job that starts again recognizes
+its own folder by this file."""
 
 
 def is_marked(folder: Path | None, mine: Identity) -> bool:
-    """Returns True if the folder is marked as this job's."""
+    """Returns True if the folder contains the mark of this job; False for None."""
     try:
         before = {} if folder is None else json.loads((folder / MARK).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -151,7 +151,7 @@ def _narrow(link: dict[str, Any] | None) -> bool:
 
 
 def facts(folders: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the whole report.
+    """Returns the complete report.
 
     Args:
         folders: folders whose drives are included; an error of a folder is reported in place of its drive.

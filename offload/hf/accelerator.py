@@ -67,9 +67,9 @@ class Accelerator(accelerate.Accelerator):
     """
 
     offload_config: Any = None
-    """Config of `offload.initialize`, a path or a dict. None if `prepare` receives an engine."""
+    """Config of `offload.initialize`, a path or a dict. None if `prepare` receives an engine or no model is paged."""
     engine: Engine | None = None
-    """The engine that trains, from `prepare` on."""
+    """The engine of the model that trains; None before `prepare`."""
     references: tuple[Engine, ...] = ()
     """Engines of the models of `prepare_model(model, evaluation_mode=True)`, such as a reference or a reward model."""
     _optimizer: EngineOptimizer | None = None
@@ -88,12 +88,13 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             *args: models, optimizers, loaders and schedules. The model that trains and its optimizer must come in one
-                call; or an engine instead of the model.
+                call. An engine may take the place of the model.
             device_placement: as in Accelerate.
 
         Raises:
-            UsageError: if there is an engine already, or not exactly one model that trains and one optimizer.
+            UsageError: if a second model that trains is passed, or not exactly one such model and one optimizer.
             ConfigError: if the config and the Accelerator disagree.
+            BudgetError: if the models that do not train leave no device memory.
         """
         self._make_engine(args)
         return super().prepare(*args, device_placement=device_placement)
@@ -129,8 +130,8 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             engine: the engine.
-            optimizer: the optimizer from which the engine was built, if `prepare` will receive that one and not the
-                engine's.
+            optimizer: the optimizer from which the engine was built. `prepare_optimizer` replaces it by the engine's.
+                None if only the engine's own optimizer will be prepared.
         """
         self.engine, self._given = engine, optimizer
         # A frozen engine has an optimizer without parameters, which nothing can step.
@@ -181,28 +182,28 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Returns the engine's model unchanged: no copy on a device, no DDP, no autocast around it.
+        """Returns a paged model unchanged, without a move to a device, DDP or autocast; others as Accelerate does.
 
         Args:
             model: the model.
             device_placement: as in Accelerate.
-            evaluation_mode: True to put a model that is under no engine under a frozen one, as trl asks for a
-                reference. The model does not train from then on.
+            evaluation_mode: True for a model that does not train from then on, such as a reference model of trl. If no
+                engine holds the model, a frozen engine is built for it.
 
         Raises:
-            UsageError: if the config sets `device_memory` and the model that trains is prepared already, since both
-                share it.
+            UsageError: if the config sets `device_memory` and the model that trains was prepared before, since an
+                engine takes all of the device memory that is left.
         """
         if evaluation_mode and self.offload_config is not None and not self._is_paged(model):
             self._page(model)
         if self._is_paged(model):
-            # Accelerate leaves a marked object alone: it would move the whole model to the device, or wrap it in DDP.
+            # Accelerate returns a marked object as it is; it moves an unmarked model to the device, or wraps it in DDP.
             setattr(model, _PREPARED, True)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Returns the wrapper of the engine's optimizer for this optimizer, or for the one from which it was built.
+        """Returns the wrapper of the engine's optimizer, for this one or the optimizer from which the engine was built.
 
         Args:
             optimizer: the optimizer.
@@ -222,7 +223,7 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_optimizer(optimizer, device_placement)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Returns the model of a wrapper, of an engine too.
+        """Returns the model inside a wrapper; an engine counts as a wrapper.
 
         Args:
             model: a model, a wrapper or an engine.
@@ -268,7 +269,7 @@ class Accelerator(accelerate.Accelerator):
     # -- a step -------------------------------------------------------------------------------------
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Runs the backward of a loss in the engine: divided by the accumulation, and in fp16 times the loss scale.
+        """Runs the backward of a loss, which is divided by the accumulation, and in fp16 scaled, in the engine.
 
         Args:
             loss: a tensor of one element.
@@ -326,7 +327,7 @@ class Accelerator(accelerate.Accelerator):
         self._clipping_logged = True
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Raises `UsageError` with an engine, which holds the gradients and clips only their norm.
+        """Clips as Accelerate does if no engine trains. An engine holds the gradients and clips only their norm.
 
         Args:
             parameters: as in Accelerate.
@@ -343,7 +344,7 @@ class Accelerator(accelerate.Accelerator):
     # -- checkpoints --------------------------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of Accelerate without an engine; an engine saves its own, larger checkpoints.
+        """Saves, and returns, as Accelerate does if no engine trains. An engine saves checkpoints of its own.
 
         Args:
             *args: as in Accelerate.
@@ -360,7 +361,7 @@ class Accelerator(accelerate.Accelerator):
         )
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of Accelerate without an engine; an engine loads its own checkpoints.
+        """Loads, and returns, as Accelerate does if no engine trains. An engine loads checkpoints of its own.
 
         Args:
             *args: as in Accelerate.
@@ -378,7 +379,7 @@ def _as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Returns the config of a model that does not train.
 
     Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
-    and is never resumed, and the engine chooses its own device memory.
+    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
     """
     kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
     block = dict(config.get("offload") or {})

@@ -14,9 +14,11 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "
 """Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+"""Values of `optim` that are transformers' default in some version."""
 _OPTIMIZER_KINDS = {"adagrad": "Adagrad", "sgd": "SGD"}
+"""For a value of `optim`, the equal `optimizer.type`."""
 _SCHEDULE_KINDS = {"constant_with_warmup": "WarmupLR", "cosine": "WarmupCosineLR"}
-"""Values of `scheduler.type` by those of `lr_scheduler_type`; above, of `optimizer.type` by those of `optim`."""
+"""For a value of `lr_scheduler_type`, the equal `scheduler.type`."""
 
 _REFUSED = {
     "deepspeed": "offload_config is in its place: give the same file there, and leave deepspeed out",
@@ -57,7 +59,7 @@ def check_model(model: Any) -> None:
         model: the Trainer's model; None if `model_init` makes the model later.
 
     Raises:
-        ConfigError: if `model` is an engine, or is under one.
+        ConfigError: if `model` is an engine, or an engine holds its parameters.
     """
     if isinstance(model, Engine):
         raise ConfigError("OffloadTrainer makes the engine itself; give it the model, before offload.initialize")
@@ -79,7 +81,7 @@ def check_optim(name: str) -> None:
 def check_kinds(content: Mapping[str, Any], args: Any) -> None:
     """Checks that config and arguments name the same optimizer and the same schedule.
 
-    An argument with its default value is compatible with every config.
+    An argument with its default value is compatible with every config, since the script may not have set it.
 
     Args:
         content: the config.

@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.sizes import count_of
 
 DEFAULT_OPTIMIZER = "AdamW"
-"""The config's `optimizer.type` where the block has none."""
+"""The `optimizer.type` of a config whose block `optimizer` has no type."""
 
 
 class ScriptValue(NamedTuple):
@@ -37,14 +37,14 @@ def content_of(config: Any) -> dict[str, Any]:
 
 
 def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[str, Any]:
-    """Returns a copy of `content` with the values of the script.
+    """Returns a copy of `content` in which the values of the script replace "auto", null and missing keys.
 
     Args:
         content: the config.
         values: values of the script.
 
     Raises:
-        ConfigError: with each pair of values that differ.
+        ConfigError: if a value of the config differs from that of the script; the message lists all such keys.
     """
     result = copy.deepcopy(dict(content))
     wrong: list[str] = []
@@ -52,7 +52,8 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
         *path, last = key.split(".")
         block: Any = result
         for name in path:
-            # A block may be missing or null in JSON; both become a block that holds the script's value.
+            # A block may be missing or null in JSON; both become a new block. Python assigns from left to right: first
+            # the copy is stored in its parent, then `block` becomes the copy.
             block[name] = block = dict(block.get(name) or {})
         if block.get(last) in (None, "auto"):
             block[last] = value
@@ -67,7 +68,7 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
 
 
 def _equal(mine: Any, theirs: Any) -> bool:
-    """Returns True if two JSON values are equal; a list equals a tuple, and True does not equal 1."""
+    """Returns True if two JSON values are equal. A list and a tuple with equal items are; True and 1 are not."""
     if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
         return list(mine) == list(theirs)
     # In Python True == 1; in a config they are different values.
@@ -83,7 +84,7 @@ def value_of(content: Mapping[str, Any], key: str) -> Any:
 
 
 def batch_values(content: Mapping[str, Any], micro: int, accumulation: int, ranks: int) -> list[ScriptValue]:
-    """Returns the three batch sizes under the names of `TrainingArguments`; the total only if the config names it.
+    """Returns the batch sizes that `TrainingArguments` determine; the total only if the config names it.
 
     Args:
         content: the config.

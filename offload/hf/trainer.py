@@ -64,7 +64,7 @@ else:
 class _TrainersAccelerator(Accelerator):
     """The Trainer's accelerator, with a config that the Trainer's arguments have completed.
 
-    The accumulation is not Accelerate's: the Trainer counts micro-batches itself.
+    The accumulation of Accelerate is not merged into the config: the Trainer counts micro-batches itself.
     """
 
     def _config(self, micro: int | None) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class OffloadMixin(_Base):
             raise ConfigError("Accelerate was launched with DeepSpeed or FSDP; launch OffloadTrainer by torchrun")
         # The class of the object changes, not the object: the Trainer's `gather_function` is bound to it already.
         self.accelerator.__class__ = _TrainersAccelerator
-        # `create_optimizer` and `create_scheduler` make objects of these two blocks, so the engine's config has
-        # neither.
+        # `create_optimizer` and `create_scheduler` construct objects from these two blocks, and the engine receives the
+        # objects, so its config has neither block.
         self.accelerator.offload_config = without(self._content, "optimizer", "scheduler")
         # Precision is the engine's: Accelerate must neither autocast nor scale the loss a second time.
         self.accelerator.native_amp, self.accelerator.scaler = False, None
@@ -142,14 +142,14 @@ class OffloadMixin(_Base):
         return
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a new model, after the engine of the model before has ended and its run was removed.
+        """Ends the engine of the previous model, removes its run, and returns a new model.
 
         Args:
             *args: as in the Trainer.
             **kwargs: as in the Trainer.
         """
         if self.accelerator.engine is not None:
-            # Both engines would hold the same run folder and the device memory.
+            # Otherwise two engines would use the same run folder and the same device memory.
             self.accelerator.engine.destroy(remove=True)
             self.accelerator.engine = None
         return super().call_model_init(*args, **kwargs)
@@ -193,13 +193,13 @@ class OffloadMixin(_Base):
         return self.lr_scheduler
 
     def _config(self, steps: int) -> Config:
-        """Returns the complete config of a training of `steps` steps; without the schedule if `steps` <= 0, unknown."""
+        """Returns the complete config of a training of `steps` steps; without a schedule if `steps` <= 0 (unknown)."""
         if steps <= 0:
             return load_config(without(self._content, "scheduler"))
         return load_config(filled(self._content, schedule_values(self._content, self.args, steps)))
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates as the Trainer does. Before `train()` it builds the engine, which `train()` then uses.
+        """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses.
 
         Args:
             *args: as in the Trainer.
@@ -218,7 +218,7 @@ class OffloadMixin(_Base):
         return super().evaluation_loop(*args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the context of each forward that `torch_autocast` of the config asks for.
+        """Returns the context for each forward: autocast if `torch_autocast` of the config enables it.
 
         Args:
             *args: as in the Trainer.
@@ -321,7 +321,7 @@ def _has_engine(folder: Path) -> bool:
 
 
 def _check_complete(folder: Path, args: Any) -> None:
-    """Checks the files that the Trainer itself reads.
+    """Checks the files that the Trainer itself reads. Missing random states cause only a warning.
 
     Args:
         folder: a checkpoint of the Trainer.
@@ -350,7 +350,7 @@ def _check_complete(folder: Path, args: Any) -> None:
 def _is_complete(path: Path) -> bool:
     """Returns True if a file of the Trainer can be read to its end."""
     if path.suffix != ".json":
-        # torch.save writes a zip file, whose table of contents comes last: a truncated file has none.
+        # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.
         return zipfile.is_zipfile(path)
     try:
         json.loads(path.read_bytes())
@@ -360,5 +360,5 @@ def _is_complete(path: Path) -> bool:
 
 
 def _has_adapters(model: Any) -> bool:
-    """Returns True if only adapters are saved as weights; frozen weights then come from the base model."""
+    """Returns True if the model has adapters of peft: only these are saved, frozen weights are the base model's."""
     return hasattr(model, "peft_config")

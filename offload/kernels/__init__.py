@@ -4,8 +4,8 @@ Every function takes flat contiguous CPU tensors of one length, owned by the cal
 released. Tensors must not overlap. Autograd does not see the writes. Results have the same bits for every instruction
 set, number of threads and division of the tensors into calls.
 
-Two environment variables are read at import: OFFLOAD_THREADS (default: the cores that this process may use) and
-OFFLOAD_ISA (scalar, avx2, avx512 or neon; default: the best that the processor supports).
+Two environment variables are read at import and by `leave_cores`: OFFLOAD_THREADS (default: the cores that this process
+may use) and OFFLOAD_ISA (scalar, avx2, avx512 or neon; default: the best that the processor supports).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ BLOCK = 4096
 
 
 class LambSegment(NamedTuple):
-    """Elements [start, stop): a whole parameter, or a range of one whose offset in it is a multiple of `BLOCK`."""
+    """Elements [start, stop): an entire parameter, or a range that starts at a multiple of `BLOCK` in its parameter."""
 
     start: int
     stop: int
@@ -27,11 +27,11 @@ class LambSegment(NamedTuple):
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
     """Performs a LAMB step of each segment in place.
 
-    A gradient with inf or NaN ruins the moments of its segment and all its weights: check the gradient before.
+    A gradient with inf or NaN ruins moments and all weights of its segment: check the gradient before.
 
     Args:
         partition: tensors of one length; the moments are exp_avg and exp_avg_sq in fp32.
-        segments: ordered and disjoint; each is a whole parameter.
+        segments: ordered and disjoint; each is an entire parameter.
 
     Raises:
         ValueError: segments out of order, or a tensor of a wrong shape.
@@ -50,10 +50,9 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
         segments: ordered and disjoint.
 
     Returns:
-        One (blocks, 2) float64 tensor for each segment: a row [weight, direction] for each `BLOCK` elements from its
-        start.
-        For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the bits are then those of
-        one segment.
+        One (blocks, 2) float64 tensor for each segment, with a row [weight, direction] for each `BLOCK` elements from
+        the segment's start. For a parameter in several segments, pass all their tensors to `lamb_ratio` in order: the
+        ratio then has the bits that it would have in one segment.
 
     Raises:
         ValueError: segments out of order, or a tensor of a wrong shape.

@@ -27,7 +27,8 @@ class CPUAdamW(torch.optim.Optimizer):
     the loss scale.
 
     A 16-bit parameter that is changed between steps, in place or by `.data =`, gets a new master equal to its new
-    value. (`parameter.data.copy_` goes unnoticed, as it does in autograd.)
+    value; unchanged elements of an fp16 parameter keep theirs. (`parameter.data.copy_` goes unnoticed, as it does in
+    autograd.)
 
     Args:
         params: parameters on the CPU in fp32, bf16 or fp16, or groups of them.

@@ -1,4 +1,4 @@
-"""Number of threads and instruction set of the kernels, read from the environment once, at import."""
+"""Number of threads and instruction set of the kernels, from the environment and the cores of this process."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from offload.errors import ConfigError
 
 _CGROUPS = Path("/sys/fs/cgroup")
 MOST_THREADS = 1024
-"""The largest number that is not taken for a typo: OpenMP, which torch uses, ends the process at some tens of
-thousands.
+"""Largest OFFLOAD_THREADS that is accepted. A larger one is taken for a typo: with some tens of thousands of threads
+OpenMP, which torch uses, ends the process.
 """
 
 

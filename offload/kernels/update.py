@@ -118,7 +118,7 @@ def adamw(
     residual: torch.Tensor | None,  # (numel,) int16, the other half of a bf16 weight's master
     exp_avg: torch.Tensor,  # (numel,) fp32
     exp_avg_sq: torch.Tensor,  # (numel,) fp32
-    grad: torch.Tensor,  # (numel,) bf16 or fp32; only read
+    grad: torch.Tensor,  # (numel,) bf16, fp16 or fp32; only read
     step: AdamWStep,
 ) -> None:
     """Performs one step of AdamW on all elements, in place.

@@ -1,10 +1,10 @@
-"""Size of the device arena, its growth after the first step and its way back, decided from sizes alone.
+"""Size of the device arena, its growth after the first step and its return to the first size, from sizes alone.
 
     first step ─► grown ─► memory ran short, or the user asks ─► as at the start ─► calm steps ─► grown, if room is left
 
-Growth leaves half as much again as activations have ever needed. Where that was too little, they needed more than the
-growth had left them, so each growth after a shortage leaves at least 1.5 times as much as the one before. Hence a run
-sees a handful of shortages at most, whatever its batches are.
+A growth leaves free 1.5 times the memory that activations have ever needed. If activations then run short, they needed
+more than the growth had left, so the next growth leaves at least 1.5 times as much as the one before. Hence a run sees
+a handful of shortages at most, whatever its batches are.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ A misaligned fp32 `F.linear` was seen to change bits.
 _PARTITION_ALIGNMENT = 2048
 """Alignment of partitions in elements: 4096 bytes of the smallest state.
 
-Every state of every partition is therefore an extent.
+Every state of every partition therefore takes full pages.
 """
 
 

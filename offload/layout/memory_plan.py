@@ -105,7 +105,7 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
         ConfigError: the config asks for a store but names no drive for it.
     """
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
-    # Without durability a store exists only for partitions whose tier is DISK.
+    # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
         return WantedSlots(count=1 if on_disk else 0, must=True)
     if config.offload.wants_store:
@@ -131,7 +131,7 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
     notices = placement.notices
     if wanted.depends_on_room and no_room is not None:
         slots, notices = 1, (*notices, no_room)
-    # Without two slots promoted partitions have no copy on disk, so their memory cannot be given to another engine.
+    # Without two slots, promoted partitions have no copy on disk, so their memory cannot be given to another engine.
     if slots < 2:
         placement = placement.settled(placed.parts)
         slots = slots if placement.on_disk else 0

@@ -3,9 +3,9 @@
     as configured ─► exceeds the host budget:  partitions move down to DISK, one at a time
                  └─► budget has room left:     states are promoted to HOST, a fixed set of them
 
-An optimizer step sweeps over all states and starts again with the first, which is the worst case of a cache by recent
-use. Therefore the set of states in HOST is fixed. Weights whose tier is DISK have a cache as well, which the pager
-fills by next use, because a forward and a backward are no sweep.
+An optimizer step sweeps over all states and starts again with the first, which is the worst case of a cache that evicts
+the least recently used. Therefore the set of states in HOST is fixed. Weights whose tier is DISK have a cache as well,
+which evicts the weight whose next use is furthest away: a backward runs in the reverse order of the forward.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Partitions:
     largest_parameter: int = 0
     """Elements of the largest trainable parameter."""
     frozen: tuple[int, ...] = ()
-    """Bytes at the end of each WEIGHT partition that no update writes; empty if no unit has any."""
+    """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
 
     @property
     def largest_unit(self) -> int:
@@ -230,7 +230,7 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
 
 
 def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]]) -> Copied:
-    """Returns the memory that an accelerator copies, of those classes that it does not copy as a whole.
+    """Returns the memory that an accelerator copies, within the classes of which it copies only a part.
 
     Args:
         parts: bytes of each state of each unit, for this rank.
@@ -261,7 +261,7 @@ def tier_nbytes(parts: Partitions, tiers: TierMap, tier: Tier) -> int:
 
 
 def differences(parts: Partitions, before: TierMap, after: TierMap) -> str:
-    """Returns in words which partitions moved: "gradient of 3 units (1.2 GiB) to disk"; empty if none has."""
+    """Returns in words which partitions moved, such as "grad of 3 of 12 units (1.2 GiB) to disk"; empty if none did."""
     moved: dict[tuple[State, Tier], list[int]] = {}
     for row, old, new in zip(parts.nbytes, before, after, strict=True):
         for state, nbytes in row.items():

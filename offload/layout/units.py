@@ -69,7 +69,7 @@ def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str
     if unknown:
         raise ConfigError(f'"units" names {", ".join(unknown)}: the model has no module of that name or class')
     found = list(_children_of(modules, nn.ModuleList)) or list(_children_of(modules, nn.Sequential))
-    # A module that the user has named is one unit, so candidates inside of it are none.
+    # A module that the user has named is one unit, so modules inside of it are units only if they are named too.
     inside = tuple(f"{name}." for name in chosen)
     return [name for name in modules if name in chosen or (name in found and not name.startswith(inside))]
 

@@ -1,8 +1,8 @@
 """Generator of the predictions in the guides: `python -m offload.planner.guide_table`.
 
 The command writes all of docs/reference/plan-table.md: three models on three GPUs, the rates of all GPUs with their
-origins, 13B on other machines, and predictions beside steps that others measured. In docs/guides/finetune-13b.md, 13B
-on one card, the command replaces the rows of the table only.
+origins, 13B on other machines, and predictions beside steps that others measured. In docs/guides/finetune-13b.md, which
+is about 13B on one card, the command replaces only the rows of the table.
 """
 
 from __future__ import annotations

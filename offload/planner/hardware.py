@@ -188,7 +188,7 @@ def described(
     dtype: str = "bf16",
     autocast: bool = False,
 ) -> Hardware:
-    """Returns a machine that need not exist, from published figures. `Hardware.assumed` lists every assumption.
+    """Returns a machine that need not exist, from published figures. `Hardware.assumptions` lists every assumption.
 
     Args:
         gpu: a text for `find_gpu`.

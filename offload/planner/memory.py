@@ -244,7 +244,7 @@ def _states(memory: Memory) -> list[Row]:
         for nbytes, tiers in zip(parts.nbytes, placement.tiers, strict=True):
             if state in nbytes and (state is State.GRAD or tiers[state] is not Tier.DISK):
                 at[tiers[state]] += align_up(nbytes[state])
-        # Slots on DISK exist for states of every tier if each step is committed.
+        # If the run commits, slots on DISK exist for states of every tier.
         at[Tier.DISK] += store.nbytes_of(state)
         if any(at.values()):
             rows.append(Row(state.value, at[Tier.DEVICE], at[Tier.HOST], at[Tier.DISK]))

@@ -62,15 +62,15 @@ class Shape(NamedTuple):
 # -- from numbers -------------------------------------------------------------------------------------
 
 _LAYER = {2: (46, 440), 4: (85, 745)}
-"""By bytes of a weight: bytes that a layer saves, and moves, per token and per element of the hidden size. The numbers
-are those of Llama's layer, whose norms and rotary embeddings are always in fp32."""
+"""The key is the bytes of a weight. The values are the bytes that a layer saves, and the bytes that it moves, per token
+and per element of the hidden size, for Llama's layer, whose norms and rotary embeddings are always in fp32."""
 
 
 def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -> Shape:
     """Returns the shape of a decoder of equal layers, with an untied embedding and head of 32000 tokens.
 
     Args:
-        parameters: parameters of the whole model.
+        parameters: parameters of the model, embedding and head included.
         layers: layers between embedding and head.
         sequence: tokens of a sequence.
         itemsize: bytes per element of weights and activations; the loss is always in fp32.

@@ -22,7 +22,7 @@ from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
 
 PLACEMENTS = (("none", "none"), ("none", "cpu"), ("cpu", "cpu"), ("nvme", "nvme"))
-"""Devices of weights and of optimizer states. If all fit, the first is the fastest."""
+"""Devices of weights and of optimizer states; the fastest first, if all fit."""
 
 _HOST_SHARE = 0.8
 """Fraction of the RAM beside the process's own needs that a recommended host budget may take."""
@@ -254,7 +254,7 @@ def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
 
 
 def advise(planned: Planned) -> Advice:
-    """Returns changes that make the run faster and the recommended host budget, each predicted."""
+    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
     found: list[Change] = []
     for words, act in _ideas(planned):
         try:

@@ -144,7 +144,7 @@ def _as_json(rate: Rate) -> dict[str, Any]:
 
 
 def _of_rates(planned: Planned) -> list[str]:
-    """Returns a line for each origin that some rate has, but for those that were assumed."""
+    """Returns a line of rates for each origin except "assumed"; none for an origin that no rate has."""
     of = {origin: sentences(planned.hardware.rates, origin) for origin in ORIGINS if origin != "assumed"}
     return [f"{origin}: {'; '.join(words)}" for origin, words in of.items() if words]
 

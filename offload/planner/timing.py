@@ -181,7 +181,7 @@ def backward(
             seconds = max(seconds, nbytes / hardware.download) if leave else seconds
         elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
-        # Its weights are not fetched for the backward.
+        # The weights of an embedding are not fetched for the backward.
         if each.lookup and found:
             found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
         else:

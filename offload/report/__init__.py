@@ -6,7 +6,7 @@
 | `log.py` | steps of a log, after kills and resumes too |
 | `prediction.py` | predicted and measured numbers |
 | `drive_wear.py` | bytes written in relation to the drives' rated life |
-| `figures.py` | numbers of a whole run |
+| `figures.py` | numbers of a run |
 | `timeline_view.py` | one step of a timeline |
 | `charts.py` | lines and stacks as SVG |
 | `page.py` | content of the page: tiles, sections, tables |

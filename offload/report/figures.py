@@ -77,7 +77,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     if not values:
         return None
     ordered = sorted(values)
-    # The nearest rank, which is a measured value.
+    # One of the measured values, without interpolation.
     most = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
     return {"median": statistics.median(ordered), "p95": most, "least": ordered[0], "most": ordered[-1]}
 
@@ -108,7 +108,7 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     rows = [values["drives"] for values in log.steps if values.get("drives")]
     if not rows:
         return []
-    # Without the total number of steps the present state is also the end.
+    # Without the run's number of steps, the forecast for the end is the present state.
     left = max(ends - log.steps[-1]["step"], 0) if isinstance(ends, int) else 0
     drives = []
     for path, so_far in rows[-1].items():

@@ -68,7 +68,7 @@ def read_log(path: Path) -> Log:
                     **{name: values[name] for name in values if name.startswith("eval_")},
                 }
             continue
-        # The run resumed from an earlier step: lines of later steps are of weights that no longer exist.
+        # The run resumed from an earlier step: lines from that step on describe weights that no longer exist.
         if step in steps_by_number or (steps_by_number and step < next(reversed(steps_by_number))):
             for late in [each for each in steps_by_number if each >= step]:
                 del steps_by_number[late]
@@ -128,7 +128,7 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def plain(value: Any) -> Any:
-    """Returns parsed JSON with invalid numbers replaced by None and single surrogates by "?"."""
+    """Returns parsed JSON with invalid numbers replaced by None and lone surrogates by "?"."""
     if isinstance(value, dict):
         return {plain(name): plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

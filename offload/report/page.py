@@ -85,8 +85,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
     Args:
         log: the log, for the charts.
         found: the numbers of `figures`.
-        window: the part of a timeline to draw, which is one step if the timeline has steps; None without a time
-            line.
+        window: the part of a timeline to draw, which is one step if the timeline has steps; None without a timeline.
     """
     sections = [
         Section("Learning", _learning(log)),

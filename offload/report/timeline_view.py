@@ -60,7 +60,7 @@ class Window:
     end: float
     spans: tuple[Span, ...]
     complete: bool
-    """True if the file contains the whole run; False if recording stopped at the limit of events."""
+    """True if the file contains the complete run; False if recording stopped at the limit of events."""
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds in which each row had at least one span in progress."""

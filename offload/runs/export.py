@@ -1,7 +1,7 @@
 """Implementation of `offload export`: writes the weights of a run or a checkpoint as files that transformers loads.
 
 `offload.engine.model_io.weight_writer` decides the content and writes it. All files are written into a folder beside
-the requested one and renamed at the end, so that the output folder is complete or absent.
+the requested one, and this folder is renamed at the end, so that the output folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def export(
         out: Must not exist, or be empty.
         plan: Made by `make_plan` for this source.
         progress: Called with the number of bytes after each read.
-        tokenizer: Folder whose tokenizer files are copied too.
+        tokenizer: Folder whose tokenizer files are copied too; None to copy none.
 
     Raises:
         StoreError: If `out` cannot be used, there is not enough room, or the source is damaged.
@@ -97,7 +97,7 @@ def export(
 
 
 def check_target(out: Path) -> None:
-    """Raises `StoreError` if an export to `out` would change something that exists."""
+    """Raises `StoreError` if `out` exists and is not an empty folder, is a mount point, or has no parent folder."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise StoreError(f"{out} exists already; give a folder that does not exist, or an empty one")
     # A mount point cannot be renamed, so the folder could not be put in place at the end.

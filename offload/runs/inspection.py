@@ -38,7 +38,7 @@ def inspect(path: Path) -> dict[str, Any]:
         path: An nvme path with its runs, a run, one rank of a run, a checkpoint, or a folder of checkpoints.
 
     Raises:
-        StoreError: If the folder does not exist.
+        StoreError: If the folder does not exist, or contains the swap files of one rank under another name.
     """
     if not path.is_dir():
         raise StoreError(f"there is no folder {path}")
@@ -198,7 +198,7 @@ def _rank(found: Found) -> dict[str, Any]:
 
 
 def _written(found: Found) -> dict[str, Any]:
-    """Returns the bytes that a rank has written to each drive from the run's start to its newest intact commit.
+    """Returns the bytes that a rank has written to each drive, as counted by its newest intact commit.
 
     `rated_bytes` is the rated endurance of a drive.
     """
@@ -211,7 +211,7 @@ def _commit(commit: Commit, newest: bool) -> dict[str, Any]:
     """Describes one commit; `newest` is True for the newest commit of the rank."""
     record = commit.record
     moment = record.time_ns / 1e9
-    # A commit in progress overwrites the blob of the second-newest commit, which is not damage.
+    # A commit in progress overwrites the blob of the older commit, so only the newest one can be called damaged.
     blob = "right" if commit.blob is not None else "damaged" if newest else "written over"
     return {
         "serial": record.serial,

@@ -31,19 +31,19 @@ class RankReport:
     rank: int
     serial: int | None
     step: int | None
-    """Step of the commit that was read: the newest that is complete on all ranks, and thus the one that a resume takes.
-    """
+    """Step of the commit that was compared: the newest that all ranks hold, from which a run resumes. If this rank
+    misses that commit, the step of its own newest; None if no commit of the rank can be read."""
     nbytes: int
-    """Bytes of this commit that were compared."""
+    """Bytes of this commit that were compared; 0 if the comparison was not completed."""
     wrong: tuple[Wrong, ...]
     """Files that differ from what was written."""
     damages: tuple[Damage, ...]
     places: tuple[tuple[tuple[str, int, int], ...], ...]
-    """For each damage, the file, the offset and the bytes on each drive."""
+    """For each damage, the file, the offset and the number of bytes on each drive."""
     before: str | None
-    """Description of the commit before; None if there is none."""
+    """Description of the commit before the compared one; None if there is none, or if it was not compared."""
     compared: bool = True
-    """True if the states could be read."""
+    """False if an error ended the comparison of the states."""
 
     @property
     def whole(self) -> bool:
@@ -64,7 +64,7 @@ class Report(NamedTuple):
         return all(rank.whole for rank in self.ranks)
 
     def lines(self, most: int) -> list[str]:
-        """Returns the report as lines of text, with at most `most` damages of each rank."""
+        """Returns the report as lines of text, with at most `most` damages of the states of each rank."""
         found: list[str] = []
         for each in self.ranks:
             # Damaged files first, then damaged bytes, then the summary of the rank.
@@ -88,7 +88,7 @@ class Report(NamedTuple):
             "path": str(self.path),
             "whole": self.whole,
             "step": self.step,
-            # `step` is the older name of `step`, kept for scripts.
+            # `epoch` is the older name of `step`, kept for scripts.
             "epoch": self.step,
             "ranks": [
                 {
@@ -173,7 +173,7 @@ def open_checking(path: Path) -> Checking:
 
 
 class CheckpointChecking:
-    """A checkpoint whose manifest is valid; damage to other files shows as they are read."""
+    """A checkpoint whose manifest is valid; damage to other files is found when `run` reads them."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._path, self._manifest = checkpoint, read_manifest(checkpoint)
@@ -184,7 +184,7 @@ class CheckpointChecking:
         return sum(file.nbytes for file in self._manifest.files.values())
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> CheckpointReport:
-        """Reads and compares everything. If nothing of the checkpoint can be loaded, the report contains the reason."""
+        """Reads and compares everything. Failures to load a rank are damage in the report and raise nothing."""
         # Imported late: the module imports torch, which the verification of a run does not need.
         from offload.engine.checkpoint.load import compare_bytes, look
 
@@ -200,7 +200,7 @@ class CheckpointChecking:
         def damaged(file: Path, name: str) -> None:
             wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
 
-        # Tensors of files that are missing or of another size have no valid offsets.
+        # If a file is missing or has another size, offsets are not valid, so no tensor is compared.
         for rank in range(0 if wrong else manifest.world_size):
             try:
                 found = look(path, rank, manifest.world_size, {})
@@ -241,10 +241,10 @@ class RunChecking:
 
     def run(self, queue: Queue, progress: Callable[[int], None] = lambda _: None) -> Report:
         """Reads and compares the newest commit that is complete on all ranks."""
-        # A kill may leave ranks at different commits; a resume takes the newest that all ranks hold.
+        # A kill may leave ranks at different commits; a run resumes from the newest that all ranks hold.
         serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
-        # A run without a complete commit on one rank has no step that could be resumed.
+        # If one rank has no complete commit, the run cannot be resumed from any step.
         lost = any(rank.step is None for rank in ranks)
         return Report(self._run, None if lost else ranks[0].step, tuple(ranks))
 
@@ -296,15 +296,16 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
                 damaged_places.append(damage)
                 places.append(_places(file, damage))
             compared = True
-            # The commit before is only a hint for the user, and its damage does not count.
+            # The line about the commit before is only a hint for the user: damage to that commit does not count.
             other = next((c for c in found.commits if c.record.serial < record.serial), None)
             if other is not None:
                 before = _before(found, other, file, queue, progress)
         if damaged_places and serial == max(c.record.serial for c in found.commits):
-            # The next resume finds this file, compares everything, and falls back to the commit before if it can.
+            # If the file "suspect" exists, the next resume compares all bytes, and falls back to the commit before if
+            # that one is intact.
             reserve(found.folder / "suspect", 1)
     except IoError as error:
-        # A missing file is in `wrong` already; report only errors of other kinds, such as a lack of permission.
+        # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
         if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(
@@ -339,10 +340,10 @@ def _damages(
 
 
 def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progress: Callable[[int], None]) -> str:
-    """Returns a line about an older commit, from which a user sees if a resume could fall back to the commit.
+    """Returns a line that says whether an older commit is intact, so that a resume could fall back to it.
 
-    The step after the last commit overwrites the one before, as intended. Overwritten bytes then look like damaged
-    ones.
+    The step after the last commit overwrites the slots of the older commit, as intended. Overwritten bytes cannot be
+    told apart from damaged ones.
 
     Args:
         found: The rank's folder.
@@ -367,7 +368,7 @@ def _before(found: Found, commit: Commit, file: StripedFile, queue: Queue, progr
 
 
 def _places(file: StripedFile, damage: Damage) -> tuple[tuple[str, int, int], ...]:
-    """Returns file, offset and bytes of a damage on each drive."""
+    """Returns the file, the offset and the number of bytes of a damage on each drive."""
     parts = file.parts()
     return tuple(
         (parts[drive].path, offset, nbytes)

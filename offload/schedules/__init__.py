@@ -8,12 +8,12 @@ the engine calls at the end of a step. With n steps taken, N steps of warm-up an
     WarmupCosineLR   lr * (min + (1 - min) * rise) up to n = N, then lr * (end + (1 - end) * fall)
                                                          fall = (1 + cos(pi * (n - N) / (T - N))) / 2, then 0
     OneCycle         min + (max - min) * height          height: 0 at n = 0, up to 1, and back to 0 at the end
-                     then min / (1 + rate * more)        more: intervals since
+                     then min / (1 + rate * more)        more: decay intervals since the end of the cycle
     LRRangeTest      min * (1 + rate * n / size)         n / size rounded down with a staircase
 
-The first three count one behind, so that their first two steps both use the start value. DeepSpeed counts the same way,
-so a run has the same learning rates under both. If DeepSpeed's behaviour differs from its documentation, these classes
-follow the documentation:
+N is at least 2. The first three count one behind, so that their first two steps both use the start value. DeepSpeed
+counts the same way, so a run has the same learning rates under both. If DeepSpeed's behaviour differs from its
+documentation, these classes follow the documentation:
 
     the first step of WarmupCosineLR is at warmup_min_ratio             DeepSpeed: at 0
     the first step of OneCycle has the momentum of both ends            DeepSpeed: that of the middle
@@ -21,8 +21,8 @@ follow the documentation:
     warmup_max_lr "auto" is each group's own learning rate              DeepSpeed: all groups use that of the first
     a list of one value for each group works for OneCycle too           DeepSpeed: fails
 
-The state is the number of steps taken, less one (`last_batch_iteration`), and the groups' own learning rates. The
-current params apply after a resume, so that a run can be extended.
+The state consists of `last_batch_iteration`, which is the number of steps taken less one, and of the groups' own
+learning rates. The params are not part of it: after a resume those of the script apply, so that a run can be extended.
 
 Scripts that import the classes from `deepspeed.runtime.lr_schedules` can import them from here:
 

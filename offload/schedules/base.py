@@ -18,10 +18,9 @@ class Schedule(abc.ABC):
     """A schedule that sets `lr` of each group of an optimizer."""
 
     PEAK: ClassVar[str] = ""
-    """Field of the params that is the highest rate; empty if the highest rate follows from the groups' own."""
+    """Field of the params that is the highest rate of a group; empty if no field is."""
 
     def __init__(self, optimizer: Any, params: ScheduleParams, last_batch_iteration: int) -> None:
-        # DeepSpeed's and Accelerate's wrappers hold the optimizer as `optimizer`.
         """Sets the learning rates of the next step.
 
         Args:
@@ -30,8 +29,9 @@ class Schedule(abc.ABC):
             last_batch_iteration: number of the last step taken, from 0; -1 before the first.
 
         Raises:
-            ConfigError: if `optimizer` is none, or the params do not fit its groups.
+            ConfigError: if `optimizer` is not an optimizer, or the params do not fit its groups.
         """
+        # DeepSpeed's and Accelerate's wrappers hold the optimizer as `optimizer`.
         optimizer = optimizer if hasattr(optimizer, "param_groups") else getattr(optimizer, "optimizer", optimizer)
         if not hasattr(optimizer, "param_groups"):
             raise ConfigError(f"{type(self).__name__} expects an optimizer, got {type(optimizer).__name__}")
@@ -45,7 +45,7 @@ class Schedule(abc.ABC):
 
     @property
     def peaks(self) -> list[float]:
-        """The highest rate of each group; empty if it is the groups' own."""
+        """The highest rate of each group; empty if no param sets one, or if all equal the groups' own rates."""
         peaks = self._per_group(self.PEAK) if self.PEAK else self.base_lrs
         return [] if peaks == self.base_lrs else peaks
 
@@ -63,7 +63,7 @@ class Schedule(abc.ABC):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def step(self, iteration: int | None = None) -> None:
-        """Advances by one step and sets the values of the next step. Nothing changes if it raises.
+        """Advances by one step and sets the values of the next step. If the call raises, nothing changes.
 
         Args:
             iteration: number of the step taken, from 0; by default one more than the last.
@@ -81,7 +81,7 @@ class Schedule(abc.ABC):
             raise
 
     def take_in(self) -> None:
-        """Sets the rate of a group that was added last.
+        """Sets the learning rate of the last group, which was just added to the optimizer.
 
         Raises:
             UsageError: if the params have no value for the group.
@@ -95,7 +95,7 @@ class Schedule(abc.ABC):
             raise UsageError(f"{type(self).__name__} has no learning rate for a new group: {error}") from error
 
     def _record_rates(self) -> None:
-        """Records the own learning rate of groups that are new."""
+        """Records the own learning rate of each group that was added since the last call."""
         groups = self.optimizer.param_groups
         for group in groups:
             # torch's schedules use the same key, so a rate that one of them has recorded counts here.
@@ -113,7 +113,7 @@ class Schedule(abc.ABC):
             state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
         """
         self.last_batch_iteration = state["last_batch_iteration"]
-        # Learning rates of the resumed run, not those of the script, are the base that the values scale.
+        # A resumed run scales the learning rates that were saved, not those of the script.
         self.base_lrs = list(state.get("base_lrs", self.base_lrs))
         self.apply()
 
@@ -124,7 +124,7 @@ class Schedule(abc.ABC):
 
     def _begin(self) -> None:
         """Checks the params against the groups. Called once, before the first `apply`."""
-        return  # most have nothing to check
+        return  # most schedules have nothing to check
 
     @abc.abstractmethod
     def _lrs(self, steps: int) -> list[float]:

@@ -1,4 +1,4 @@
-"""Schedules that rise and fall again, and the learning-rate range test."""
+"""A schedule that rises and falls again, and the learning-rate range test."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class OneCycle(Schedule):
     def _begin(self) -> None:
         self._check_pairs()
         self._moves_momentum = self._params.cycle_momentum
-        # The cycle defines betas[0] only, which optimizers such as SGD do not have.
+        # The momentum of the cycle is betas[0], which optimizers such as SGD do not have.
         if self._moves_momentum and not all("betas" in group for group in self.optimizer.param_groups):
             logger.warning("OneCycle leaves the momentum as it is: %s has no betas", type(self.optimizer).__name__)
             self._moves_momentum = False
@@ -99,8 +99,8 @@ class OneCycle(Schedule):
         return self._momenta(self.last_batch_iteration + 1) if self._moves_momentum else None
 
     def apply(self) -> None:
+        """Sets the learning rate of each group, and betas[0] if the momentum is changed."""
         # Computed before anything is set: an invalid momentum must leave the learning rates unchanged.
-        """Sets the learning rate, and betas[0] if the momentum is changed, of each group."""
         momenta = self.get_mom()
         super().apply()
         # Without momenta there is nothing to set.
@@ -138,11 +138,11 @@ class OneCycle(Schedule):
         done, size = (steps, up) if steps <= up else (max(0, up + down - steps), down)
         if steps > up and params.cycle_second_stair_count is not None:
             stairs = params.cycle_second_stair_count
-        # Whole stairs only: the integer division rounds down to the stair that is reached.
+        # The integer division rounds down to the last stair that is complete.
         return done * stairs // size / stairs if stairs else done / size
 
     def _intervals(self, steps: int) -> float:
-        """Returns the intervals of the decay since the end of the cycle, a fraction included."""
+        """Returns the number of decay intervals since the end of the cycle, with its fraction; 0 without a decay."""
         size = self._params.decay_step_size
         return max(0, steps - sum(self._sizes)) / size if size else 0.0
 

@@ -22,7 +22,7 @@ def _rise(steps: int, params: WarmupParams | WarmupCosineParams) -> float:
     """Returns the completed fraction of the warm-up, from 0 to 1.
 
     Args:
-        steps: steps taken; at most those of the warm-up.
+        steps: steps taken, at most `_length(params)`.
         params: params with the length and the type of the warm-up.
     """
     # log(0) is not defined, and the linear formula would be negative.
@@ -51,7 +51,8 @@ def _warn_of_short_training(params: WarmupDecayParams | WarmupCosineParams) -> N
 class WarmupLR(Schedule):
     """A rise to a learning rate over a number of steps, after which the rate stays.
 
-    `warmup_min_lr` and `warmup_max_lr` are a number, or a list of one for each group; None is the group's own.
+    `warmup_min_lr` and `warmup_max_lr` are a number, or a list of one for each group. A `warmup_max_lr` of None or
+    "auto" is each group's own learning rate.
     """
 
     PEAK = "warmup_max_lr"
@@ -136,7 +137,7 @@ class WarmupDecayLR(WarmupLR):
             "warmup_num_steps": warmup_num_steps,
             "warmup_type": warmup_type,
         }
-        # Not `super()`: WarmupLR would check the values as its own params, which have no `total_num_steps`.
+        # Not `super()`: WarmupLR would validate the values as `WarmupParams`, which have no `total_num_steps`.
         Schedule.__init__(self, optimizer, schedule_params(WarmupDecayParams, given), last_batch_iteration)
 
     def _begin(self) -> None:

@@ -80,7 +80,7 @@ class HostCache:
     def _distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`; 0 if a thread is about to fetch it."""
         entry = self._table.entries[unit]
-        # That thread has recorded its use already, so the access order reports the use after this one.
+        # The fetching thread has recorded its use already, so the access order would report the use after that one.
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
     def _evictable(self) -> list[Block]:
@@ -152,7 +152,7 @@ class HostCache:
             self._table.move(entry, Residency.HOST)
 
     def read_ahead(self, limits: Limits) -> None:
-        """Starts reads of upcoming units, as far as host buffers reach that hold nothing used sooner."""
+        """Starts reads of upcoming units, into host memory that is free or holds only units used later."""
         entries, trace = self._table.entries, self._table.access_order
 
         def wanting(unit: int) -> bool:

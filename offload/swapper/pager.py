@@ -8,7 +8,8 @@
 
 Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `wait_upload` and
 `serve_gather`. The update worker calls `weight_updates`. One lock guards everything (`lock`, of the monitor `changed`).
-No thread holds the lock while bytes move or a kernel runs, and every change of an entry wakes all waiters.
+No thread holds the lock while it moves bytes or runs a kernel, except at the end of a copy whose memory is reused at
+once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes all waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh
 weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
@@ -350,7 +351,7 @@ class Pager:
 
     @property
     def version(self) -> int:
-        """A number that every change increments: a value read before a check, even without the lock, tells."""
+        """Number of changes so far: if it is the same after a check as before, the check missed none. Needs no lock."""
         return self.table.version
 
     def notify(self) -> None:

@@ -1,7 +1,7 @@
 """Pure decisions of the pager: units to prefetch, units to evict, and offsets on the device.
 
-    reads     the next uses, nearest first, as far as host buffers reach that hold nothing used sooner
-    uploads   the same for device buffers, at offsets that leave room for any other unit beside the pinned ones
+    reads     the next uses, nearest first, into host memory that is free or holds only units used later
+    uploads   the same for device memory, at offsets that leave room for any other unit beside the pinned ones
     victims   the units whose next use is furthest away (Belady's choice), as few as free one contiguous block
 
 The pager applies the decisions to memory, `simulate` applies them to numbers.
@@ -111,7 +111,7 @@ def find_room(
     """
     nbytes = align_up(max(nbytes, 1))
     distances = {block.unit: access_order.distance(block.unit) for block in evictable}
-    # Most looks ahead find no room, and this is known before any offset is looked at.
+    # Most prefetches find no room, which this test shows without a look at any offset.
     if beyond >= 0 and not space.could_take(nbytes, (b[1:] for b in evictable if distances[b.unit] > beyond)):
         return None
     regions = space.free_regions(block[1:] for block in evictable)

@@ -1,7 +1,7 @@
 """Prefetch: reads and uploads of the units that the access order predicts next.
 
 The policy chooses the unit (`policy.next_to_fetch`); this module starts its read, or its upload. The caller holds the
-pager's lock, and no function of this module waits.
+pager's lock. No function of this module waits for a read or an update; an upload blocks where `Device.upload` does.
 """
 
 from __future__ import annotations

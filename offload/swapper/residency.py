@@ -30,8 +30,9 @@ The other states stay in their tier; an update streams them through tiles and wr
          ├──────────────── evict ────────────── HOST                                    │
          └───────────────────── drop: to WRITING or HOST if the host buffer is kept ◄────────┘
 
-A device copy is always clean: only an update writes weights, and only in HOST. Leaving the device is therefore a drop
-and never a copy. `UnitTable.move` is the only code that assigns a residency, and refuses every arrow that `ARROWS`
+A device copy is always clean: only an update or a load writes weights, and only in their tier, a host buffer or the
+store. (A partition of tier DEVICE is no copy: it is written in place.) So a unit leaves the device by a drop, never by
+a copy. `UnitTable.move` is the only code that assigns a residency, and refuses every arrow that `ARROWS`
 does not list.
 """
 

@@ -2,7 +2,8 @@
 
     begin ─► buffer_for ─► (the kernel writes the buffer) ─► weights_ready ─► (writes to the store end) ─► flushed
 
-Threads. `begin` and `wait` belong to the thread that runs the model, everything else to the update worker.
+Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything else
+to the update worker.
 """
 
 from __future__ import annotations

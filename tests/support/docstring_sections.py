@@ -56,8 +56,8 @@ def lacks(source: str) -> list[str]:
     """Returns the sections that the docstring of the function in `source` lacks.
 
     A function has `Args:` if it takes parameters other than itself, `Raises:` if there is a `raise` of an exception in
-    its own body, and `Returns:` (or `Yields:`) if it is annotated with another result than None. A first line that
-    begins with "Returns" or "Yields" is as good as the last of them.
+    its own body, and `Returns:` (or `Yields:`) if it is annotated with another result than None. A first line that says
+    what it "returns" or "yields" is as good as the last of them.
     """
     node = ast.parse(source).body[0]
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -66,7 +66,7 @@ def lacks(source: str) -> list[str]:
     lacking = []
     if _parameters(node) and "Args" not in sections:
         lacking.append("Args")
-    if _gives(node) and not sections & {"Returns", "Yields"} and not re.match(r"(Returns|Yields)\b", text):
+    if _gives(node) and not sections & {"Returns", "Yields"} and not re.match(r"(?i).*\b(returns|yields)\b", text):
         lacking.append("Returns")
     if _raises(node) and "Raises" not in sections:
         lacking.append("Raises")

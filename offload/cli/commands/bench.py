@@ -133,7 +133,7 @@ def bench_adam(
 
 @dataclass(frozen=True, kw_only=True)
 class SwapOptions:
-    """Options of `offload bench swap` as they are typed; None where nothing was."""
+    """Options of `offload bench swap` as they are typed. None stands for an option that was not given."""
 
     paths: Annotated[list[str], typer.Argument(help="Folders for swap files, one for each drive.")]
     units: Annotated[int, typer.Option(help="Layers of the simulated model.")] = 16
@@ -223,7 +223,7 @@ def bench_swap(typed: SwapOptions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
-    """Options of `offload bench gpu` as they are typed; None where nothing was."""
+    """Options of `offload bench gpu` as they are typed. None stands for an option that was not given."""
 
     folder: Annotated[str, typer.Argument(help="Folder for swap files, on the drive to measure.")] = "."
     budget_minutes: Annotated[float, typer.Option(help="Minutes that the command may take.")] = 8.0

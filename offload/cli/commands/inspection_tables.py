@@ -50,7 +50,7 @@ def _runs_table(runs: list[dict[str, Any]]) -> Table:
 
 
 def _state(run: Mapping[str, Any]) -> str:
-    """Returns remarks on a run: finished, another format, damaged, leftovers."""
+    """Returns remarks on a run: that it is finished, of another format or damaged, or that it has leftovers."""
     words = []
     if run["finished"] is not None:
         # The note is a JSON file that people may edit: absent keys must not fail the command.
@@ -120,7 +120,7 @@ def _rank_table(rank: Mapping[str, Any]) -> Table:
 
 
 def _filled(table: Table, rows: Iterable[tuple[str, str]]) -> Table:
-    """Returns `table` with a row for each name and value, which are no markup."""
+    """Returns `table` with a row for each name and value. Values are plain text: a "[" in them is no markup."""
     for name, value in rows:
         table.add_row(name, escape(value))
     return table

@@ -189,7 +189,7 @@ def plan(typed: PlanOptions) -> None:
         wanted = report.Asked(
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
-        # This takes the longest: it repeats the prediction for every change that could be advised.
+        # This call takes the longest: it repeats the prediction for every change that could be advised.
         advice = choice.advise(planned)
     with errors(FAILED):
         if typed.write is not None:

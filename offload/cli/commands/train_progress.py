@@ -1,4 +1,4 @@
-"""Reports of each step of `offload train`: a line in a log, and a progress line or plain lines for the user."""
+"""Output of `offload train` for each step: a line in a log, and a progress line or plain lines for the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of `offload train`: output to the user, to a log and as JSON, and its end by signals, errors or completion."""
+"""A run of `offload train`: its output to the user, to a log and as JSON, and how signals and errors end it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _STEADY = 3
 
 
 def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
-    """Yields a warning for each drive of whose rated endurance the run will use more than `drive_share`.
+    """Yields a warning for each drive if the run will use more than `drive_share` of its rated endurance.
 
     Warnings are computed after one particular step only, so each appears once.
 

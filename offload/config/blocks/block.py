@@ -31,17 +31,17 @@ class Block(BaseModel):
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
     """Keys accepted without effect: the feature is missing, and the results have the same bits without it."""
     REFUSED: ClassVar[dict[str, str]] = {}
-    """Keys refused unless switched off, with the rest of the message."""
+    """Keys refused unless switched off, each with the part of the error message that follows the key."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}
     """Older names of keys, with the names of the fields."""
     SUGGESTION: ClassVar[Mapping[str, Any]] = {}
-    """Content to suggest if a plain value was given in place of the block; the value belongs to the first key."""
+    """Content to suggest if a plain value was given in place of the block; the value replaces that of the first key."""
     OWN_AUTO: ClassVar[tuple[str, ...]] = ()
     """Fields that accept "auto" as a value; in all others "auto" means the default."""
 
     @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
-        """Raises `ConfigError` if the block as a whole asks for something unsupported. Keys are checked later."""
+        """Raises `ConfigError` if the block asks for something unsupported. Single keys are checked later."""
 
 
 def inner_block(model: type[Block], name: str) -> type[Block] | None:

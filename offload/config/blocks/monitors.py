@@ -26,7 +26,7 @@ class TensorBoard(_Folder):
 
 
 class CsvMonitor(_Folder):
-    """Numbers of each step, a CSV file for each of them; see guides/monitor-a-run.md."""
+    """Numbers of each step, each kind of number in its own CSV file; see guides/monitor-a-run.md."""
 
 
 class Wandb(Block):

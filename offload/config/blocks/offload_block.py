@@ -18,7 +18,7 @@ class Debug(Block):
 
 
 class Every(Block):
-    """How often a step is committed, in place of a word."""
+    """The interval of commits; takes the place of a word such as "step"."""
 
     every: Count = Field(description="steps from one commit to the next; a kill loses the steps since the last commit")
 

@@ -31,7 +31,7 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class OptimizerParams(Block):
-    """Hyperparameters, named as in torch.optim; those of the other types are errors."""
+    """Hyperparameters, named as in torch.optim; one that belongs to other types of optimizers only is an error."""
 
     TUNING = ("torch_adam", "fused", "foreach", "capturable", "differentiable")
     REFUSED: ClassVar[dict[str, str]] = {

@@ -13,14 +13,14 @@ from offload.config.blocks.values import Count, Elements, Momentum, Number, Rate
 
 
 class ScheduleParams(Block):
-    """The params of a schedule, which has the type that it is listed under in `SCHEDULES`."""
+    """The params of a schedule; `SCHEDULES` lists its type."""
 
     ORDERED: ClassVar[tuple[tuple[str, str], ...]] = ()
     """Pairs of fields; the first must not exceed the second."""
 
 
 class RangeTestParams(ScheduleParams):
-    """LRRangeTest: rises without an end, to find the largest learning rate that trains."""
+    """LRRangeTest: rises without end, to find the largest learning rate that trains."""
 
     lr_range_test_min_lr: Rates = Field(1e-3, description="learning rate at the start")
     lr_range_test_step_size: Count = Field(2000, description="steps in which it rises by min_lr * step_rate")

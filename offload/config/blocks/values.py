@@ -16,7 +16,7 @@ Tier = Literal["none", "cpu", "nvme"]
 
 
 def _number(value: Any) -> Any:
-    """Converts `1e8` and `200000000.0` to integers. Raises `ValueError` for a boolean, an int in Python."""
+    """Converts `1e8` and `200000000.0` to integers. Raises `ValueError` for a boolean, which is an int in Python."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -77,7 +77,7 @@ def _memory(value: Any) -> Any:
 
 
 def _device(value: Any) -> Any:
-    """Returns the type of a device, as torch names it. Raises `ValueError` for an index: launchers choose it."""
+    """Returns the type of a device, as torch names it. Raises `ValueError` for one with an index, as "cuda:1"."""
     if isinstance(value, str) and not value.isidentifier():
         raise ValueError("should be 'auto', 'cpu', 'cuda' or the type of another accelerator, as 'xpu'")
     return value

@@ -1,14 +1,14 @@
 """Agreement of ranks: each announces its next collective, and all decide from the same list of announcements.
 
-    all announce the same            it is done; weights that all have are not gathered again
-    some announce another            one need comes first, a gather before a reduction. The others serve it: they give
-                                     their partition of the weights, or the gradients of the unit that they have, if any
-    a rank uses weights it has       it continues
+    all announce the same            all do it; weights that all have are not gathered again
+    some announce another            one is chosen, a gather before a reduction. The other ranks serve it with
+                                     their partition of the weights, or with their gradients of the unit, if any
+    no gather is announced           ranks that use weights which they have continue; all others announce again
     nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
 So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
 reach the same `step()`. `next_collective` decides, from the list alone. A round is a message of a few numbers, sent by
-the thread that runs the model or its backward. Background threads take part in none.
+the thread that runs the model or its backward. Background threads take part in no round.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RankIntent(NamedTuple):
     kind: Collective
     unit: int = -1
     ready: bool = False
-    """For USE: True if the rank has the weights. For EDIT: if it has new values. For END: if it deletes its store."""
+    """True if the rank has the weights (USE), has new values (EDIT), or deletes its store (END)."""
     holds: int = -1
     """The unit of which the rank has gradients that are not reduced, or -1."""
     ahead: int = -1
@@ -76,7 +76,7 @@ class RankIntent(NamedTuple):
 
 
 class NextCollective(NamedTuple):
-    """What all ranks do next: the collective `next`. If it is None, ready uses continue and other ranks ask again."""
+    """What all ranks do next: the collective `next`. If None, ready uses continue, and others announce again."""
 
     next: RankIntent | None
 
@@ -84,7 +84,7 @@ class NextCollective(NamedTuple):
 def next_collective(intents: Sequence[RankIntent]) -> NextCollective | None:
     """Returns the next collective for the announcements of all ranks, in rank order; None if there can be none.
 
-    A rank whose announcement was not chosen asks again, unless all uses are ready and its own is one of them. Which
+    A rank whose announcement was not chosen announces again, unless it announced a USE and all uses are ready. Which
     gradients are reduced together, and so the order of their sum, depends on the reductions alone, not on gathers.
     """
     if all(intent.same(intents[0]) for intent in intents):
@@ -112,7 +112,7 @@ _MUST_AGREE = (
 
 
 class Agreement:
-    """One rank's side of every agreement, and its pager's `Peers`. Serves other ranks until its own turn comes."""
+    """One rank's side of every agreement, and its pager's `Peers`. Serves others until its announcement is chosen."""
 
     def __init__(
         self, ranks: Ranks, names: Sequence[str], callbacks: EngineCallbacks, timeline: Timeline = OFF
@@ -126,9 +126,9 @@ class Agreement:
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: Agreed
-        """Result of `agree` if this rank asks once more for that unit."""
+        """Result of `agree` if this rank calls it again for `_agreed_unit`, as after a lack of memory."""
         self._in_question = False
-        """True while a question to all ranks is under way, and after an interrupt of one."""
+        """True during an exchange with all ranks, and from then on if the exchange was interrupted."""
 
     # -- collectives --------------------------------------------------------------------------------
 
@@ -145,15 +145,15 @@ class Agreement:
         mine = intents[self._ranks.rank]
         together = all(intent.same(mine) for intent in intents)
         gather = any(intent.same(mine) and not intent.ready for intent in intents)
-        # A prefetch is only agreed on if all ranks use the same unit and have it: all can then spend the time on the
-        # next.
+        # A prefetch is agreed on only if all ranks use the same unit and have it: none of them then waits for a gather
+        # of the unit itself.
         following = _common([intent.ahead for intent in intents]) if together and not gather else -1
         answer = Agreed(gather, together, all(intent.has_all for intent in intents), following)
         self._agree_on(unit if gather else following, answer)
         return answer
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Only right after a gather announced by all."""
+        """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
         with self._timeline.span(Row.RANKS, "agree to gather ahead"), self._lock:
             self._check()
             mine = ahead()
@@ -164,7 +164,7 @@ class Agreement:
             return following
 
     def _agree_on(self, unit: int, again: Agreed) -> None:
-        """Records that all ranks gather `unit` now, if any; `again` answers this rank if it must retry."""
+        """Records that all ranks gather `unit` now (-1: none); `again` is this rank's result if it repeats `agree`."""
         self._agreed_unit, self._retry_answer = unit, again
 
     def gather(self, whole: torch.Tensor, share: Sequence[range], uploaded: Event) -> Event:
@@ -182,7 +182,7 @@ class Agreement:
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Returns the sum over ranks of a step's statistics. Each has ended the updates of the step before by then.
+        """Returns the sum over ranks of a step's statistics. By then each has ended the updates of the step before.
 
         Args:
             micro_batches: micro-batches of this rank since the last step.
@@ -201,7 +201,7 @@ class Agreement:
     ) -> GradientStats:
         """Exchanges the statistics; see `step`."""
         self._await_all(Collective.STEP, -1)
-        # Only now: before every rank had arrived, gradients of others could still be served.
+        # Called only now: until every rank had arrived, this rank could still receive gradients of others.
         mine = known()
         flags = b"".join(_bitmap(segments) for segments in mine.present)
         content = _FACTS.pack(mine.sum_squares, micro_batches, global_steps, settings) + flags
@@ -251,15 +251,15 @@ class Agreement:
         return sum(values) / len(values)
 
     def forget(self) -> None:
-        """Returns when every rank is about to drop its gradients, to which other ranks have contributed."""
+        """Returns when every rank is about to drop its gradients, which contain contributions of other ranks."""
         self._await_all(Collective.FORGET, -1)
 
     @contextlib.contextmanager
     def meeting(self, kind: Collective) -> Iterator[Callable[[Any, str], list[Any]]]:
-        """Waits until every rank is about to do the same, and yields `Ranks.share` for the exchange of values.
+        """Waits until every rank has announced `kind`, and yields `Ranks.share` for the exchange of values.
 
-        The body must raise an `Exception` on all ranks or on none; after any other, such as Ctrl-C, this rank counts
-        as interrupted.
+        The body must raise an `Exception` on all ranks or on none. After any other `BaseException`, as from Ctrl-C,
+        this rank counts as interrupted.
         """
         self._await_all(kind, -1)
         self._in_question = True
@@ -271,7 +271,7 @@ class Agreement:
         self._in_question = False
 
     def end(self, remove: bool) -> None:
-        """Returns when every rank is about to close its engine: until then others may need this rank's weights.
+        """Returns when every rank is about to close its engine. Until then this rank serves gathers of its weights.
 
         Raises:
             RankError: on all ranks, if only some are about to delete their stores (`remove`).
@@ -286,7 +286,7 @@ class Agreement:
     # -- the round ----------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """Raises the error of a rank that has left an earlier collective unfinished."""
+        """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
         if self._agreed_unit >= 0:
             raise self._ranks.fail(f"it could not take part in moving {self._names[self._agreed_unit]}")
         if self._in_question:
@@ -298,16 +298,16 @@ class Agreement:
         unit: int,
         what: bool | Callable[[], Having] = False,
     ) -> list[RankIntent]:
-        """Serves other ranks until all announce the same, or this one needs no other; returns the last announcements.
+        """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
-        `what` is `ready` of the announcement; for USE a function that is called in each round.
+        Returns the last announcements. `what` is their field `ready`; for USE a function that is called in each round.
         """
         with self._lock:
             self._check()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()
                 mine = RankIntent(kind, unit, has.unit, self._callbacks.pending_unit(), has.ahead, has.all)
-                # One small all-gather for each round. A rank that has served others announces its own need again.
+                # One small all-gather for each round. A rank that has served others repeats its announcement.
                 numbers = [int(field) for field in mine]
                 with self._question():
                     rows = self._ranks.collect(numbers, _describe(mine, self._names))
@@ -323,7 +323,7 @@ class Agreement:
                         "edits on all"
                     )
                 if choice.next is None:
-                    if kind is Collective.USE:  # of weights in memory, or this use would be next
+                    if kind is Collective.USE:  # all uses are ready, this one among them
                         return intents
                 elif choice.next.same(mine):
                     return intents
@@ -337,10 +337,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def _question(self) -> Iterator[None]:
-        """Marks a question to all ranks as under way."""
+        """Marks an exchange with all ranks as under way. The mark stays after an exception: others have moved on."""
         self._in_question = True
         yield
-        self._in_question = False  # stays set after an exception: only the other ranks have moved on
+        self._in_question = False  # not in a `finally`: see above
 
     def _serve(self, kind: Collective, unit: int, intents: Sequence[RankIntent]) -> None:
         """Takes part in the chosen collective. An exception leaves `_agreed_unit` set, since the others then wait."""

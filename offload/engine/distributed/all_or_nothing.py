@@ -26,13 +26,13 @@ class AllOrNothing:
         self._share, self._what = share, what
 
     def settle(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on every rank, and returns the results of all ranks, as JSON conveys them.
+        """Runs `action` on every rank, and returns the results of all ranks, with several ranks as JSON conveys them.
 
-        If `action` fails on one rank, this method raises on all ranks.
+        If `action` raises an `Exception` on one rank, this method raises on all ranks.
 
         Raises:
             Exception: the error of `action`, on a rank where it failed.
-            StoreError: on the other ranks; names the first rank that failed.
+            StoreError: on ranks where it succeeded; names the first rank that failed.
         """
         if self.size == 1:
             return [action()]
@@ -76,8 +76,8 @@ def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Ite
         what: the work in words, for messages.
 
     Yields:
-        The object through which the ranks settle each action. Any exception raised inside must come from a settled
-        action, so that all ranks raise.
+        The object through which the ranks settle each action. Any exception that leaves the body must come from it, so
+        that all ranks raise.
     """
     if rounds is None:
         yield AllOrNothing(0, 1, lambda value: [value], what)

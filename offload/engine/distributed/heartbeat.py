@@ -23,7 +23,7 @@ class Heartbeat:
         """Publishes this rank's machine and process, and starts the thread.
 
         Args:
-            store: torch's key-value store, in a corner of this engine's own.
+            store: torch's key-value store, with a key prefix of this engine's own.
             rank: this rank.
             size: number of ranks.
         """
@@ -40,7 +40,7 @@ class Heartbeat:
             try:
                 self._store.set(f"pulse/{self._rank}", str(count))
             except RuntimeError:
-                pass  # the store's own process may be gone; broken connections then report the loss
+                pass  # the process that serves the store may be gone; the ranks notice that by broken connections
             if self._closing.wait(PULSE):
                 return
 
@@ -50,7 +50,10 @@ class Heartbeat:
         return None if message is None else message.split("\n")
 
     def silent(self, rank: int) -> float:
-        """Returns the seconds since the count of `rank` was first seen with its present value."""
+        """Returns the seconds since this method first saw the newest count of `rank` that it has read.
+
+        A count that changed since the last call is 0 seconds old, however long ago that call was.
+        """
         count = self._get(f"pulse/{rank}")
         before, since = self._seen[rank]
         if count is not None and count != before:
@@ -64,7 +67,7 @@ class Heartbeat:
 
     def _get(self, key: str) -> str | None:
         """Returns a value of the store, or None if there is none or the store cannot be reached."""
-        with contextlib.suppress(RuntimeError):  # the lost process may be that of the store itself
+        with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
             if self._store.check([key]):
                 return str(self._store.get(key).decode())
         return None
@@ -79,7 +82,7 @@ class Heartbeat:
 
 
 def machine_name() -> str:
-    """Returns this host and its process namespace: containers of one host number their processes separately."""
+    """Returns the name of this host with its process namespace: containers of one host number processes separately."""
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
     return socket.gethostname()

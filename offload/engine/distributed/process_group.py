@@ -5,9 +5,9 @@
                default backend of any other accelerator
 
 One thread at a time may call: the thread that runs the model, or its backward. Every wait is divided into seconds, so
-that Ctrl-C ends it (but not inside of a backward on a GPU, whose main thread waits in C++). Each rank also shows every
-second, in torch's own key-value store, that it lives. When a connection breaks, the remaining ranks can so tell which
-rank has ended.
+that Ctrl-C ends the wait (but not inside of a backward that torch runs on a thread of its own, as on a GPU: there the
+main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`), by which
+the remaining ranks can tell which rank has ended when a connection breaks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _SILENT = 120.0
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
-"""Time for a collective to complete after the neighbour's end was noticed."""
+"""Time that a collective still has to complete once the neighbour is found lost."""
 
 
 class Ranks:
-    """This process and the others of its run, at least two in all. See the module for the threads that may call."""
+    """This process and the others of its run, at least two in all. The module says which thread may call."""
 
     def __init__(self, device: Device) -> None:
         """Waits for all ranks, and creates the process groups. Every rank calls this."""
@@ -65,14 +65,14 @@ class Ranks:
         """Number of ranks on this machine."""
         # Only after `_meet`: new_group blocks in C++ until every rank has called it.
         self._control = dist.new_group(backend="gloo", timeout=_LONG)
-        # One group for each: gloo ends the process if a message meets one of another length.
+        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
         backend = device_backend(device.torch.type)
         self._data = dist.new_group(backend=backend) if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.
 
-        All ranks create a process group at the same time, in C++, which would wait for ever for a rank that has ended.
+        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
 
         Raises:
             RankError: if a rank has ended before it arrived.
@@ -133,7 +133,7 @@ class Ranks:
         Args:
             whole: (nbytes,) uint8 on the device; the caller's memory, which must stay until the returned event is done.
             shard_ranges: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
-            uploaded: event after which this rank's ranges are filled.
+            uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
         Returns:
             An event that is done when all of `whole` is filled.
@@ -156,7 +156,7 @@ class Ranks:
         """Sends row r of `sent` to each rank r, and receives a row from each of `senders`, in their order.
 
         Args:
-            received: (len(senders), part) on the device; filled before later compute of the calling thread.
+            received: (len(senders), part) on the device; filled before compute that the calling thread starts later.
             sent: (size, part) on the device, of the same dtype; ignored on a rank that is no sender.
             senders: the ranks that contribute, the same list on every rank.
         """
@@ -197,8 +197,8 @@ class Ranks:
         while not self._ends(work, _SLICE):
             if self._lost is not None:
                 raise self._lost
-            # Each rank watches its neighbour. A rank that ends right after a collective has already contributed to
-            # it, hence the grace period.
+            # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
+            # that ends right after a collective has already contributed to it, hence the grace period.
             if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
@@ -221,14 +221,14 @@ class Ranks:
         return True
 
     def _blame(self, error: Exception | None) -> RankError:
-        """Returns the error for ranks that do not answer, which names them as soon as they are known."""
+        """Records and logs a loss of ranks, and returns its error. Waits some seconds to learn which are lost."""
         deadline = time.monotonic() + 2 * _BLAME
         others = [rank for rank in range(self.size) if rank != self.rank]
-        # A connection breaks before the silence of its rank is long enough to tell, so wait for the heartbeat.
+        # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
         while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
-        # A rank that could not start would fail again; one that was killed may succeed.
+        # A rank that could not start would fail in the same way again; one that was killed may run the next time.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
             f"{who}. Rank {self.rank} cannot continue alone; every rank keeps its last committed step: "
@@ -262,7 +262,7 @@ class Ranks:
         return self._lost is not None
 
     def fail(self, reason: str) -> RankError:
-        """Returns the error for a rank that has left a collective the others are in. Notifies them, and they end."""
+        """Returns the error of this rank, which has left a collective. Publishes its end, so that others end too."""
         self.look()
         if self._lost is not None:
             return self._lost
@@ -274,17 +274,17 @@ class Ranks:
         return self._lost
 
     def look(self) -> None:
-        """Records and logs a lost rank, as far as this is known at once."""
+        """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
         if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
             self._blame(None)
 
     def close(self, reason: str) -> None:
-        """Publishes the end of this rank with its reason, and destroys the groups. Idempotent."""
+        """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
         self._pulse.close(reason)
         if self._lost is None:
             self._lost = RankError(f"rank {self.rank} has ended: {reason}")
             for group in (self._control, self._data):
-                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed all
+                with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
 
 
@@ -321,7 +321,7 @@ class _All:
 
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
     """Starts an all-gather of `mine` into `everyone`."""
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name up to torch 2.12
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to torch 2.12
     return gather(everyone, mine, group=group, async_op=True)
 
 

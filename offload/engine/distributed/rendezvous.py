@@ -1,4 +1,4 @@
-"""Rendezvous of a launcher's ranks before they have an engine, and the notice of a rank that will not come."""
+"""Rendezvous of a launcher's ranks before they have an engine, and the notice from a rank that makes none."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NOTICE = 60.0
 
 
 _engines = itertools.count()
-"""Number of the next user of the store. Ranks agree on it because all ask in the same order."""
+"""Numbers of the users of the store. They are the same on every rank because all ranks take them in the same order."""
 
 logger = logging.getLogger("offload")
 
 UNABLE = "it could not start: "
-"""Prefix of the reason of a rank that has failed to make its engine."""
+"""Prefix of the reason that a rank publishes if it has failed to make its engine."""
 
 
 def ranks_store() -> Any:
-    """Returns torch's key-value store, with a prefix of its own for every engine."""
+    """Returns torch's key-value store, with a prefix of its own for each call, the same one on every rank."""
     store = dist.distributed_c10d._get_default_store()
     return dist.distributed_c10d.PrefixStore(f"offload/{next(_engines)}", store)
 
 
 def stay_away(reason: str) -> None:
-    """Notifies the ranks that wait for this one that it will not initialize, if they can be notified."""
+    """Publishes, for the ranks that wait for this one, that it will not initialize, if their store can be reached."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):
             ranks_store().set(f"end/{dist.get_rank()}", reason)
@@ -67,9 +67,9 @@ def device_backend(device_type: str) -> str:
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:
-    """Returns on every rank the result of `decide` on rank 0, as JSON conveys it. A process alone decides itself.
+    """Returns on every rank the result of `decide` on rank 0, as JSON conveys it. A process that trains alone decides.
 
-    All ranks call this. Ranks on machines of different kinds would decide differently.
+    All ranks call this, for decisions that ranks on machines of different kinds would make differently.
 
     Args:
         decide: called on rank 0 only.
@@ -81,7 +81,7 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
     meet_others()
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
-    # All ranks pass this line, so that the numbers of their stores stay equal.
+    # Called on all ranks, so that the next prefix is the same on all of them.
     store = ranks_store()
     if dist.get_rank() == 0:
         try:

@@ -6,7 +6,7 @@
 A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`). Gradients of a unit that is stored on
 the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
 memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
-arrive are summed on the device before the copy; those of a host sum, on the host. So the norm reads no gradient again,
+arrive are summed on the device before the copy; those of a host sum, there. So the norm reads no gradient again,
 and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass
 through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
 """
@@ -99,7 +99,7 @@ class GradientAccumulator:
             self._memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
-        """Adds memory of the device, (nbytes,) uint8 by unit, for the totals of more units. Between steps."""
+        """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
         self.totals.have({unit: each.view(self.dtype) for unit, each in memory.items()})
 
     @uninterrupted
@@ -125,7 +125,7 @@ class GradientAccumulator:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Ends an outermost backward, or one that was aborted earlier."""
+        """Completes an outermost backward, or one that was aborted earlier, whose gradients so far count."""
         self._compute.end_span()
         self._flush()
         self._timeline.end_phase(Phase.BACKWARD)
@@ -148,12 +148,13 @@ class GradientAccumulator:
     def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of a segment, all of this rank.
 
-        A range must equal that of the step's other calls, and begin whole `CHUNK`s after this rank's first element.
+        Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
+        after this rank's first element of the segment.
         """
         if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.to(self.dtype)
         if unit in self._reading:
-            self._callbacks.await_updates()  # a graph from before step() without weights, as of an embedding
+            self._callbacks.await_updates()  # the graph is older than step() and needs no weights, as an embedding's
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
@@ -168,7 +169,7 @@ class GradientAccumulator:
         return (segment, first) not in self._squares[unit]
 
     def _is_added_up(self, unit: int, segment: int, first: int) -> bool:
-        """Returns True if a gradient belongs to the total on the device, neither copied yet nor about to be."""
+        """Returns True if a gradient is to begin a total on the device, or to be added to one, and not copied."""
         if self.totals.has(unit, (segment, first)):
             return True
         return (
@@ -176,7 +177,7 @@ class GradientAccumulator:
         )
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Adds `values` to the total on the device, and starts its copy to the host after the last micro-batch."""
+        """Adds `values` to the total on the device; in the last micro-batch, starts its copy to the host."""
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
             self._send_total(downloads, unit, segment, first)
@@ -189,7 +190,7 @@ class GradientAccumulator:
     def _send(
         self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor, new: bool
     ) -> None:
-        """Starts the copy of `values` from the device, to be stored, if `new`, or added."""
+        """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
         if new and values.element_size() > self.dtype.itemsize:
             values = values.to(self.dtype)  # the rounding of the store, with fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
@@ -204,10 +205,10 @@ class GradientAccumulator:
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
-        # Late small gradients of a unit that spills would fetch windows that were written already.
+        # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
         place = None if self._spills(unit) else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
-        # Recorded after the send, whose wait an error or a Ctrl-C may end. The receiving thread may be first.
+        # Recorded after the send, whose wait may raise. Sums that the receiving thread has recorded by then stay.
         for chunk, value in zip(chunks, squares, strict=True):
             if summed:
                 self._squares[unit][segment, first + chunk] = value
@@ -257,7 +258,7 @@ class GradientAccumulator:
         return self.spill is not None and unit in self.spill
 
     def known(self) -> GradientStats:
-        """Returns the statistics on which a step is decided. Waits for all gradients in flight from the device."""
+        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device."""
         self._send_totals()
         self._fetch_squares()
         total = 0.0
@@ -277,7 +278,7 @@ class GradientAccumulator:
                 self._send_total(self.downloads, each, position, first)
 
     def _fetch_squares(self) -> None:
-        """Replaces squares summed on the device by numbers. Blocks until all gradients have arrived."""
+        """Replaces sums of squares that are on the device by numbers. Blocks until all gradients have arrived."""
         if self.downloads is None:
             return
         self.downloads.drain()
@@ -322,7 +323,7 @@ class GradientAccumulator:
 
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Replaces the elements of `look` by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
+        """Replaces the elements that `look` returns by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
         with self._lock:
             squares = self._squares[unit]
@@ -373,7 +374,7 @@ class GradientAccumulator:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
-        """Drops the gradients of one unit."""
+        """Drops the gradients of one unit, none of which may be on its way from the device."""
         if self.spill is not None and self._spills(unit):
             self.spill.forget(unit)
         with self._lock:

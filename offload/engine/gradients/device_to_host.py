@@ -1,7 +1,7 @@
 """Gradients in flight from a device that computes beside the host, received by one thread.
 
     backward's thread   collect ─► small gradients of a unit are joined ─► send
-                        send ─► queue            blocks only if more than `most` bytes would be in flight
+                        send ─► queue            waits only while more than `most` bytes would be in flight
     receiving thread            queue ─► download ─► its event ─┬► the copy is in its target
                                                                 └► in a staging buffer, from which it is passed on
 
@@ -40,7 +40,8 @@ class _Sent(NamedTuple):
     joined: tuple[torch.Tensor, ...] = ()
     """Tensors of which `source` was made.
 
-    They may be of another stream than the work that joins them, so their memory must not be reused earlier.
+    Referenced until the copy is done: if they were allocated on another stream than the one that joins them, torch
+    could reuse their memory before the join has read it.
     """
 
 
@@ -59,7 +60,7 @@ class _Arriving(NamedTuple):
 
 
 class DeviceToHost:
-    """Owner of the receiving thread. All other public methods are called by one thread at a time.
+    """Owner of the receiving thread. All public methods are called by one other thread at a time.
 
     Their callers are `uninterrupted`: a Ctrl-C ends a wait, and what was sent by then is received.
     """
@@ -124,11 +125,11 @@ class DeviceToHost:
         target: torch.Tensor | None,
         receive: Receive | None,
     ) -> None:
-        """Copies `source` as `send` does, a small one later and together with others of its unit.
+        """Copies `source` as `send` does; a small `source` later, together with others of its unit.
 
         Args:
             title: name of the copy on the timeline, the same for all gradients of a unit.
-            place: the values that `source` is a gradient of; None for one that is sent alone.
+            place: the position of the gradient `source`; None for one that is always sent alone.
             source: see `send`; unchanged until it is received.
             target: see `send`.
             receive: see `send`.
@@ -141,11 +142,11 @@ class DeviceToHost:
             self.send(title, source, target, receive)
 
     def flush(self) -> None:
-        """Sends the small gradients that were collected, as one."""
+        """Sends the small gradients that were collected, joined into one tensor."""
         pieces = self._small.pieces
         if not pieces:
             return
-        for piece in pieces:  # computed on the streams of their backward; this may be another one
+        for piece in pieces:  # computed on their backward's streams; this stream may be another
             self.device.wait_event(piece.computed)
         if len(pieces) == 1:
             self.send(self._small.title, pieces[0].source, pieces[0].target, pieces[0].receive)
@@ -194,7 +195,7 @@ class DeviceToHost:
         return found
 
     def close(self) -> None:
-        """Receives everything sent, and joins the thread. What was collected is dropped."""
+        """Receives everything sent, and joins the thread. Small gradients that were not flushed are dropped."""
         with self._changed.lock:
             self._closing = True
             self._changed.notify_all()
@@ -215,7 +216,7 @@ class DeviceToHost:
             self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Begins every copy that has a destination, then receives the oldest. Returns False at the thread's end."""
+        """Begins every copy for which there is memory, then receives the oldest. Returns False at the thread's end."""
         while self._begin():
             pass
         if self._arriving:
@@ -256,7 +257,7 @@ class DeviceToHost:
         self._begun += last
 
     def _receive(self, arriving: _Arriving) -> None:
-        """Waits for the oldest copy, and passes it on. Only this thread is blocked."""
+        """Waits for the oldest copy, and passes its values on. Only the receiving thread is blocked."""
         arriving.done.wait()
         sent = arriving.sent
         if sent.receive is not None:

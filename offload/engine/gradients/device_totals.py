@@ -39,7 +39,7 @@ class DeviceTotals:
         self._here |= {unit: {} for unit in memory}
 
     def leave(self, units: Collection[int]) -> dict[int, torch.Tensor]:
-        """Gives up the memory of `units`, which has no total any more, and returns it as `have` takes it."""
+        """Returns the memory of `units`, in the form that `have` takes. None of them may have a total left."""
         assert not any(self._here[unit] for unit in units), "a total would be lost"
         for unit in units:
             del self._here[unit]

@@ -39,7 +39,7 @@ class DiskSpill:
     """The gradients of some units, in host buffers and a scratch file.
 
     Any thread may call `part`, one at a time; the update worker calls `read`; all else belongs to the thread that calls
-    `step()`. The holder of the lock waits for I/O at most. An error is raised in the caller and reported to `fail`,
+    `step()`. The holder of the lock waits for nothing but I/O. An error is raised in the caller and reported to `fail`,
     since a gradient is lost.
     """
 
@@ -74,7 +74,7 @@ class DiskSpill:
         return unit in self._windows
 
     def part(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns (stop - start,) of a unit's gradient, within one window, to be changed before the next call."""
+        """Returns elements [start, stop) of a unit's gradient, all in one window, to be used before the next call."""
         # The last window that begins at or before `start`.
         number = bisect_right(self._windows[unit], start, key=lambda window: window.start) - 1
         window = self._windows[unit][number]
@@ -86,13 +86,13 @@ class DiskSpill:
         ]
 
     def flush(self) -> None:
-        """Starts to write all windows in HOST, since the updates will read them from the file."""
+        """Starts the writes of all windows in HOST, since updates read gradients from the file."""
         with self._locked():
             for key in list(self._here):
                 self._write(key)
 
     def read(self, unit: int, start: int, stop: int, buffer: memoryview) -> Future:
-        """Fills `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
+        """Starts to fill `buffer` with elements [start, stop) of a unit's gradient, which must have been flushed."""
         with self._locked():
             for key in [key for key in self._writing if key[0] == unit]:
                 self._end_write(key)
@@ -148,7 +148,7 @@ class DiskSpill:
     def _take(self) -> HostBuffer:
         """Returns a free host buffer, after the oldest write if necessary."""
         if not self._free:
-            # No write is in flight that would free a buffer, so the oldest window is written.
+            # If no write is in flight that would free a buffer, the oldest window is written.
             if not self._writing:
                 self._write(next(iter(self._here)))
             self._end_write(next(iter(self._writing)))

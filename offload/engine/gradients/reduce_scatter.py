@@ -1,4 +1,4 @@
-"""Gradients of several ranks: reduced and scattered, so that each rank keeps the mean of its own partition.
+"""Gradients of several ranks: reduced and scattered, so that each rank keeps its partition of their mean.
 
     .grad ─► bucket: the gradients of a unit ─► each rank its partition ─► added in fp32, in rank order ─► host buffer
 

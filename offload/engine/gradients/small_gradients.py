@@ -61,9 +61,9 @@ class SmallGradients:
         return source.nbytes < SMALL and source.nbytes <= self._most
 
     def must_leave_before(self, place: Place | None, source: torch.Tensor) -> bool:
-        """Returns True if the pieces must be sent before `source` is, or before it joins them.
+        """Returns True if the pieces must be sent before `source` is sent or joins them.
 
-        So gradients of one place are received in their order, and a unit's gradients before those of the next.
+        So gradients of one place are received in order, and the small ones of a unit before any of the next unit.
         """
         if not self.pieces:
             return False
@@ -87,12 +87,12 @@ class SmallGradients:
 
 
 def join(pieces: Sequence[Piece]) -> tuple[torch.Tensor, Receive]:
-    """Returns the bytes of all pieces as one tensor on their device, and the function that parts them on the host.
+    """Returns the bytes of all pieces as one tensor on their device, and the callback that splits them on the host.
 
     Args:
         pieces: gradients that the current stream may read.
     """
-    # Descending item sizes keep each piece aligned to its own.
+    # In the order of descending item sizes each piece is aligned to its item size.
     pieces = sorted(pieces, key=lambda piece: -piece.source.itemsize)
     joined = torch.cat([piece.source.view(torch.uint8) for piece in pieces])
     # The callback must not keep the sources: the sender decides how long their memory is needed.

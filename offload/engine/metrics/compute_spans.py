@@ -1,6 +1,6 @@
 """Spans of the model's compute: the forward of each module, and the backward, unit by unit.
 
-forward     hooks within the engine's own, when the weights are materialized: the time to fetch them is not in a span
+forward     a module's span excludes the fetch of its own weights: its hooks run inside the engine's
 backward    a unit's span begins with the first view of its weights, or its first gradient, and ends when the backward
             asks for another unit, when a forward is run again, or when the backward ends
 """
@@ -97,7 +97,7 @@ class ComputeSpans:
 
 
 class _NoSpans(ComputeSpans):
-    """Recorder that records and hooks nothing. Each view that a backward asks for costs two empty calls."""
+    """Recorder that records nothing and installs no hook. A view that a backward asks for costs two empty calls."""
 
     def __init__(self) -> None:
         super().__init__(OFF, ())

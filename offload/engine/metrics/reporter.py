@@ -10,8 +10,9 @@ Two rules make a reporter safe to leave on:
 
 * A writer that fails (a full disk, a lost server) is reported in one warning and receives no more records. Training
   continues, and so do the other writers.
-* No step appears twice. A run that resumes from a commit or a checkpoint trains some steps again: the first record of
-  each sequence of steps removes earlier records of the same steps and of later ones.
+* No step appears twice in a file. A run that resumes from a commit or a checkpoint trains some steps again: the first
+  record of each sequence of steps removes earlier records of the same steps and of later ones. Weights & Biases keeps
+  the first record of each step instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PHASES = ("forward", "backward", "step")
 
 
 class Line:
-    """Writer of a line every `every` steps: to the log if it has a listener, otherwise to the console (stderr)."""
+    """Writer of a line every `every` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
     def __init__(self, every: int, samples: int, memory: bool) -> None:
         """Starts the means.
@@ -106,14 +107,11 @@ def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool
 
 
 def _print(texts: str) -> None:
-    """Logs a line, or prints it to stderr if logging has no handler."""
+    """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level."""
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(texts)
     elif logger.level <= logging.INFO:  # the user has not silenced this library
         print(texts, file=sys.stderr, flush=True)
-
-
-# -- writers ------------------------------------------------------------------------------------------
 
 
 # -- from a config ------------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def make_reporter(config: Config, samples: int) -> Reporter | None:
 
 
 _MOST_PENDING = 1024
-"""Records that may wait for a slow writer. Then a step waits for the writer, so that no line is lost."""
+"""Records that may wait for a slow writer. Beyond that a step waits for the writer, so that no record is lost."""
 
 
 class Reporter:
@@ -253,7 +251,7 @@ class Reporter:
                         error,
                     )
                     del writers[name]
-                    # The first failure is reported already; an error of the end adds nothing.
+                    # The failure is reported already; an error while closing would add nothing.
                     with contextlib.suppress(Exception):
                         writer.close()
         for name, writer in writers.items():

@@ -1,6 +1,6 @@
 """Costs of each step: seconds, bytes and peaks of memory; with a breakdown also phases and waits.
 
-Without a meter none of this runs. With one, each number is a sum that only grows, in nanoseconds or bytes, and each sum
+Without a meter none of this runs. With one, each cost is a sum that only grows, in nanoseconds or bytes, and each sum
 belongs to one thread at a time. The end of a step reads all sums and subtracts their values at the previous end. So
 nothing is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown, a `Relay` is the
 engine's timeline and passes spans and marks to the meter on the threads that make them.
@@ -101,7 +101,7 @@ class StepMeter:
         self._loss: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """Opens the reporter; the first step begins now. Raises `ConfigError` if a writer is refused."""
+        """Opens the reporter; the first step begins now. Raises `ConfigError` if a writer cannot be created."""
         self._reporter.open()
         self._last = self._taken()
 

@@ -25,7 +25,7 @@ class Record(NamedTuple):
     samples: int
     """Samples of all steps up to this one, on all ranks."""
     values: Mapping[str, float]
-    """Numbers by plain names: seconds in `*seconds`, bytes in `*_bytes`, means over the micro-batches."""
+    """Numbers of the step by plain names: `*seconds` are seconds, `*_bytes` are bytes."""
     drives: Mapping[str, int] = MappingProxyType({})
     """Bytes that the run has written to each drive so far, including those before a resume."""
 
@@ -64,7 +64,7 @@ def events(record: Record) -> dict[str, float]:
 
 
 def _replaces(first: Record) -> int:
-    """Returns the samples from which on a resumed sequence of steps replaces older data; 0 for a new run, so all."""
+    """Returns the samples from which on a sequence of steps replaces older data; 0, so all, if it begins at step 1."""
     return first.samples if first.step > 1 else 0
 
 
@@ -126,8 +126,8 @@ class CsvFiles:
 def cut(path: Path, samples: int) -> None:
     """Keeps the complete lines of a CSV file of ours that precede `samples`.
 
-    If no line remains, an earlier run of this name has written the file, which is kept beside the new one, as
-    `.csv.old`.
+    If no line would remain, the file is renamed to `.csv.old` instead, since an earlier run of this name may have
+    written it. An older `.csv.old` is replaced.
     """
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         header, *lines = file.read().split("\n")  # the last is empty, or an incomplete line after a kill
@@ -183,7 +183,7 @@ class JsonLines:
 
 
 class Wandb:
-    """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, ended by `close`."""
+    """Writer to a run of Weights & Biases: the run that the user has begun, or one of our own, which `close` ends."""
 
     def __init__(self, **settings: str | None) -> None:
         """Joins the run of the user, or begins one with `settings` of `wandb.init`.
@@ -203,7 +203,7 @@ class Wandb:
 
     def write(self, record: Record) -> None:
         """Writes a record at `step=samples`."""
-        self._run.log(events(record), step=record.samples)  # wandb ignores a step it has seen
+        self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
 
     def close(self) -> None:
         """Ends the run if we began it."""

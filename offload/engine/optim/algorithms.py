@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     def refused(self, group: Mapping[str, Any]) -> str | None:
         """Returns an option that the group asks for and its kernel does not implement, or None.
 
-        A user may set options on a group after `initialize`, so the rule that was right then may no longer be.
+        The rule is chosen at `initialize`, but users may set options on a group later.
         """
         if self.name == TORCH:
             return None
@@ -134,10 +134,10 @@ RULES = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
-    """Returns the rule that does what a torch optimizer does: a kernel's if one exists, else the optimizer's own."""
+    """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
     # The exact class counts: a subclass may override `step`.
     kind = type(optimizer)
-    # An option that is set in a single group makes torch update all groups.
+    # If a single group sets such an option, torch's own code updates all groups.
     if any(group.get(option) for group in optimizer.param_groups for option in _UNKNOWN):
         return _by_itself(optimizer)
     if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
@@ -151,7 +151,10 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 
 
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
-    """Returns the rule of an optimizer without a kernel; any number of a group may change between steps."""
+    """Returns the rule of an optimizer without a kernel.
+
+    Any float of a group may change between steps. Integers count as options, such as flags: `scheduled` omits them.
+    """
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
@@ -165,7 +168,7 @@ def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchS
 
 
 def _is_number_of(key: str, value: Any) -> bool:
-    """Returns True if a group's entry is a number of the optimizer, not a parameter or its name."""
+    """Returns True if a group's entry is or contains a float of the optimizer, not a parameter or its name."""
     return key not in ("params", "param_names") and _is_float(value)
 
 

@@ -24,13 +24,14 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
 
     Args:
         block: the config's optimizer block, used if nothing is given; None if the config has none.
-        model: the model, whose trainable parameters the optimizer must cover exactly.
+        model: the model; the optimizer must contain all its trainable parameters, and none of another model.
         given: a torch optimizer, a function that makes one of a list of parameters, or None.
         model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
             are trainable.
 
     Raises:
-        ConfigError: no optimizer is given or configured, or it does not cover exactly the trainable parameters.
+        ConfigError: no optimizer is given or configured, or the optimizer lacks a trainable parameter or contains one
+            that is not the model's.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
@@ -157,7 +158,9 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name; else nothing.
+    """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name.
+
+    The result is empty for an optimizer with a kernel.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
@@ -169,7 +172,10 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
 
 
 def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:
-    """Raises `ConfigError` if the groups are not exactly the trainable parameters of `model`."""
+    """Raises `ConfigError` if the groups lack a trainable parameter of `model`, or contain one of another model.
+
+    Frozen parameters of the model may be in the groups.
+    """
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
     grouped = optimizer.settings()
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]

@@ -1,4 +1,4 @@
-"""LAMB over tiles: a parameter's step depends on the ratio of two norms over all of it, which one tile does not know.
+"""LAMB over tiles: a step needs the ratio of two norms over the entire parameter, and a tile may hold a part of it.
 
     a unit of one tile    moments and norms ─► weights
     a larger unit         first pass: moments and norms of every tile, moments dropped
@@ -54,7 +54,7 @@ class _LambSteps:
         self.drafts: Sequence[State] = mode.moments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Adds the tile to the norms, and in the `last` pass moves its weights."""
+        """Adds the tile to the norms, unless they are complete, and in the `last` pass moves its weights."""
         segments = segments_in(self._update, tile)
         if not segments:
             return

@@ -75,7 +75,7 @@ def with_ratios(
     def end(chunk: _Chunk, buffer: memoryview) -> tuple[Future, ...]:
         row = before[chunk.unit] + 2 * chunk.parameter
         for weight, direction in _sums(shards, gradients, chunk, _cut(shards, chunk, buffer)):
-            sums[row] += weight  # block after block: no bit depends on how a parameter is cut
+            sums[row] += weight  # one block after another: no bit depends on the size of the chunks
             sums[row + 1] += direction
         return ()
 

@@ -133,7 +133,7 @@ class Optimizer(torch.optim.Optimizer):
             check_numbers([group], self.rule)
             super().add_param_group({**group, "params": moved})
             self._engine_regrouped()
-        # A Ctrl-C between the two loops must not lose parameters from all groups.
+        # Also after a Ctrl-C: a parameter that has left its group and is in no other yet would be lost.
         except BaseException:
             self.param_groups[:] = [group for group, _ in before]
             for group, parameters in before:
@@ -153,8 +153,8 @@ class Optimizer(torch.optim.Optimizer):
         """Checks that a step is possible with the groups, which a replaced optimizer shares.
 
         Raises:
-            UsageError: parameters were added or removed, a number is missing, or the replaced optimizer has other
-                groups.
+            UsageError: parameters were added or removed, a number is not finite, a group has an option that its kernel
+                lacks, or the replaced optimizer has other groups.
         """
         # torch's `load_state_dict` replaces the list of groups, after which changes would act on one optimizer only.
         if self.replaced is not None and self.replaced.param_groups is not self.param_groups:
@@ -181,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state dict of this optimizer, or of torch's of the same kind. Collective: every rank calls it.
+        """Loads a state dict of this optimizer, or of a torch optimizer of its kind. Collective: every rank calls it.
 
         The group objects stay the same.
 
@@ -243,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
         if self._engine_step is None:
             raise UsageError("this optimizer has no engine yet; pass the optimizer to offload.initialize first")
         self._engine_step()
-        # A schedule that was made for the torch optimizer looks there, and warns if no step preceded its own.
+        # A schedule that was made for the torch optimizer reads this flag, and warns if no step preceded its own.
         if self.replaced is not None:
             vars(self.replaced)["_opt_called"] = True
 
@@ -276,7 +276,7 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def values(self) -> list[dict[str, Any]]:
-        """Returns the numbers of each group that may change between steps: floats, and a list of two for the betas."""
+        """Returns the numbers of each group that may change between steps: floats, and lists such as the betas."""
         return [{key: plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
@@ -339,7 +339,7 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
-    """Raises `UsageError` if a group lacks numbers for a step, or asks for more than its kernel implements."""
+    """Raises `UsageError` if a group has a number that is not finite, or an option that its kernel lacks."""
     for number, group in enumerate(groups):
         # A NaN in a group would reach every weight of the group with the next update.
         for key in (key for key in rule.scheduled if key in group):

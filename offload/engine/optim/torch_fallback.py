@@ -3,9 +3,9 @@
     states of a unit, read as one tile ─► each parameter: master, gradient, states ─► step() ─► packed again
 
 `step` runs on a clone of the user's optimizer that contains one parameter, with the numbers of its group at the time of
-the optimizer step. A dry run finds the states of a parameter, and `opaque_state` packs them. An optimizer
-whose parameters depend on each other, or that keeps numbers elsewhere, would give other results this way, and is
-refused. The steps of a unit are in `torch_updates`.
+the optimizer step. A dry run finds the states of a parameter, and `opaque_state` packs them. An optimizer is refused
+if its parameters depend on each other, or if a step changes numbers that are no parameter's state: it would give
+other results this way. The steps of a unit are in `torch_updates`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OURS = ("offload_handle", "origin")
 """Attributes that this library sets on parameters."""
 _MANY = 12
-"""Steps after which late states exist as well, such as those of every tenth step."""
+"""Number of steps after which late states exist too, such as one that the tenth step creates."""
 _SMALL = 8
 """Upper bound of each dimension in the comparison of two parameters together with each of them alone."""
 
@@ -73,13 +73,14 @@ def likeness(
     return found
 
 
-# -- what it keeps ------------------------------------------------------------------------------------
+# -- the states that an optimizer keeps ---------------------------------------------------------------
 
 
 def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, tuple[StateField, ...]]:
     """Returns the states that `optimizer` keeps of each parameter, by name.
 
-    Memory for one parameter at a time is allocated, but only if the optimizer's code does not run without.
+    Memory of a parameter's size is allocated, for one at a time, only if the optimizer's code does not run on meta
+    tensors.
 
     Args:
         optimizer: the user's optimizer, which stays unchanged.
@@ -90,7 +91,7 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     """
     found: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
-    # A dry run may draw random numbers, which must not change those of the training.
+    # A dry run may draw from torch's CPU generator, whose state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
         for group in optimizer.param_groups:
             options = {key: value for key, value in group.items() if key != "params"}
@@ -141,7 +142,7 @@ def _dry_run(
 def _check_apart(
     optimizer: torch.optim.Optimizer, given: Mapping[str, Any], shape: Sequence[int], attributes: Mapping[str, Any]
 ) -> None:
-    """Checks that parameters step apart as they do together, and that no state comes or goes late.
+    """Checks that parameters step apart as they do together, and that no state appears or disappears in later steps.
 
     Args:
         optimizer: the user's optimizer, which stays unchanged.

@@ -64,6 +64,7 @@ class TorchUpdates:
         """
         segment = self._layouts[unit].segments[position]
         mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
+        # Without PACKED the parameter has no packed states: its range is empty, and any tensor serves.
         packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
         # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
         grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)

@@ -44,12 +44,15 @@ def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
 
 
 def part_of(part: range, start: int, stop: int) -> tuple[int, int]:
-    """Returns the intersection of a unit's elements [start, stop) with this rank's `part`, counted from its first."""
+    """Returns the intersection of a unit's elements [start, stop) with this rank's `part`.
+
+    Both ends are counted from the first element of `part`. If nothing intersects, the first end is not below the other.
+    """
     return max(start, part.start) - part.start, min(stop, part.stop) - part.start
 
 
 def cut(edits: Sequence[Edit], part: range) -> tuple[Edit, ...]:
-    """Returns the edits of a unit as far as they concern this rank's `part`, counted from its first element."""
+    """Returns the edits of a unit, limited to this rank's `part` and counted from the first element of `part`."""
     mine: list[Edit] = []
     for edit in edits:
         start, stop = part_of(part, edit.start, edit.stop)
@@ -86,7 +89,7 @@ class UpdateBuilder:
             present: for each unit the segments that have a gradient.
             order: units in the order of their next use; may repeat.
             scale: factor of the gradients.
-            counts: number of updates of each parameter, by unit; raised in place.
+            counts: number of updates of each parameter, by unit; incremented in place.
         """
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}

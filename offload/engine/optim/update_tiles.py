@@ -1,7 +1,8 @@
 """Tiles of an update: the order of their elements, the memory of each state, and the reads from disk.
 
-A tile takes at most one buffer of the host arena. A state whose tier is above DISK takes nothing of it, with two
-exceptions: the kernel cannot work on the tier's memory, or a pass whose results are dropped would change it.
+A tile takes at most one buffer of the host arena. A state whose tier is above DISK takes nothing of the buffer, with
+three exceptions: the kernel cannot work on the tier's memory, a pass whose results are dropped would change that
+memory, or a state on the device is also written to the store.
 
 Threads. Everything in this module belongs to the update worker.
 """
@@ -36,7 +37,10 @@ class StateTile:
     For the device's kernel it is memory on the host instead, to which values for the store are copied.
     """
     buffer: memoryview | None
-    """The bytes of `work`, or of `away` on the host, in the form of the I/O queue; None if the store has no slot."""
+    """The bytes of `work`, or of `away` on the host, in the form of the I/O queue.
+
+    None for a state without a slot in the store, and for the copy of a resident state in a pass before the last.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +167,7 @@ class TileReader:
             raise
 
     def _begin(self, job: Job, cut: Cut, buffer: HostBuffer, reads: list[Future]) -> Tile:
-        """Starts the reads of a tile. `reads` receives each as it starts; for the others see `begin`."""
+        """Starts the reads of a tile. `reads` receives each as it starts; for the other arguments see `begin`."""
         states: dict[State, StateTile] = {}
         offset, last = 0, job.is_last(cut)
         for state, dtype in self._shards.mode.states.items():
@@ -238,7 +242,8 @@ class TileReader:
         first, last = part.start * dtype.itemsize, part.stop * dtype.itemsize
         if state is State.WEIGHT and job.host_buffer is not None:
             work, memory = job.host_buffer.tensor(dtype)[part.start : part.stop], job.host_buffer.buffer[first:last]
-            # The buffer may still contain the weights from before the step: then the read is saved.
+            # Nothing is read if an earlier pass has read the weights, or if the buffer contains those from before the
+            # step.
             there = cut.passed > 0 or shards.pager.weight_updates.holds_weights(unit)
         else:
             work, memory, there = room.tensor(dtype), room.memory, False

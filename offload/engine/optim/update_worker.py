@@ -166,7 +166,10 @@ class UpdateWorker:
                 resident.spare.release()
 
     def close(self) -> None:
-        """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent."""
+        """Waits until all updates are written, or an error has stopped them, and joins the thread; idempotent.
+
+        A commit whose blob was never delivered is not made.
+        """
         with self._pager.lock:
             self._closing = True
             self._pager.notify()

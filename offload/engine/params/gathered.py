@@ -45,7 +45,7 @@ def gathered(
         return
     modify = modify or modifier_rank is not None
     handles = _handles_of(params)
-    # An owner that can fetch now runs a forward or a backward.
+    # `fetch` returns True only while a forward or a backward runs.
     for handle in handles:
         if handle.engine.fetch(handle.unit):
             raise UsageError(
@@ -62,8 +62,8 @@ def gathered(
     finally:
         given = [(handle, handle.let_go()) for handle in taken]
         before = [(handle, values, handle.read()) for handle, values in given]
-        # Raised after this block, which must not replace an exception of the user. Then no change is kept, but on
-        # several ranks this one still takes part below.
+        # Raised after the `finally`, in which an error would replace an exception of the user. With a misfit no change
+        # is kept, but on several ranks this rank still takes part in `end_edits` below.
         misfits = [_misfit(values, old) for _, values, old in before if not _same_kind(values, old)]
         changed = [(handle, values) for handle, values, old in before if not misfits and not _same_bits(values, old)]
         if modify:

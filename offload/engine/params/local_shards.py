@@ -20,7 +20,11 @@ from offload.swapper.unit_table import UnitSize
 
 @dataclass(frozen=True, slots=True)
 class ResidentShard:
-    """A partition on HOST or DEVICE: (numel,) of the state's dtype, and its bytes if they are in the host arena."""
+    """A partition on HOST or DEVICE.
+
+    `tensor` is (numel,) of the state's dtype, for weights (nbytes,) uint8. `buffer` holds its bytes if they are in the
+    host arena.
+    """
 
     tensor: torch.Tensor
     buffer: memoryview | None

@@ -3,7 +3,7 @@
 Inside of `deferring_weights`, parameters are registered on the meta device and buffers stay real. `materialize` then
 makes the parameters of one unit real, by the initialization of the modules that own them. The unit determines the seed,
 so the weights do not depend on budgets, placements or the number of ranks. Parameters that are read from files (see
-`pretrained`) stay as they are.
+`model_io.load_pretrained`) stay as they are.
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
 
 _MOST_GATHERED = GIB
-"""Most bytes of pending edits of a unit; a fixed number, so that all ranks write at the same point of the program."""
+"""Bytes of pending edits above which the next edit writes them first.
+
+A fixed number, so that all ranks write at the same point of the program.
+"""
 
 
 class WeightEdits:

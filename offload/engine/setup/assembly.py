@@ -214,7 +214,7 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None:
     """Writes every weight to its tier; the parameters of the model are left empty."""
     filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
-    # Values given by the user, from files, or by the modules' initialization from the seed.
+    # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
         return
@@ -389,7 +389,7 @@ def _updater(
 def _strategy(
     plan: Plan, optimizer: Optimizer, host: HostArena, held: LocalShards, gradients: GradientAccumulator
 ) -> UpdateStrategy:
-    """Returns the way in which the mode's optimizer performs its steps."""
+    """Returns the strategy by which the mode's optimizer updates units."""
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None

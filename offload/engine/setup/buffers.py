@@ -11,7 +11,7 @@ from offload.engine.setup.plan import Plan
 
 def move_buffers(model: nn.Module, plan: Plan) -> None:
     """Moves buffers to the device, in their dtype, with the values of rank 0; shared buffers stay shared."""
-    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the original too: its id stays taken
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that no new one gets its id
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None:

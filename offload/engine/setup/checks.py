@@ -43,8 +43,8 @@ def check_same(
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
-    # Everything that decides the layout, the collectives or the numbers. Paths may differ: each machine has its own
-    # drives.
+    # Facts that decide the layout, the collectives or the numbers; buffers are not among them. Paths may differ: each
+    # machine has its own drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -117,7 +117,7 @@ def check_model(model: nn.Module) -> None:
 def _check_absent(model: nn.Module) -> None:
     """Raises `ConfigError` if a parameter has lost its values, or its shape differs from its file's.
 
-    A module that is made from another module's weights before they are read has no values either.
+    Values are also lost in a module that is made from another module's weights before these are read.
     """
     named = dict(model.named_parameters())
     lost = [name for name, parameter in named.items() if parameter.is_meta and not is_deferred(parameter)]

@@ -1,4 +1,4 @@
-"""Choice between bf16 and fp32 if the config leaves it open, and a warning if its choice is slow on this processor.
+"""Choice between bf16 and fp32 if the config sets no dtype, and a warning if its dtype is slow on this machine.
 
 A resumed run keeps the dtype that it was begun in, whatever this machine would choose: its files are in this dtype.
 """
@@ -54,7 +54,7 @@ def auto_dtype(
 def settle(
     content: Mapping[str, Any], checkpoint: str | os.PathLike[str] | None = None
 ) -> tuple[dict[str, Any], str | None]:
-    """Returns the result of `auto_dtype`, and a line for the user if the choice is not bf16."""
+    """Returns the result of `auto_dtype`, and a line for the user if fp32 was chosen for this machine, else None."""
     config = load_config(content)
     if not _is_open(content, config):
         return dict(content), None

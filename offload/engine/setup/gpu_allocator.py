@@ -47,7 +47,7 @@ def let_segments_grow(device: str) -> tuple[Remark, ...]:
 
 
 def chosen(environment: Mapping[str, str], in_use: bool) -> tuple[bool, Remark | None]:
-    """Returns True if the variable is to be set, and the line for the user.
+    """Returns whether the variable is to be set, and the line for the user, if any.
 
     Args:
         environment: the environment of the process.

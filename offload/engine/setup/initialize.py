@@ -273,7 +273,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             files = RunFiles(queue=queue, store=store, written=written)
             parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
-            # The timeline begins with the first step: the filling of the tiers is not shown.
+            # The timeline begins once the components are built: the filling of the tiers is not shown.
             timeline.start()
             return parts
 
@@ -377,7 +377,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     everyone: list[int | None] = plan.ranks.share(newest)
     if None not in everyone:
         return last_of_all(everyone)
-    # A kill while the run was made leaves ranks without a commit, but then no rank is beyond its first.
+    # If a run was killed while it was created, some ranks have no commit, but then no rank has more than its first.
     if any(commit is not None and commit > 1 for commit in everyone):
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(

@@ -1,4 +1,4 @@
-"""The plan of an engine: all decisions, made from config, model and sizes alone before anything is changed.
+"""The plan of an engine: all decisions, made from config, model, free memory and drives before anything is changed.
 
 `initialize` carries a plan out. With several ranks each makes its own plan, and the ranks compare the facts that must
 be equal.

@@ -24,7 +24,7 @@ from offload.timeline import OFF, Timeline
 
 @dataclass(frozen=True, kw_only=True)
 class EngineComponents:
-    """Components of an engine, in the order in which they are closed."""
+    """Components of an engine. `closing` gives the order in which they are closed."""
 
     hooks: ModuleHooks
     weights: WeightEdits
@@ -76,7 +76,10 @@ class EngineComponents:
 
 
 def close_all(*closing: Callable[[], object]) -> None:
-    """Makes all calls, even if some raise, and raises the first error. After a Ctrl-C all may be called again."""
+    """Makes all calls, even if some raise, and raises the first error.
+
+    A Ctrl-C skips the remaining calls; then `close_all` may be called with all of them again.
+    """
     first: Exception | None = None
     for close in closing:
         try:

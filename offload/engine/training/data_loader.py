@@ -208,7 +208,7 @@ class Loader(DataLoader[Any]):
                 in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
-        dropped = bool(where.get("drop_last", True))  # older versions always did, without the key
+        dropped = bool(where.get("drop_last", True))  # older versions always dropped, without a key
         its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
         # Another order would repeat some samples of the pass and skip others, so the pass is given up.

@@ -1,4 +1,4 @@
-"""Growth of the device arena after the first step, its way back, and advice when the device is out of memory.
+"""Growth of the device arena after the first step, its shrinking, and advice when the device is out of memory.
 
     first step     ─► torch's allocator holds what activations took ─► the arena grows into what they have left free:
                       memory for all units, and beyond that for gradients that accumulate on the device
@@ -6,8 +6,8 @@
                       the memory again
 
 Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
-is repeated or when the user asks, else at the engine's next entry. Errors that the engine does not see, as those of
-`model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
+is repeated or when the user asks, else at the engine's next entry. Errors that the engine does not see, such as those
+of `model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
 memory is given back at the end of the step.
 """
 
@@ -75,7 +75,7 @@ class DeviceBudget:
         self._added: tuple[int, ...] = ()
         """Units whose gradients are added up in grown memory."""
         self._seen = shortages(device.torch)
-        """The shortages that do not concern the present size of the arena."""
+        """Counts of shortages when the arena grew last: only later shortages concern its present size."""
         self._owed: _Reason | None = None
         """Cause for which memory is to be given back as soon as no weights in it are in use."""
 
@@ -90,7 +90,10 @@ class DeviceBudget:
             self._give_back(_RETRIED)
 
     def relieve(self) -> None:
-        """Gives memory back after an out-of-memory error of an earlier call. No forward or backward may run."""
+        """Gives memory back if an earlier call ran out of memory, or wanted to give memory back and could not.
+
+        No forward or backward may run.
+        """
         if self._owed is not None:
             self._give_back(self._owed)
         elif self._history.grown and shortages(self._device.torch).errors != self._seen.errors:
@@ -168,7 +171,7 @@ class DeviceBudget:
         Args:
             forward: runs the model.
             inputs: all that the model is given.
-            alone: True if no other rank waits for what this forward sends.
+            alone: True if no other rank takes part in this forward.
         """
         before = _State.of(self._module, inputs, self._device.torch) if self._history.grown and alone else None
         try:
@@ -198,7 +201,7 @@ class DeviceBudget:
 
 @dataclass(frozen=True, kw_only=True)
 class _State:
-    """What a forward could change beside its own outputs, as it was before."""
+    """The state that a forward could change beside its own outputs, as it was before the forward."""
 
     generators: Mapping[str, torch.Tensor]
     tensors: list[tuple[torch.Tensor, int]]
@@ -223,7 +226,8 @@ class _State:
 def _versions(module: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
     """Returns all buffers and input tensors, each with the number of its changes in place.
 
-    Returns None if there is an input of an unknown type, as a cache of keys and values, or a tensor that counts none.
+    Returns None if an input has an unknown type, such as a cache of keys and values, or a tensor does not count its
+    changes.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
     # Not `module.buffers()`, which takes three times as long: this runs before each forward of an arena that has grown.

@@ -17,8 +17,9 @@ class LossScaler:
     """Loss scale, fixed or, if the config says 0, adapted during training as in Micikevicius et al. 2018.
 
     A gradient that is not finite is an overflow, and its step is skipped. The first `hysteresis` - 1 overflows keep the
-    scale, each further one halves it. `loss_scale_window` steps in a row without overflow double the scale and restore
-    the hysteresis; with `consecutive_hysteresis` every step without overflow restores it.
+    scale, each further one halves it, down to `min_loss_scale`. `loss_scale_window` steps in a row without overflow
+    double the scale and restore the hysteresis; with `consecutive_hysteresis` every step without overflow restores
+    the hysteresis.
     """
 
     def __init__(self, config: Fp16) -> None:

@@ -155,7 +155,7 @@ class TrainingState:
 
         Args:
             progress: the snapshot of a commit or checkpoint.
-            schedule: False to keep the schedule of `initialize`, and the groups' values that this schedule sets.
+            schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
         same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
@@ -221,7 +221,7 @@ class TrainingState:
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # A loader that was iterated meanwhile has restored them, and numbers may have been drawn for its batch.
+            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
             if self.loader is None or not self.loader.restored:
                 write_generators(self._generators, self._device)
             self._generators = None

@@ -87,7 +87,7 @@ def _documents(options: Options, files: Files, tokenizer: Any, share: Share, apa
     if files.evaluated:
         held = _packed_to_evaluate(options, files, tokenizer, apart)
     elif options.eval_every != 0:
-        # Whole rows are held out, after packing, so that training and evaluation have rows of the same length.
+        # Rows are held out after packing, so that training and evaluation have rows of the same length.
         packed, held = packing.hold_out(packed)
     learned = packing.Rows(packed, *share)
     # Positions are of use only to families that mask by them.
@@ -115,7 +115,7 @@ def _packed_to_evaluate(options: Options, files: Files, tokenizer: Any, apart: b
 def _text(options: Options, files: Files, tokenizer: Any, share: Share) -> Data:
     """Returns sequences of a text, with sequences held out unless evaluation files are given."""
     tokens, length = _tokens(files.learned, tokenizer), options.seq_len
-    # Text is held out before batches are drawn, so that no training sequence overlaps an evaluated one.
+    # Sequences are held out before batches are drawn, so that no training batch contains an evaluated token.
     held = np.empty((0, length), tokens.dtype)
     if files.evaluated:
         held = token_stream.in_sequences(_tokens(files.evaluated, tokenizer), length)
@@ -154,6 +154,6 @@ def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, 
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
     """Returns the number of steps: the option, or the steps of the requested passes over the data, or the default."""
     if options.epochs is not None:
-        # A fraction of a pass is rounded up, so that every row of a whole pass is seen.
+        # A fraction of a step counts as one step, so that the last rows are seen too.
         return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))
     return default if options.steps is None else options.steps

@@ -54,7 +54,7 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
             and *.py.
 
     Raises:
-        ConfigError: A path does not exist, a folder contains no such file, or Parquet files need pyarrow.
+        ConfigError: A path does not exist, a folder contains no such file, or pyarrow is missing and a file is Parquet.
     """
     found: list[Path] = []
     for path in paths:
@@ -74,7 +74,9 @@ def find_data(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_records(files: Iterable[Path]) -> Iterator[Record]:
-    """Yields the documents of all files in order. Only one record is in memory at a time, or one file of plain text.
+    """Yields the documents of all files in order.
+
+    Memory holds one record at a time, a few hundred rows of a Parquet file, or one file of plain text.
 
     Raises:
         ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.

@@ -4,9 +4,9 @@
               encode                 pack                  Rows
 
 Texts form one stream, which is cut into rows. A chat or a completion stays within one row, together with others that
-fit; a longer one is truncated. Positions restart with each document, and transformers derives a mask from them by which
-documents of a row do not attend to each other. The first token of a document is not learned, as if the document were
-alone in its row.
+fit; a longer one is truncated. Positions restart with each document. For some model families transformers derives from
+them a mask, by which documents of a row do not attend to each other; for others, each chat and each completion has a
+row of its own. The first token of a document is not learned, as if the document were alone in its row.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Document(NamedTuple):
 
 
 def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
-    """Returns the records as documents. Texts and completions end with the end of text, chats as their template does.
+    """Returns the records as documents. Texts and completions end with the end-of-text token, chats as templates say.
 
     Args:
         records: the records, read once.
-        tokenizer: a transformers tokenizer; None for bytes, with a newline as the end of text.
+        tokenizer: a transformers tokenizer; None for bytes, with a newline as the end-of-text token.
 
     Raises:
-        ConfigError: The chat template refuses a chat, or there is no room for the tokens.
+        ConfigError: There is no chat template, it refuses a chat, or there is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
     encoded = (_encode(record, tokenizer) for record in records)
@@ -137,7 +137,7 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _begun(ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns a prompt's tokens without an end of text, which some tokenizers append to every input."""
+    """Returns tokens without a last end-of-text token, which some tokenizers append to every input."""
     return ids[:-1] if tokenizer is not None and ids[-1:] == [_end(tokenizer)] else ids
 
 
@@ -145,20 +145,20 @@ def _begun(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 class Packed(NamedTuple):
-    """Rows of one length, padded behind the last document of each."""
+    """Rows of one length, each padded after its last document."""
 
     ids: np.ndarray
     """(rows, length) int32; padding is 0."""
     labels: np.ndarray
     """(rows, length) int32; -100 for tokens that are not learned, and for padding."""
     positions: np.ndarray
-    """(rows, length) int32; restart with each document and with the padding."""
+    """(rows, length) int32; positions restart with each document and with the padding."""
     cut: int
-    """Indivisible documents that were truncated to the length of a row."""
+    """Number of indivisible documents longer than a row, which were truncated."""
     dropped: int
-    """Indivisible documents without a learned token, which were left out."""
+    """Number of indivisible documents without a token to learn within the length of a row; these were left out."""
     alone: bool
-    """True if each document that is not text occupies a row of its own."""
+    """True if there are indivisible documents and each occupies a row of its own."""
 
     @property
     def learned(self) -> float:
@@ -184,7 +184,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
     kept = [document for document in truncated if document.learned[1:].any()]
     stream = _stream(divisible, length)
     rows = _fit(stream, kept, length) if together else [*stream, *([document] for document in kept)]
-    # If the first token of each piece is its only learned one, nothing in the row is learned.
+    # First tokens are not learned, so a row of documents of a single token each would have nothing to learn.
     rows = [row for row in rows if _learns(row)]
     if not rows:
         raise ConfigError(
@@ -195,7 +195,7 @@ def pack(documents: Sequence[Document], length: int, together: bool = True) -> P
 
 
 def hold_out(packed: Packed) -> tuple[Packed, Packed | None]:
-    """Returns the rows to learn from, and evenly spread rows to evaluate on or None if there are too few rows."""
+    """Returns the rows to learn from, and evenly spread rows to evaluate on (None if there are too few rows)."""
     chosen = choose(len(packed.ids))
     if not len(chosen):
         return packed, None
@@ -241,7 +241,7 @@ def _stream(documents: Sequence[Document], length: int) -> list[list[Document]]:
 def _fit(rows: list[list[Document]], documents: Sequence[Document], length: int) -> list[list[Document]]:
     """Adds documents to `rows`, the longest first, each to the row with the least sufficient room or to a new one.
 
-    This is best-fit decreasing. Only the last row of `rows` may have room before.
+    This is best-fit decreasing. When the function is called, only the last row of `rows` may have room.
     """
     # Pairs of room and row index, ascending by room; rows before the last one are full.
     rooms = sorted(
@@ -268,8 +268,8 @@ def _arrays(rows: Sequence[Sequence[Document]], length: int) -> tuple[np.ndarray
         for document_part in row:
             stop = start + len(document_part.ids)
             ids[number, start:stop] = document_part.ids
-            # A label belongs to its own position: the model shifts. The first token's label would be predicted from the
-            # document before, so this label stays -100.
+            # Labels are not shifted here: the model shifts them. The first token of a document would be predicted from
+            # the document before, so its label stays -100.
             labels[number, start + 1 : stop] = np.where(document_part.learned, document_part.ids, _IGNORED)[1:]
             positions[number, start:stop] = np.arange(len(document_part.ids))
             start = stop
@@ -302,7 +302,7 @@ class Rows:
         """
         self._packed, self._accumulation, self._seed = packed, accumulation, seed
         self._first, self._size, self._stride = rank * size, size, size * world_size
-        # The order of one pass is cached: computing it for every row would take timelinear in the data.
+        # The order of one pass is cached: to compute it for each row would take time linear in the data.
         self._kept: tuple[int, np.ndarray] = (-1, np.empty(0, int))
         self.with_positions = True
         """True if batches contain positions, by which some model families mask documents from each other."""
@@ -316,7 +316,7 @@ class Rows:
 
     @property
     def steps_of_a_pass(self) -> int:
-        """Returns the number of steps in which each row occurs at least once."""
+        """Returns the least number of steps, counted from the first, in which each row occurs at least once."""
         steps: int = -(-self.row_count // (self._stride * self._accumulation))
         return steps
 

@@ -40,12 +40,13 @@ def read_csv(file: Path, lines: Iterable[str]) -> Iterator[tuple[str, dict[str, 
         lines: Lines of the file, with their ends. The first names the columns; a quoted field may span several lines.
 
     Raises:
-        ConfigError: No column to learn from, a row of another width, or unbalanced quotes.
+        ConfigError: There is no column of `COLUMNS`, a row has another number of fields than the first line, or quotes
+            are unbalanced.
     """
-    # Not strict, the reader would silently accept unbalanced quotes.
+    # Without `strict` the reader would silently accept unbalanced quotes.
     rows = csv.reader(lines, strict=True)
     names: list[str] | None = None
-    # By default 128 KiB, less than a document.
+    # The default limit of a field is 131072 characters, and a document may be longer.
     begins, limit = 1, csv.field_size_limit(sys.maxsize)
     try:
         for row in rows:
@@ -77,7 +78,7 @@ def read_parquet(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     other messages contain.
 
     Raises:
-        ConfigError: No column to learn from, or a file that pyarrow cannot read.
+        ConfigError: There is no column of `COLUMNS`, or pyarrow cannot read the file.
     """
     parquet = require_pyarrow()
     import pyarrow

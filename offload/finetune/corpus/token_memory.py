@@ -21,7 +21,7 @@ from offload.sizes import format_size
 _IN_RAM = 256 << 20
 """Bytes of an array, or of all arrays of a pool, up to which RAM is used."""
 _BLOCK = 64 << 20
-"""Least bytes of a pool's file."""
+"""Smallest size of a pool's file."""
 _AT_ONCE = 16 << 20
 """Bytes of an array that are scanned or copied at a time."""
 
@@ -42,7 +42,7 @@ def make_array(shape: tuple[int, ...], dtype: Any, fill: int = 0) -> np.ndarray:
 
 
 def take_rows(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns a copy of `array[rows]` in memory of `make_array`, copied a few rows at a time."""
+    """Returns a copy of `array[rows]` in memory of `make_array`, copied about 16 MiB at a time."""
     taken = make_array((len(rows), *array.shape[1:]), array.dtype)
     for some in pieces_of(taken):
         taken[some] = array[rows[some]]

@@ -17,11 +17,11 @@ from offload.sizes import count_of
 
 
 def standard_library() -> list[Path]:
-    """Returns the folder of Python's standard library: tens of megabytes of text on every machine."""
+    """Returns the folder of Python's standard library, in a list: tens of megabytes of text on every machine."""
     return [Path(sysconfig.get_path("stdlib"))]
 
 
-# Packages below the standard library differ between machines.
+# Folders of installed packages, which are skipped: those below the standard library differ between machines.
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -29,7 +29,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """Returns the files of `paths` in a deterministic order.
 
     Args:
-        paths: files of any kind, and folders that are searched for *.py, *.txt and *.md.
+        paths: files of any kind, and folders that are searched for *.py, *.txt and *.md, except in installed packages.
 
     Raises:
         ConfigError: a path does not exist or is a JSON lines file, or no file is found.
@@ -61,7 +61,7 @@ def read_bytes(files: Sequence[Path]) -> np.ndarray:
 
 
 def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Returns the tokens of all files, (n,) int32; `encode` tokenizes the text of one file."""
+    """Returns the tokens of all files, (n,) int32, without a separator; `encode` tokenizes the text of one file."""
     pool = Pool(np.int32)
     # Invalid UTF-8 is replaced: a single bad byte in a source tree must not end the training.
     pieces = (np.asarray(encode(_read(path).decode(errors="replace")), np.int32) for path in files)
@@ -69,7 +69,7 @@ def read_tokens(files: Sequence[Path], encode: Callable[[str], np.ndarray]) -> n
 
 
 def _read(path: Path) -> bytes:
-    """Returns a file's content. Raises `ConfigError` for a binary file: one with a zero byte in the first 64 KiB."""
+    """Returns a file's content. Raises `ConfigError` if it cannot be read, or has a zero byte in the first 64 KiB."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -146,7 +146,7 @@ class Batches:
 
     def batch(self, step: int, micro_batch: int) -> torch.Tensor:
         """Returns the ids of one micro-batch of one step, (size, length) int64."""
-        # All ranks draw the starts of the whole batch and take their own rows, so that ranks need not communicate.
+        # Each rank draws the starts of all ranks' rows and takes its own, so that ranks need not communicate.
         chance = np.random.Generator(np.random.Philox(np.random.SeedSequence((self._seed, step, micro_batch))))
         starts = chance.integers(0, len(self._tokens) - self._length + 1, self._size)
         return torch.from_numpy(

@@ -29,7 +29,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of a pass with many tokens: three products of 2 operations each."""
+        """Floating-point operations of a pass with many tokens: three products, each a multiply and an add per term."""
         return 6.0 * self.width * self.wide * self.many
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 _APART = 1.2
-"""Ratio of two measurements from which a plan would take the machine for another one."""
+"""Ratio above which two measurements of a rate lead to different plans."""
 _SHARE = 0.15
 """Fraction of the cores that other processes may use."""
 _CURE = "run `offload probe` again while the machine is idle"

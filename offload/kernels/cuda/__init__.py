@@ -6,7 +6,7 @@
     compiled     machine code of the .cu files, cached in the user's cache folder
     nvrtc        NVIDIA's compiler, the library that torch brings, through ctypes
 
-The kernels are not yet verified on a GPU. Their arithmetic and all of the code above was run on a CPU, against a
+The kernels are not yet verified on a GPU. Their arithmetic and all of the code above were run on a CPU, against a
 libcuda and a libnvrtc that run the kernels as C++ (tests/fake_cuda). NVRTC itself compiles them for each architecture
 without an approximate operation (tests/test_kernels_nvrtc.py).
 """

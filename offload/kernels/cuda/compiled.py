@@ -57,5 +57,5 @@ def _cache(path: Path, image: bytes) -> None:
         # Not synced: what a power cut damages is compiled again.
         atomic_write(path, json.dumps(content), durable=False)
     except OSError:
-        # A home folder that is full or read-only: each run then compiles, which takes seconds, and is right.
+        # The home folder is full or read-only. Each run then compiles again, which costs seconds and nothing else.
         return

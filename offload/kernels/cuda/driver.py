@@ -108,8 +108,8 @@ class Driver:
 class Context:
     """A context of one device. `with` makes it current on the calling thread.
 
-    A thread of torch's autograd, or of ours, may have no current context: torch sets a device only where the thread's
-    number of it differs.
+    A thread of torch's autograd, or of ours, may have no current context: torch sets a thread's device only if the
+    thread has another, and a new thread has device 0 but no context.
     """
 
     def __init__(self, driver: Driver, handle: c_void_p) -> None:

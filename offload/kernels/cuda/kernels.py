@@ -165,14 +165,14 @@ class Kernels:
         return totals
 
     def _kernel(self, name: str, weight: int, grad: int) -> Function:
-        """Returns a kernel, which is loaded if it is not yet. Two threads may both load it, which does no harm."""
+        """Returns a kernel, loaded at its first use. Two threads may both load the kernel, which does no harm."""
         key = (name, weight, grad)
         if key not in self._functions:
             self._functions[key] = self._program(_PROGRAMS[name], weight, grad).function(name)
         return self._functions[key]
 
     def _program(self, name: str, weight: int, grad: int) -> Module:
-        """Returns a program for these types of weights and gradients, which is compiled and loaded if it is not yet."""
+        """Returns a program for these types of weights and gradients, compiled and loaded at its first use."""
         key = (name, weight, grad)
         if key not in self._modules:
             options = (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"--gpu-architecture={self._architecture}")

@@ -121,7 +121,7 @@ def load(cuda: str) -> Compiler:
     name = f"libnvrtc.so.{major}"
     for candidate in (*_packaged(major, name), name):
         try:
-            # A library that torch or another package has loaded already is the same one to the loader, under its name.
+            # If torch or another package has loaded this library already, the loader returns that one.
             return Compiler(ctypes.CDLL(candidate))
         except OSError:
             continue

@@ -1,8 +1,8 @@
 """GPUs by their published figures, each with its source. No figure here was measured by this project.
 
-`flops`, `flops_fp32` and `bandwidth` are those of the makers' data sheets and white papers: bounds that no program
-reaches. `matmul`, `matmul_fp32`, `reached` and `link` are what programs of others reached; a GPU without such a
-figure has None, and a plan then assumes a fraction of the data sheet's.
+`flops`, `flops_fp32` and `bandwidth` are those of the makers' data sheets and white papers, which few programs reach.
+`matmul`, `matmul_fp32`, `reached` and `link` are what programs of others reached; a GPU without such a figure has None,
+and a plan then assumes a fraction of the data sheet's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAMF = "github.com/stas00/ml-engineering, compute/accelerator"
 _PCIE_4 = Figure(25e9, "PCIe 4 x16, an A100: github.com/NVIDIA/nvbandwidth issue 42")
 _PCIE_5 = Figure(50e9, "PCIe 5 x16, 51 to 53 GB/s reached: github.com/NVIDIA/nvbandwidth issues 24 and 53")
 _FASTEST_SLOT = 64e9
-"""Bytes per second, each way, of 16 lanes of PCIe 5: a faster link is no slot's."""
+"""Bytes per second, each way, of 16 lanes of PCIe 5: no card in a slot has a faster link."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +197,8 @@ GPUS = (
         link=None,
     ),
     Gpu(
-        # The maker names 1 Pflop/s in FP4 with sparsity alone, which is 125 dense Tflop/s in bf16 at the ratios of
-        # its other GPUs.
+        # The maker names only 1 Pflop/s in FP4 with sparsity. At the ratios of its other GPUs this is 125 dense Tflop/s
+        # in bf16.
         name="DGX Spark GB10",
         memory=128 * GIB,
         flops=125e12,
@@ -230,7 +230,7 @@ def find_gpu(text: str) -> tuple[Gpu, str | None]:
             the smallest and slowest RTX card with that much memory, or else the smallest and slowest other card.
 
     Raises:
-        ConfigError: `text` is neither.
+        ConfigError: `text` is neither a name nor a size.
     """
     wanted = re.sub(r"[^a-z0-9]", "", text.lower())
     names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu for gpu in GPUS}

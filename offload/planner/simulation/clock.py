@@ -49,7 +49,7 @@ class Server:
         """Returns the fraction of full speed while `working` servers of the group work, including this one."""
         if working == 1:
             return 1.0
-        # Half of a drive's bandwidth each is not what drives do, so their speeds beside each other are given.
+        # A drive that reads and writes does not give each half of its bandwidth, so the fraction is given.
         return 1 / working if self._beside is None else self._beside
 
 

@@ -88,7 +88,7 @@ def simulate(
         limits: limits of the policy.
         rates: speeds; by default all work ends at once.
         overlap: False to wait for all updates at the end of each step.
-        tile_numel: elements of a tile of the update worker; by default a whole unit.
+        tile_numel: elements of a tile of the update worker; by default an entire unit.
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
 

@@ -61,7 +61,7 @@ class SimulatedUpdater:
 
         Args:
             costs: cost of each unit's update; None for a unit that nothing trains.
-            tile_numel: elements of a tile; None for a whole unit.
+            tile_numel: elements of a tile; None for an entire unit.
             pager: the pager, which shares host buffers with the updates.
             machine: hardware that performs the work.
         """

@@ -71,7 +71,7 @@ class AcceleratorDevice(Device):
     def room(self) -> DeviceRoom:
         free, total = self._module.mem_get_info(self.torch)
         reserved = self._module.memory_reserved(self.torch)
-        # Not every module, and not torch 2.6, tells the limit that a user has set.
+        # Not every module has a function for the limit that a user has set; torch 2.6 has none.
         limit = getattr(self._module, "get_per_process_memory_fraction", lambda _: 1.0)
         free = min(free, int(limit(self.torch) * total) - reserved)
         return DeviceRoom(max(free, 0), reserved - self._module.memory_allocated(self.torch))

@@ -58,8 +58,8 @@ class CudaHostSide:
         """Returns the calling thread's stream for waits."""
         stream: torch.cuda.Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
-            # Of the high priority: torch deals the streams of one priority out in turns, and after 32 a second time. A
-            # wait must not queue up behind the copies of a stream of the usual priority.
+            # torch has a pool of 32 streams for each priority and hands them out in turns, so a new stream of the
+            # default priority may be one that copies, behind whose copies a wait would queue. Hence the high priority.
             stream = self._of_thread.stream = torch.cuda.Stream(self._device, priority=-1)
         return stream
 
@@ -68,7 +68,7 @@ class CudaHostSide:
         if int(result) == 0:
             return None
         # CUDA also stores the error as its last one. Torch asks for the last error after its next kernel, which would
-        # then seem to have failed. A kernel without use takes that error here.
+        # then seem to have failed. Here the launch of a dummy kernel consumes that error.
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=self._device)
         cudart: Any = torch.cuda.cudart()

@@ -23,7 +23,7 @@ class DeviceBuffer(NamedTuple):
 
 
 class DeviceArena:
-    """Device memory of all weights, in which units come and go: one allocation, and a second one while it has grown.
+    """Device memory of all weights, in which units come and go: one allocation, and a second after `grow`.
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at

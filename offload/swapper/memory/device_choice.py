@@ -16,7 +16,7 @@ from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_side import HostSide, TorchHostSide
 
 HOST_SIDES: dict[str, Callable[[torch.device], HostSide]] = {"cuda": CudaHostSide}
-"""The constructor of the host's side of each type of device that has one of its own, as torch names the type."""
+"""Constructors of the host's side, by torch's name of the device type, for types that have a side of their own."""
 
 
 def accelerator_type() -> str | None:
@@ -27,7 +27,7 @@ def accelerator_type() -> str | None:
 
 
 def compute_device(name: str, setting: str = '"device"') -> torch.device:
-    """Returns the device that this process computes on; of several, makes that of LOCAL_RANK the current one.
+    """Returns the device that this process computes on; if there are several, LOCAL_RANK selects the current one.
 
     Args:
         name: "auto", "cpu", or the type of an accelerator as torch names it: "cuda" (ROCm too), "xpu", "npu". "auto" is

@@ -31,7 +31,7 @@ TILE_BUFFERS = 8
 
 
 class Classes(NamedTuple):
-    """Bytes of each class of host buffers; their sum is the engine's bytes of the host budget."""
+    """Bytes of each class of host buffers; their sum is what the engine takes of the host budget."""
 
     tiles: int
     """Tiles of the update pipeline: `TILE_BUFFERS` tiles of all states."""
@@ -213,7 +213,7 @@ class HostArena:
 
     @property
     def nbytes(self) -> int:
-        """Returns this engine's bytes of the host budget."""
+        """Returns the bytes that this engine takes of the host budget."""
         return sum(self.classes)
 
     @property

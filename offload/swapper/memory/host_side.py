@@ -52,7 +52,7 @@ class HostSide(Protocol):
 
 
 class TorchHostSide:
-    """The side of an accelerator of which nothing is known but what torch offers for all of them.
+    """The host's side of any accelerator, by the functions that torch offers for all of them.
 
     Torch pins only memory that it allocates itself, so `allocate` returns such memory, pinned as a whole.
     """

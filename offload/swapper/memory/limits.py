@@ -15,7 +15,7 @@ def free_host_memory() -> int:
 
 
 def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses."""
+    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses; not of their parents."""
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
