@@ -50,9 +50,9 @@ class Row:
     isa: str
     ms: float
     gb_per_s: float
-    """The bytes that the probe moves over the contender's time; a contender that moves more shows less."""
+    """The probe's bytes divided by the contender's time; lower than the true rate of one that moves more bytes."""
     of_probe: float
-    """The probe's time over the contender's, taken in each round, then the median."""
+    """The probe's time divided by the contender's, as the median over the rounds."""
 
 
 def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:

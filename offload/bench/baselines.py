@@ -18,7 +18,7 @@ _MODULES = {"aiofiles": "aiofiles", "python-libaio": "libaio"}
 
 
 def check(name: str) -> None:
-    """Raises `ConfigError` if the package behind `name` is not installed."""
+    """Raises `ConfigError` if the package that `name` needs is not installed, or lacks a system library."""
     module = _MODULES.get(name)
     if module is None:
         return
@@ -54,14 +54,14 @@ class PythonWay:
         self._blocks = [(start, buffer[start : start + block_bytes]) for start in starts]
 
     def run(self, operation: str) -> Pass:
-        """Moves every whole block once and returns the pass. "mixed" writes every other block."""
+        """Moves every complete block once and returns the pass. "mixed" writes every other block."""
         work = [
             (start, block, operation == "write" or (operation == "mixed" and index % 2 == 1))
             for index, (start, block) in enumerate(self._blocks)
         ]
         # aiofiles reads through the page cache; a cached file would measure memory.
         _forget(self._path)
-        # Processor time of the whole process, since these packages use threads of their own.
+        # Processor time of the entire process, since these packages use threads of their own.
         usage, start_time = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         self._run(self._path, work, self._depth)
         seconds, after = time.perf_counter() - start_time, resource.getrusage(resource.RUSAGE_SELF)
@@ -80,7 +80,7 @@ def _forget(path: str) -> None:
     """Writes the file back and drops its cached pages, so that the next read comes from the drive."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        # First: dirty pages cannot be dropped.
+        # The sync must come first: dirty pages cannot be dropped.
         os.fdatasync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:

@@ -1,7 +1,7 @@
 """A benchmark of the I/O queue on a drive, with `fio` and plain Python packages, in turns on the same file.
 
-The drive and the memory of a shared machine vary twofold within minutes. Every round therefore runs all contenders one
-after the other, and a ratio is the median of the rounds' ratios.
+The speed of drive and memory varies twofold within minutes on a shared machine. Every round therefore runs all
+contenders one after the other, and a ratio is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Row:
     """The median over rounds of the ratio to the faster one of fio's engines, on 2 MiB pages, in the same round."""
     cpu_s_per_gb: float
     p50_us: float | None
-    """Microseconds of a block from its hand-over to the kernel; in "mixed" those of reads."""
+    """Median microseconds from a block's submission to the kernel until its end; in "mixed" those of reads."""
     p99_us: float | None
 
 
 class Contender(Protocol):
-    """A program that moves the whole file once in each `run`."""
+    """A program that moves the entire file once in each `run`."""
 
     def run(self, operation: str) -> Pass: ...
     def latency(self, operation: str, fraction: float) -> float | None: ...
@@ -98,7 +98,7 @@ def make_plan(
         blocks: bytes of a block, each of which is measured; empty for 1 and 4 MiB.
         depths: blocks in flight, each of which is measured; empty for 8 and 32.
         operations: "write", "read" or "mixed"; empty for all.
-        nbytes: bytes of the file, rounded down to whole requests.
+        nbytes: bytes of the file, rounded down to a multiple of `request_bytes`.
         request_bytes: bytes of a request to the queue.
         rounds: rounds of all contenders.
         with_fio: run fio too, if it is installed.
@@ -355,7 +355,7 @@ class Fio:
         pass
 
 
-# -- telling ------------------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------
 
 
 def as_json(machine: dict[str, Any], plan: Plan, rows: Iterable[Row]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Figures and conclusions of `offload bench swap`. Pure functions.
 
-A step is compared with three bounds: compute, which is the same step in memory; the drive, which is the step's bytes by
-themselves; and the order of a step, which follows from both:
+A step is compared with three bounds: compute, the time of the same step in memory; the drive, the time to move the
+step's bytes without compute; and the order of a step, which follows from both:
 
     forward    a unit's update must precede its use, so only the first forward hides the updates' I/O
     the rest   the compute after the first forward hides reads of weights, and nothing else
@@ -58,7 +58,7 @@ class Row:
     compute_seconds: float
     """Seconds of the same step in memory or, if that was not measured, of its forwards and backwards."""
     io_seconds: float
-    """Seconds of the step's bytes by themselves."""
+    """Seconds in which the drives move the step's bytes without compute."""
     order_seconds: float
     """Lower bound of a step in which updates precede their use; see the module's docstring."""
     exposed_seconds: float
@@ -90,7 +90,7 @@ class Result(NamedTuple):
     rows: tuple[Row, ...]
 
 
-# -- judging ------------------------------------------------------------------------------------------
+# -- conclusions --------------------------------------------------------------------------------------
 
 
 def make_row(
@@ -150,7 +150,7 @@ def find_limit(step: float, compute: float, io: float, order: float) -> str:
         step: seconds of the step.
         compute: seconds of compute alone.
         io: seconds of I/O alone.
-        order: the least seconds of a step in its order.
+        order: the least seconds of a step whose updates precede their use.
     """
     if step <= compute * (1 + _NEAR):
         return "compute"
@@ -176,7 +176,7 @@ def _mean_of_known(values: Sequence[float | None]) -> float | None:
     return statistics.mean(known) if known else None
 
 
-# -- telling ------------------------------------------------------------------------------------------
+# -- output -------------------------------------------------------------------------------------------
 
 
 def as_json(machine: dict[str, Any], plan: Plan, result: Result) -> dict[str, Any]:

@@ -62,17 +62,17 @@ class Plan:
 
     @property
     def unit_numel(self) -> int:
-        """Parameters of a unit."""
+        """Returns the number of parameters of a unit."""
         return self.unit_bytes // _WEIGHT
 
     @property
     def parameters(self) -> int:
-        """Parameters of the model."""
+        """Returns the number of parameters of the model."""
         return self.units * self.unit_numel
 
     @property
     def update_read_bytes(self) -> int:
-        """Bytes that the updates of a step read at most. Anything else that a step reads are weights for compute."""
+        """Returns the bytes that the updates of a step read at most. A step's other reads are weights for compute."""
         return self.parameters * (_WEIGHT * (self.weights == "nvme") + _STATES * (self.states == "nvme"))
 
     def forward_seconds(self, compute_ms: float) -> float:
@@ -199,7 +199,7 @@ def _check_room(plan: Plan) -> None:
 
 
 def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
-    """Returns True if the same model fits in memory beside the one that is swapped, or as requested by `wanted`.
+    """Returns `wanted` or, if that is None, True if memory has room for the same model beside the swapped one.
 
     Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
     """
@@ -223,5 +223,5 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
             f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
             f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is added up"
         )
-    # A margin of 10 %, since other processes allocate too; a request takes all that is free.
+    # A margin of 10 %, since other processes allocate too; an explicit request needs no margin.
     return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted

@@ -76,7 +76,7 @@ def tune(
         folders, backends=[backend], blocks=BLOCKS, depths=DEPTHS, operations=("write", "read"), nbytes=nbytes,
         rounds=1, with_fio=False,
     )  # fmt: skip
-    # More in flight than the file has bytes would measure a shorter queue than the shape promises.
+    # A queue that holds more bytes than the file has would never be full, so such shapes are left out.
     cases = [case for case in plan.cases if case.block_bytes * case.depth <= min(_MOST_IN_FLIGHT, plan.nbytes)]
     # A short first round of all shapes, then a fair comparison of the few that are left.
     first = trials_of(_measured(plan, cases or plan.cases[:1], 1, tell))

@@ -52,7 +52,7 @@ class EngineCallbacks(Protocol):
         """Tells the user where gradients are, after user code has read `.grad` of the parameter `name`."""
 
     def give_cache(self) -> None:
-        """Gives this engine's cache of weights to another engine of the process. The other engine's thread calls it."""
+        """Gives this engine's cache of weights to another engine of the process, whose thread calls this method."""
 
     def pending_unit(self) -> int:
         """Returns the unit whose gradients wait to be reduced, or -1."""
@@ -66,7 +66,7 @@ class EngineCallbacks(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientStats:
-    """Facts about the gradients of a step on which the step is decided."""
+    """Statistics of a step's gradients, from which the step's clip is decided and whether the step updates anything."""
 
     sum_squares: float
     """Sum of squares of all gradients, added in float64 in layout order; inf or NaN if any value is."""

@@ -86,7 +86,7 @@ class EngineCore(EngineCallbacks):
         Args:
             module: the model that is trained.
             device: the device on which the model computes.
-            optimizer: groups of the model's parameters.
+            optimizer: the optimizer that `initialize` returns, with the groups of the model's parameters.
             lr_scheduler: a schedule with `step()`, or None.
             loader: batches of `training_data`, or None.
             settings: settings of a step.
@@ -135,7 +135,7 @@ class EngineCore(EngineCallbacks):
         self.components.pager.check()
 
     def enter(self) -> None:
-        """Starts a call of the engine: checks it, clears what an aborted call left, and writes pending edits.
+        """Starts a call of the engine: checks it, clears the remains of an aborted call, and writes pending edits.
 
         Does nothing inside of a backward.
         """
@@ -160,7 +160,7 @@ class EngineCore(EngineCallbacks):
 
     @uninterrupted
     def _begin(self) -> None:
-        """Checks the engine, clears what an aborted call left, and delivers the state blob for which a commit waits."""
+        """Checks the engine, clears the remains of an aborted call, and delivers the blob for which a commit waits."""
         defer_signals(self.state)
         self.components.hooks.leave_all()
         self.check()
@@ -168,13 +168,13 @@ class EngineCore(EngineCallbacks):
         self.device_budget.relieve()
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
-        # the step. The update worker's thread writes the blob, this thread must take it.
+        # the step. This thread must collect them, and the update worker's thread writes them as a blob.
         updater, progress = self.components.update_worker, self.state.after_step
         if updater is not None and updater.wants_blob and progress is not None:
             updater.deliver_blob(progress.pack())
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
-        """Returns the output of the model, whose out-of-memory error the device budget may answer."""
+        """Runs the model and returns its output. If device memory runs out, the device budget may run it once more."""
         return self.device_budget.run(
             lambda: self.module(*args, **kwargs), (args, kwargs), self.components.ranks is None
         )
@@ -188,7 +188,7 @@ class EngineCore(EngineCallbacks):
             self.enter()
             self.optimizer_step.end_step()
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
-        # allocator shows their peak, and the arena may grow into what they leave free.
+        # allocator shows their peak, and the arena may grow into the memory that they leave free.
         self.device_budget.end_step()
         self.state.ended()
         if self.components.meter is not None:
@@ -205,7 +205,7 @@ class EngineCore(EngineCallbacks):
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        # Before any event is recorded: one more would spoil the user's capture with an error that names no cause.
+        # Checked before any event is recorded: an event would end the user's capture by an error that names no cause.
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise UsageError(
                 "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
@@ -257,7 +257,7 @@ class EngineCore(EngineCallbacks):
         components.update_worker.finish(commit=False)
 
     def report_missed_gradient(self, name: str) -> None:
-        # Only between a backward and the step is there a gradient to miss; once is enough.
+        # Users can miss a gradient only between a backward and the step. One notice is enough.
         if self.accumulation.count and not self._missed_gradient_reported:
             self._missed_gradient_reported = True
             announce(

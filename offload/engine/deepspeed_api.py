@@ -66,8 +66,8 @@ class DeepSpeedApi:
     def micro_steps(self) -> int:
         """Micro-batches so far, counted by `step()`.
 
-        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, those up to the
-        committed optimizer step.
+        A micro-batch whose `step()` the loop omitted is counted by the next call. After a resume, the count is that of
+        the committed optimizer step.
         """
         return self._core.state.micro_steps
 
@@ -161,7 +161,7 @@ class DeepSpeedApi:
         return [self.optimizer.rule.title(group) for group in self.optimizer.param_groups]
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clips the gradient of the next step to `max_norm` in place of gradient_clipping of the config.
+        """Clips the gradient of the next step to `max_norm` instead of to the config's `gradient_clipping`.
 
         The norm is computed by the step: call `get_global_grad_norm()` after it.
 
@@ -202,7 +202,7 @@ class DeepSpeedApi:
         return self._settings.config.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Returns True if `save_16bit_model` may write in stage 3: unless the config sets the key to false."""
+        """Returns False if the config sets the key to false, so that `save_16bit_model` writes nothing in stage 3."""
         return self._settings.config.zero_optimization.stage3_gather_16bit_weights_on_model_save is not False
 
     def fp16_enabled(self) -> bool:
@@ -302,7 +302,7 @@ class DeepSpeedApi:
 
     @property
     def measured(self) -> Mapping[str, float]:
-        """Numbers of the last step, by the names of reference/metrics.md; empty if none were requested.
+        """Numbers of the last step, by the names of reference/metrics.md; empty before it, or if none were requested.
 
         `wall_clock_breakdown` requests all of them, on the first rank.
         """
@@ -310,5 +310,5 @@ class DeepSpeedApi:
         return {} if meter is None or meter.last is None else meter.last.values
 
     def use_counts(self) -> PrefetchStats:
-        """Returns how often units were used so far, found on the device, and used in another order than predicted."""
+        """Returns how often units were used so far, were found on the device, and were used in an unpredicted order."""
         return self._core.components.pager.counts()

@@ -38,8 +38,8 @@ class PersistenceApi(DeepSpeedApi):
     def state_dict(self) -> dict[str, Any]:
         """Returns the weights and persistent buffers by the model's names, as ordinary tensors on the CPU.
 
-        Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. No
-        collective: one rank may call it alone.
+        Weights are copies in the compute dtype, read one parameter after the other; tied weights stay tied. One rank
+        may call this alone.
 
         Raises:
             BudgetError: if the copies would not fit into the RAM.
@@ -230,7 +230,7 @@ class PersistenceApi(DeepSpeedApi):
     def destroy(self, remove: bool | None = None) -> None:
         """Finishes and commits complete steps, joins every thread and closes the store.
 
-        With several ranks the call waits until all ranks have come here, and serves them until then. Idempotent; may be
+        With several ranks the call waits until all ranks make it, and serves them until then. Idempotent; may be
         called again after an interruption. The model's parameters stay placeholders. If an error has stopped the
         engine, nothing is finished and the run is kept, with a warning if `remove` is True. An error of finishing is
         raised after everything is closed. Only an error about values of `client_state` or registered objects that

@@ -1,10 +1,10 @@
 """The end of an engine: complete steps are committed, everything is closed, and the store is kept or deleted.
 
-    destroy      finishes and commits what was begun; with several ranks waits for all of them and serves them until
-                 then; keeps or deletes the store as the user asks
+    destroy      finishes and commits pending updates and edits; with several ranks waits for all of them, and serves
+                 them until then; keeps or deletes the store as the user asks
     at exit      does the same in a process that ends without a call; after an exception, the run is kept and no later
                  start replaces it
-    abandon      finishes nothing: the last commit stands
+    abandon      finishes nothing; the last commit remains
 
 In a forked child none of them does anything.
 """
@@ -52,7 +52,7 @@ class Shutdown:
         self._alive = True
         self._closed = False
         self._reported = False
-        """True once the user was told what is left on the disk, by this rank or the first one."""
+        """True once this rank or the first one has reported the run that is left on the disk."""
         atexit.register(self.at_exit)
 
     def check(self) -> None:
@@ -102,7 +102,7 @@ class Shutdown:
     def at_exit(self) -> None:
         """Ends the engine as `destroy()` does if the process ends without an exception.
 
-        Otherwise the committed run is kept, and the user is told where.
+        Otherwise the committed run is kept, and a notice names its folder.
         """
         if not self._alive or os.getpid() != self._pid:
             return
@@ -123,7 +123,7 @@ class Shutdown:
         Args:
             remove: True to delete the run.
             meet: True to wait for the other ranks.
-            keep: True if no later start may replace the run unless it resumes it.
+            keep: True if a later start that does not resume the run is refused, and does not replace the run.
             facts: contents of a note that a removed run leaves, or None for no note.
         """
         if self._closed or os.getpid() != self._pid:
@@ -136,11 +136,11 @@ class Shutdown:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
-                        if remove:  # no rank deletes anything before the note exists that marks the rest as leftovers
+                        if remove:  # the note, by which stores count as leftovers, exists before any is deleted
                             self._note_end(facts or {})
                             ranks.share(None, "delete its store")
                     else:
-                        ranks.look()  # raises if a rank is lost: the launcher's signal may come before the news
+                        ranks.look()  # names a lost rank in the log now: a launcher's signal may end this process next
                 elif remove:
                     self._note_end(facts or {})
                 finished = True
@@ -166,7 +166,7 @@ class Shutdown:
             state.mark_edited(False)
 
     def _report_end(self, keep: bool) -> None:
-        """Reports, on the first rank, what is left on the disk.
+        """Reports, on the first rank, the run that is left on the disk.
 
         Args:
             keep: False to note on the disk that a later start may replace the run.
@@ -215,7 +215,7 @@ class Shutdown:
 
         Args:
             remove: True to delete the store.
-            notes: True to delete the notes of the run's end with it.
+            notes: True to delete the notes of the run's end with the store.
         """
         try:
             self._close_components(remove, notes)
@@ -247,7 +247,7 @@ class Shutdown:
         self._closed = True
 
     def _close_store(self, store: Store, remove: bool, notes: bool) -> None:
-        """Closes the store, or deletes it if it must go or holds no commit."""
+        """Closes the store, or deletes it if `remove` is True or the run makes no commits; for `notes` see `_close`."""
         if remove or not self._state.commits:  # without commits the store holds nothing to resume from
             store.remove(notes and remove)
         else:

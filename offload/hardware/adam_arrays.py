@@ -42,13 +42,13 @@ class Arrays:
 
     @property
     def partition(self) -> Partition:
-        """The tensors as arguments of `kernels.update`."""
+        """Returns the tensors as an argument of `kernels.update`."""
         moments = (self.exp_avg, self.exp_avg_sq)
         return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes that a step must read and write for each parameter."""
+        """Returns the bytes that a step must read and write for each parameter."""
         beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
         written = self.weight.itemsize + beside + 8
         read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written

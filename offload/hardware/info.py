@@ -39,11 +39,11 @@ def machine() -> dict[str, Any]:
 
 
 def io() -> dict[str, Any]:
-    """Returns the I/O backend with the reasons against earlier ones, 2 MiB pages, registered memory and limits.
+    """Returns the I/O backend, the reasons against those preferred to it, 2 MiB pages, registered memory and limits.
 
     Raises `ConfigError` if this system refuses every backend.
     """
-    with IoQueue() as queue:  # where no backend works, the error that says why
+    with IoQueue() as queue:  # raises the error with the reasons if no backend works
         taken = queue.backend
     refused = refusals()
     return {
@@ -89,7 +89,7 @@ def drive(folder: str) -> dict[str, Any]:
 
 
 def advice(facts: dict[str, Any]) -> list[str]:
-    """Returns advice on what to change on this machine, one line each; empty if there is none."""
+    """Returns advice on changes to this machine, one line each; empty if there is none."""
     about_io, found = facts["io"], []
     if about_io["backend"] != BACKENDS[0]:
         found.append(
@@ -240,7 +240,7 @@ def _of_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _of_hidden_gpus(found: dict[str, Any]) -> list[tuple[str, str]]:
-    """Returns lines about what hides GPUs from torch: variables, and the driver's cards if they are not torch's."""
+    """Returns lines about variables that hide GPUs from torch, and the driver's cards if they differ from torch's."""
     cards = found["cards"] or []
     parts = sum(len(card["slices"]) for card in cards)
     rows = [(f"  {name}", repr(value)) for name, value in found["visible"].items()]

@@ -164,7 +164,7 @@ def _gpu(index: int, system: Path, cards: Sequence[Mapping[str, Any]]) -> dict[s
 
 
 def slice_of(name: str, uuid: str | None, cards: Sequence[Mapping[str, Any]]) -> str | None:
-    """Returns the profile of the slice (MIG) that a device of torch is, such as "3g.20gb"; None for a whole card.
+    """Returns the profile of the slice (MIG) that a device of torch is, such as "3g.20gb"; None for an undivided card.
 
     Args:
         name: the device's name; CUDA adds "MIG" and the profile to that of a slice.

@@ -61,7 +61,7 @@ class CPUAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores the optimizer, also from a pickle."""
         super().__setstate__(state)
-        # Marks are addresses of this process and of these tensors: useless after a load.
+        # Marks are versions and addresses of tensors in this process, without meaning for the loaded tensors.
         self._seen = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ def _adopt(parameter: torch.Tensor, state: dict[str, Any]) -> None:
 
 
 def _mark(parameter: torch.Tensor) -> tuple[int, int]:
-    """Returns a value that changes when somebody else writes to the parameter or replaces its data."""
+    """Returns a value that changes when other code writes to the parameter or replaces its data."""
     return parameter._version, parameter.data_ptr()
 
 

@@ -55,7 +55,7 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
     Args:
         nbytes: current bytes of the arena.
         need: the bounds of the arena.
-        room: free memory of the device after the first step; `room.kept` is what the activations of that step took.
+        room: free memory of the device after the first step; `room.kept` counts the bytes that its activations took.
     """
     free = min(need.most - nbytes, room.free - room.kept // 2 - _MARGIN) // PAGE * PAGE
     if nbytes + free > need.weights:
@@ -66,14 +66,14 @@ def growth(nbytes: int, need: DeviceNeed, room: DeviceRoom) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArenaHistory:
-    """Facts about an arena and the steps so far, on which its next growth is decided."""
+    """Facts about an arena and the steps so far, from which its next growth is decided."""
 
     grown: int = 0
     """Bytes of the arena that can be given back."""
     beside: int = 0
     """Bytes that the last growth left for all that is not in the arena."""
     peak: int = 0
-    """Most bytes that activations are known to have needed, without those since torch's cache was emptied."""
+    """Most bytes that activations had needed, as far as was known when the arena last grew or gave memory back."""
     wait: int | None = 1
     """Steps until the arena may grow; None if it does not grow any more."""
 

@@ -2,9 +2,9 @@
 
     MemoryRequest ─► place_states ─► PlacedStates ─► (the caller looks at disks and runs) ─► plan_memory ─► MemoryPlan
 
-A run decides by it in `plan.decide`, and the planner in `planner.memory`. The planner therefore predicts the bytes of a
-run exactly: no other code decides. No function of this module reads a file, queries the machine or communicates with
-other ranks.
+Both a run (`plan.decide`) and the planner (`planner.memory`) call these functions, and no other code decides. The
+planner therefore predicts the bytes of a run exactly. No function of this module reads a file, queries the machine or
+communicates with other ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs of the pager, and of `simulate`, which replays it: sizes of units and limits of prefetching, from the plan.
+"""Inputs of the pager, and of `simulate`, which replays the pager: sizes of units, and limits of prefetching.
 
 Pure functions of the results of `plan` and `placement`.
 """

@@ -39,10 +39,10 @@ STAGING_BUFFERS = 3
 WINDOWS = 3
 """Host buffers of gradients that spill to disk: one is filled while the others are written."""
 CHUNK = 1 << 22
-"""Elements of a gradient that one call adds, or whose squares it sums. All callers use it, so sums have equal bits."""
+"""Elements of a gradient that one call adds or whose squares it sums: one number for all callers, for equal bits."""
 
 _STREAM_NBYTES = 16 * MIB
-"""Smallest bytes of a host buffer of weights for larger units, which are read in chunks if two buffers do not fit."""
+"""Bytes of the least host buffer of weights. Larger units are read in chunks if two buffers of them do not fit."""
 _WINDOW_NBYTES = 32 * MIB
 """Bytes of the largest host buffer of a gradient that spills."""
 _DEVICE_UNITS = 3
@@ -305,7 +305,7 @@ def _divide_host(
     tiles = min(most.tiles, least.tiles + (room // step * step if step else 0))
     room -= tiles - least.tiles
     cache = _cacheable(parts, tiers, weights)
-    # Without an explicit budget, or with a limit in the config, the cache holds what the config asks for at most.
+    # Without an explicit budget, or with a limit in the config, the cache holds no more than the config asks for.
     if request.host_memory is None or request.cached_weights is not None:
         cache = min(cache, max((request.cached_weights or 0) * mode.weight_dtype.itemsize - weights, 0))
     return least._replace(tiles=tiles, weights=weights, cache=min(cache, room) // PAGE * PAGE)

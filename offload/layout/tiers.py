@@ -230,7 +230,7 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
 
 
 def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]]) -> Copied:
-    """Returns the memory that an accelerator copies, within the classes of which it copies only a part.
+    """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
         parts: bytes of each state of each unit, for this rank.

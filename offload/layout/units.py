@@ -13,7 +13,7 @@ from torch import nn
 from offload.errors import ConfigError
 
 _SMALLEST_SHARE = 64
-"""A candidate below 1/64 of the largest joins its parent: a read of it would cost more than its eviction frees."""
+"""A candidate below 1/64 of the largest joins its parent: the memory that it could free is not worth its reads."""
 
 
 @dataclass(frozen=True)

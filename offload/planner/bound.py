@@ -37,7 +37,7 @@ class _Updates(NamedTuple):
     """Bytes of gradients written during the backward; `read` includes the same bytes."""
 
     def plus(self, cost: UpdateCost | None) -> _Updates:
-        """Returns the sums with one more update; None is a unit that nothing trains."""
+        """Returns the sums with one more update; None stands for a unit without trainable parameters."""
         if cost is None:
             return self
         return _Updates(
@@ -57,13 +57,13 @@ def least(
     rates: Rates,
     tile_numel: int,
 ) -> float:
-    """Returns the seconds below which no step can be.
+    """Returns the lower bound of a step's seconds.
 
     Args:
         first: uses of the step's first forward, in order.
         others: uses of each other forward and of each backward.
         memory: the placement and the budgets.
-        costs: one entry per unit; None for a unit that nothing trains.
+        costs: one entry per unit; None for a unit without trainable parameters.
         rates: bytes and elements per second.
         tile_numel: elements of a tile of the update worker.
     """
@@ -115,7 +115,7 @@ def _work(
     Args:
         first: uses of the step's first forward.
         others: uses of each other forward and of each backward.
-        costs: one entry per unit; None for a unit that nothing trains.
+        costs: one entry per unit; None for a unit without trainable parameters.
         rates: bytes and elements per second.
         leased: bytes of host buffers for weights.
         again: bytes of weights that each pass must read again, since no memory holds them.

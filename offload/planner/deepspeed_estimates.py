@@ -35,7 +35,7 @@ class Estimate(NamedTuple):
     device: int
     """Bytes of one GPU: the device arena before it grows, without activations."""
     disk: int
-    """Bytes of one machine: two slots of what trains, so every step is durable; 0 if neither device is nvme."""
+    """Bytes of one machine: two slots of all states that train, so every step is durable; 0 without nvme."""
 
 
 def estimate_zero3_model_states_mem_needs_all_live(

@@ -44,11 +44,11 @@ OTHERS = (
     ("DGX Spark GB10", None),
     ("Ryzen AI MAX+ 395", None),
 )
-"""Machines of ROCm, with a fast link or with one memory: GPU, and host bandwidth, None for what a plan assumes."""
+"""Machines with ROCm, a fast link or a unified memory: GPU, and host bandwidth; None for the one that plans assume."""
 
 
 class Step(NamedTuple):
-    """A step that others measured without a drive in its way."""
+    """A step that others measured, and whose time no drive determined."""
 
     words: str
     gpu: str
@@ -200,7 +200,7 @@ def rates_row(gpu: Gpu, sources: Sequence[str]) -> str:
 
     Args:
         gpu: the GPU.
-        sources: all published sources; a cell names its own by the number of its place.
+        sources: all published sources; a cell refers to its source by the position in this list, from 1.
     """
     cells = [
         f"{rate.amount}, {rate.origin}" + (f" [{sources.index(rate.source) + 1}]" if rate.source in sources else "")
@@ -211,7 +211,7 @@ def rates_row(gpu: Gpu, sources: Sequence[str]) -> str:
 
 
 def step_row(step: Step) -> str:
-    """Returns the row of a step of others, with what a plan says of the same GPU if its memory had no end."""
+    """Returns the row of a step of others, beside the prediction for the same GPU with unlimited memory."""
     shape = from_count(step.model[0] * 10**9, step.model[1], step.sequence)
     on = replace(described(step.gpu), gpu_memory=1 << 50)
     content = settings("none", "none", batch=step.batch)
@@ -238,7 +238,7 @@ def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int) 
     Args:
         model: billions of parameters, and layers.
         gpu: a name of `GPUS`.
-        bandwidth: bytes per second of host memory; None for what a plan assumes.
+        bandwidth: bytes per second of host memory; None for the value that a plan assumes.
         drives: number of drives.
     """
     billions, layers = model

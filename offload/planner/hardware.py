@@ -21,8 +21,8 @@ from offload.planner.published.rate import Origin, Rate, sentences
 from offload.sizes import GIB, format_size, parse_size
 
 KERNEL_BYTES = {"bf16": 26, "fp32": 28, "fp16": 28}
-"""Bytes that AdamW moves for each parameter. The weight, the low bits of the master and the moments are read and
-written; the gradient is read. An fp16 weight is written only."""
+"""Bytes that AdamW moves for each parameter. The weight, the low bits of the master (in fp16 the master itself) and the
+moments are read and written; the gradient is read. An fp16 weight is written only."""
 _ITEMSIZES = {"bf16": 2, "fp32": 4, "fp16": 2}
 
 _USABLE_RAM = 0.9
@@ -32,9 +32,11 @@ _OF_UNIFIED = (
     "the CPU's optimizer and the GPU do not slow each other, although they share the memory's rate",
 )
 _HANDED_SECONDS = 0.4e-3
-"""Measured on two cores at about 3 GHz, for units of up to a dozen parameters."""
+"""`Hardware.handed_seconds` if the CPU computes; measured on two cores at about 3 GHz, for units of up to a dozen
+parameters."""
 _HANDED_TO_GPU_SECONDS = 0.6e-3
-"""The same, and 0.2 ms to launch some 30 kernels of a transformer block: a rule of thumb, not measured on a GPU."""
+"""`Hardware.handed_seconds` on a GPU: 0.2 ms more, to launch some 30 kernels of a transformer block. This is a rule of
+thumb, not measured on a GPU."""
 _HANDED_TO_GPU = f"each use of a unit takes the host {_HANDED_TO_GPU_SECONDS * 1e3:.1f} ms, beside the GPU's compute"
 
 

@@ -65,7 +65,7 @@ def measured(
     tell(f"{taken} of {layers} layers of {shape.name}: building them", 0.0)
     try:
         seconds = _seconds(config, load.batch, shape.sequence, dtype, _device(hardware), tell)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise any error
         raise ConfigError(
             f"cannot run {shape.name} to measure it ({type(error).__name__}: {error_message(error)}); leave out "
             f"--measure"

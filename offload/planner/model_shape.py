@@ -154,7 +154,7 @@ def from_name(
             return _counted(model, model, model.parameters(), name, sequence, units)
     except ConfigError:
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise any error
         raise ConfigError(
             f"cannot run {name} without its weights ({type(error).__name__}: {error_message(error)}); "
             f"give --parameters and --layers"
@@ -188,7 +188,7 @@ def from_training(
 
             weights = [made[name] for name, _ in model.named_parameters()]
             return _counted(model, forward, weights, title, sequence, units)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise any error
         raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
 
 
@@ -242,7 +242,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
     transformers = require_transformers()
     try:
         config = _config(transformers, name)
-    except Exception as error:  # whatever the library raises of a file that is none of its own
+    except Exception as error:  # transformers may raise any error for a foreign or damaged file
         raise ConfigError(
             f"cannot read the config of {name} ({type(error).__name__}: {error_message(error)})"
         ) from error
@@ -252,7 +252,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
     if layers is not None:
         try:
             _cut(text, layers)
-        except Exception as error:  # a config whose layers follow from something else
+        except Exception as error:  # some configs derive the number of layers from other settings
             raise ConfigError(
                 f"cannot cut {name} to {layers} layers ({type(error).__name__}: {error_message(error)})"
             ) from error

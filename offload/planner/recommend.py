@@ -157,7 +157,10 @@ def with_host_budget(planned: Planned) -> Planned:
 
 
 def _budgets(planned: Planned) -> Iterator[int]:
-    """Yields host budgets in bytes: room for all weights, for half of and for all other states, within the RAM."""
+    """Yields host budgets in bytes, ascending: room for all weights, for half of the other states too, and for all.
+
+    Budgets beyond the RAM are left out; if there are any, the largest budget that the RAM allows comes last.
+    """
     memory, hardware = planned.memory, planned.hardware
     most = int(_HOST_SHARE * (hardware.ram - (planned.host_peak - memory.host)))
     weights = memory.nbytes_on_disk(State.WEIGHT)
@@ -245,12 +248,12 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
 
 
 def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
-    """Raises `BudgetError` if states that should stay in memory were placed on DISK, as another candidate asks for."""
+    """Raises `BudgetError` if states that should stay in memory are placed on DISK, as in another candidate."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
 
 
-# -- what to change -----------------------------------------------------------------------------------
+# -- advice -------------------------------------------------------------------------------------------
 
 
 def advise(planned: Planned) -> Advice:

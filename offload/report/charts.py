@@ -119,7 +119,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def format_number(value: float) -> str:
-    """Returns a number as a text with four significant digits."""
+    """Returns a number as a text with four significant digits, or with five between 10,000 and 100,000."""
     if value == 0:
         return "0"
     if 1e-3 <= abs(value) < 1e5:

@@ -84,7 +84,7 @@ def read_plan(path: Path) -> dict[str, Any]:
     """Reads the output of `offload plan --json` from a file and returns the predicted numbers by the log's keys.
 
     Raises:
-        ConfigError: if the file cannot be read or is not a plan.
+        ConfigError: the file cannot be read or is not a plan.
     """
     try:
         step = json.loads(path.read_text(encoding="utf-8"))["step"]

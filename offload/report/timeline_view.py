@@ -78,10 +78,10 @@ class Window:
 
 
 def read_window(path: Path) -> Window:
-    """Reads a timeline and returns the step of median time, without the first steps; all spans if there is no step.
+    """Reads a timeline and returns its step of median time, not counting the first two; all spans if there is no other.
 
     Raises:
-        ConfigError: the file is not a timeline.
+        ConfigError: the file cannot be read, is not a timeline, or contains no span.
     """
     events = _events(path)
     # A process of the trace is a rank: the drawing shows the lowest one.
@@ -141,7 +141,7 @@ def _span(event: Mapping[str, Any]) -> Span:
 def _step(spans: Sequence[Span]) -> tuple[float, float, str]:
     """Returns start, end and name of the step of median time, from the end of one step to the end of the next.
 
-    The first interval is left out, since the first steps read on demand.
+    The first interval is left out, since the first steps read on demand. Without another one, all spans are the window.
     """
     ends = sorted((s.end, s.name) for s in spans if s.row == "compute" and s.name.startswith("step "))
     steady = [(before[0], after[0], after[1]) for before, after in pairwise(ends)][1:]

@@ -38,7 +38,7 @@ class Agreed(NamedTuple):
     gather: bool
     """True if a rank that uses the unit lacks it: all ranks gather it."""
     together: bool
-    """True if all ranks have come to the same use."""
+    """True if all ranks announced the same use."""
     all: bool = False
     """True if every rank has every unit: no rank needs the others until weights change."""
     ahead: int = -1
@@ -59,7 +59,7 @@ class Peers(Protocol):
         """
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
-        """Returns the unit that every rank could gather next, or -1. Called after a gather to which all ranks had come.
+        """Returns the unit that every rank could gather next, or -1. Called after a gather that all ranks announced.
 
         Args:
             ahead: returns the unit that this rank could gather next, or -1.
@@ -78,7 +78,7 @@ class Peers(Protocol):
 class DeviceCache:
     """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go.
 
-    The caller of every method holds the table's lock; copies and gathers release the lock meanwhile.
+    The caller of every method holds the table's lock, which copies and gathers release while they run.
     """
 
     def __init__(self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
@@ -165,7 +165,7 @@ class DeviceCache:
             kept: bytes of each block that no unit may use; the blocks are (bytes,) uint8 tensors.
 
         Raises:
-            BudgetError: if the device has not `nbytes` free.
+            BudgetError: if fewer than `nbytes` are free on the device.
         """
         assert len(self._arena.blocks) == 1, "grown memory is given back before the arena grows again"
         self._first_floor()  # determined while all free memory belongs to the first allocation
@@ -255,7 +255,7 @@ class DeviceCache:
         entry.uploaded = entry.copied
 
     def _shard(self, entry: UnitEntry) -> torch.Tensor:
-        """Returns the partition, (part_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
+        """Returns the partition, (shard_nbytes,) uint8, in its permanent device buffer or in a host buffer."""
         if entry.tier_buffer is not None:
             return self._arena.view(entry.tier_buffer)
         assert entry.host_buffer is not None

@@ -18,7 +18,7 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """States of the optimizer, fp32, in the kernel's order of arguments. TORCH has no kernel: one state holds all."""
+    """States of the optimizer, fp32, in the kernel's order of arguments. TORCH has no kernel: PACKED contains all."""
 
     @property
     def name(self) -> str:

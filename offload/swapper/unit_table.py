@@ -1,7 +1,7 @@
 """The pager's table: the entries of all units, the access order, and the one lock that guards both.
 
-A call is abandoned only while it waits for a lock, a read or an update, by an error or a Ctrl-C. The table is
-consistent there; between waits every change is `uninterrupted`.
+An error or a Ctrl-C can abandon a call only while the call waits for a lock, a read or an update. The table is
+consistent during each such wait; between waits every change is `uninterrupted`.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
             "load the checkpoint again"
         )
     error = table.failure
-    # A checksum that differs (EBADMSG) may be the cause of the error that arrived here.
+    # A checksum that differs (EBADMSG) may be the cause of the error that stopped the engine.
     while error is not None:
         if isinstance(error, OSError) and error.errno == errno.EBADMSG:
             return (

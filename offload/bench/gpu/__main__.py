@@ -1,24 +1,26 @@
-"""The GPU in one command: `offload bench gpu [FOLDER] [--budget-minutes 8] [--json FILE] [--model M]`.
+"""A benchmark of a GPU: `offload bench gpu FOLDER`, or `python -m bench.gpu --folder FOLDER` in a checkout.
 
-Parts, most important first, each in a process of its own, as far as the budget goes:
+The command runs those of these parts that fit into the budget of minutes, the most important first, each in a process
+of its own:
 
     bits         tiny models in all placements: losses, norms and weights equal to those of none/none, bit for bit
-    copies       to and from the engine's host memory, one way and both at once. Bound: the same bytes to and from
-                 torch's own pinned memory
+    copies       to and from the engine's host memory, in each direction and both at once. Bound: the same bytes to and
+                 from torch's own pinned memory
     rates        matrix products in a plain loop, the optimizer, the drive
-    none/none    steps of the model, a part for each placement (weights/states). Bound of the time: the step of
+    none/none    steps of the model, one part for each placement (weights/states). Bound of the time: the step of
     nvme/nvme    none/none, where both stay on the device. Bound of the bytes: 26 for each parameter and step
     …
-    13B layers   four layers of the width of 13B, all on the drive, in 24 GiB of the GPU
-    tests        those of tests/ that need a GPU, in a checkout
-    … in 24 GiB  placements again, in so much of the GPU
-    DeepSpeed    the step of cpu/cpu by DeepSpeed, where it is installed
-    7B, 13B      in 24 GiB of the GPU, states over RAM and drive as they have room, or as many layers as fit
+    13B layers   four layers as wide as those of the 13B model, all states on the drive, in 24 GiB of GPU memory
+    tests        the tests in tests/ that need a GPU, in a checkout
+    … in 24 GiB  three of the placements again, in 24 GiB of GPU memory
+    DeepSpeed    the step of cpu/cpu by DeepSpeed, if DeepSpeed is installed
+    7B, 13B      steps in 24 GiB of GPU memory, with states in RAM as far as they fit and otherwise on the drive; with
+                 fewer layers if not all fit
 
-Without sizes a step has as many tokens as fit beside the model on the GPU, 8 x 4096 at most: smaller steps of a fast
-GPU wait for the host. `--only NAME` runs the parts whose names begin with it, and may repeat. `--part NAME` runs one of
-them alone, in this process. Without a GPU the command is an error that touches nothing; `--device cpu` is a rehearsal
-that measures nothing of interest. A GPU's other users are seen in the figures, so run it alone.
+If no sizes are given, a step has as many tokens as fit beside the model on the GPU, at most 8 x 4096: smaller steps of
+a fast GPU wait for the host. `--only NAME` runs only parts whose names begin with NAME, and may repeat. `--part NAME`
+runs one part alone, in this process. Without a GPU the command reports an error and writes nothing; `--device cpu` is a
+rehearsal that measures nothing of interest. Other users of the GPU change the figures, so run the benchmark alone.
 """
 
 from __future__ import annotations
@@ -67,17 +69,17 @@ from offload.sizes import parse_size
 FORMAT = 1
 """Version of the JSON file's keys."""
 _PASSED_ON = ("device", "model", "steps", "nbytes")
-"""Options of the command that are those of a part's process too, as they are."""
+"""Options that the command passes unchanged to the process of each part."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the benchmark, or one part of it; returns the exit code.
 
     Args:
-        arguments: words of the command line; None for those of this process.
+        arguments: arguments of the command line; None for those of this process.
 
     Raises:
-        ConfigError: there is no GPU, or no transformers. Nothing was touched.
+        ConfigError: there is no GPU, or transformers is not installed. Nothing was written.
     """
     given = _parser().parse_args(arguments)
     check_machine(given.device)
@@ -123,7 +125,14 @@ def _device(given: argparse.Namespace) -> torch.device:
 
 
 def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
-    """Returns the step of a part: the given one, or the largest that fits into the GPU or `limit` bytes of it."""
+    """Returns the size of a part's step: the given one, or else the largest that fits into the GPU.
+
+    On a CPU, or if only one of the two sizes is given, the default takes the place of a missing one.
+
+    Args:
+        given: the options of the command.
+        limit: bytes of GPU memory that the part may take; None for all of it.
+    """
     if given.batch_size or given.seq_len or given.device == "cpu":
         usual = DEFAULT_STEP
         return StepSize(given.batch_size or usual.batch_size, given.seq_len or usual.seq_len, given.recompute)
@@ -134,7 +143,7 @@ def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
 def _run_here(given: argparse.Namespace) -> None:
     seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
     part = next(part for part in PARTS if part.name == given.part)
-    # Only parts that train the command's model need its size, which takes seconds to find.
+    # Only parts that train the model of the command need the size of a step, which takes seconds to find.
     trains = (part.placement or part.name == "DeepSpeed") and "batch_size" not in part.changes
     size = step_size(given, part.changes.get("limit")) if trains else DEFAULT_STEP
     work = Work(
@@ -200,15 +209,15 @@ def _run_all(given: argparse.Namespace) -> int:
                 "refused": refused(parts),
                 "invalid": invalid(parts),
             }
-            _write(given.json, report)  # after each part: who ends this process early has what was measured
+            _write(given.json, report)  # after each part, so that an early end loses no results
     print(json.dumps(report) if given.print_json else f"\n{words(report)}\n\nall figures: {given.json}")
     return judge(report["parts"])
 
 
 def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, hard: float) -> dict[str, Any]:
-    """Runs one part in a process of its own, that ends by itself about `soft` seconds from now, and by force at `hard`.
+    """Runs one part in a process of its own, which should end within `soft` seconds and is killed after `hard` seconds.
 
-    `folder` is empty again afterwards: a part that was stopped leaves its swap files, a part that failed may.
+    Its swap files in `folder` are removed afterwards, also those of a part that was killed or has failed.
     """
     files = folder / "swap"
     files.mkdir()
@@ -216,13 +225,13 @@ def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, h
     command = [sys.executable, "-m", "offload.bench.gpu", "--part", part.name]
     command += ["--json", str(figures), "--folder", str(files), "--budget-minutes", str(soft / 60)]
     for key in ("batch_size", "seq_len"):
-        # Without sizes each part finds its own: one in 24 GiB has room for fewer tokens.
+        # Sizes that are not given are found by each part: a part in 24 GiB has room for fewer tokens.
         if getattr(given, key) is not None:
             command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
     command += ["--recompute"] if given.recompute else []
     for key in _PASSED_ON:
         command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
-    setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # costs speed, so for no other part
+    setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # slower, so for this part only
     try:
         return run_child(command, figures, hard, HF_HUB_OFFLINE="1", **setting)
     finally:
@@ -232,7 +241,7 @@ def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, h
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Lets SIGTERM end the process as an exception does, so that the part under way ends and its files are removed."""
+    """Turns SIGTERM into `SystemExit` inside the context: the running part is then ended and its files are removed."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(128 + number)
@@ -245,14 +254,14 @@ def _terminable() -> Iterator[None]:
 
 
 def _write(path: Path, value: Any) -> None:
-    """Replaces the file at once: a reader, or whoever kills this process, never finds half of it."""
+    """Writes `value` as JSON. The file is replaced atomically, so it is complete at any time, even after a kill."""
     beside = path.with_name(path.name + ".new")
     beside.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(beside, path)
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """Returns the exit code of `main`; an error of the machine is one line on stderr."""
+    """Runs `main` and returns the exit code. A `ConfigError` becomes one line on stderr and the exit code 2."""
     try:
         return main(arguments)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""Copies to and from the engine's host memory, beside the same bytes to and from torch's own pinned memory."""
+"""Measurement of copies to and from the engine's host memory, in turns with copies of torch's own pinned memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def copies(work: Work, save: Save) -> None:
         device.download(ours, away).wait()
 
     figures["upload"] = _rates(work, upload, lambda: _copy(away, pinned))
-    upload()  # once more, since torch came last
+    upload()  # again, since the last copy was torch's
     figures["upload"]["right"] = torch.equal(away.cpu(), ours)
     save(figures)
     away.copy_(ours.flip(0))
@@ -47,7 +47,7 @@ def copies(work: Work, save: Save) -> None:
 
 
 def _both(work: Work, device: Device, lease: HostBuffer) -> dict[str, Any]:
-    """Returns the rates of half of the bytes up and half down at once, which a bus does at the same time."""
+    """Returns the rates of copies in both directions at once, half of the bytes each; a bus can move both at a time."""
     half = work.copy_nbytes // 2
     up, down = lease.tensor(torch.uint8)[:half], lease.tensor(torch.uint8)[half : 2 * half]
     pinned = [torch.ones(half, dtype=torch.uint8, pin_memory=work.device.type == "cuda") for _ in range(2)]
@@ -68,7 +68,7 @@ def _both(work: Work, device: Device, lease: HostBuffer) -> dict[str, Any]:
             stream.synchronize()
 
     found = _rates(work, ours, theirs)
-    ours()  # once more, since torch came last
+    ours()  # again, since the last copies were torch's
     found["right"] = bool((there.cpu() == 7).all()) and bool((down == 5).all())
     return found
 

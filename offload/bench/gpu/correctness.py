@@ -1,4 +1,4 @@
-"""Tiny models in all placements: losses, norms and weights equal to those of none/none, bit for bit."""
+"""Comparison of all placements on tiny models: losses, norms and weights must equal those of none/none bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.presets import require_transformers
 
 
 class _Tiny(NamedTuple):
-    """A small model and its accumulation."""
+    """A small model: class of its config, settings of the config, and micro-batches of a step."""
 
     config: str
     settings: dict[str, Any]
@@ -40,7 +40,8 @@ _TINY = {
         2,
     ),
 }
-"""Of more blocks than the device arena holds, so that weights come and go. GPT-2 has dropout and a tied embedding."""
+"""Models by name. Each has more blocks than the device arena holds, so that weights are moved. GPT-2 has dropout and a
+tied embedding."""
 _VOCABULARY = 128
 JOBS = tuple(f"{model} {dtype}" for model in _TINY for dtype in ("bf16", "fp32"))
 
@@ -56,9 +57,9 @@ class _Result(NamedTuple):
 def bits(
     work: Work, save: Save, jobs: Sequence[str] = JOBS, placements: Sequence[str] = PLACEMENTS, steps: int = 5
 ) -> None:
-    """Trains each job in each placement, none/none a second time too, and compares with none/none.
+    """Trains each job in each placement, and compares the results with those of a separate training in none/none.
 
-    The part is the first in its process to use CUDA, since cuBLAS reads its setting when it starts.
+    Nothing else may use CUDA in this process before, since cuBLAS reads CUBLAS_WORKSPACE_CONFIG when it starts.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
@@ -72,7 +73,7 @@ def bits(
             for placement in placements:
                 try:
                     differences = _differences(expected, _train(job, placement, work, steps))
-                except Exception as error:  # the other placements still tell something
+                except Exception as error:  # the other placements can still be compared
                     found["failed"][placement] = f"{type(error).__name__}: {error}"
                 else:
                     if differences:

@@ -1,4 +1,4 @@
-"""The same steps by DeepSpeed's ZeRO-3 with weights and states in RAM, where it is installed."""
+"""The steps of cpu/cpu by DeepSpeed's ZeRO-3, with weights and states in RAM, if DeepSpeed is installed."""
 
 from __future__ import annotations
 

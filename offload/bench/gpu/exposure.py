@@ -1,4 +1,4 @@
-"""The GPU's seconds of a step by the profiler: kernels, copies that no kernel hides, and neither."""
+"""Division of a step's time on the GPU, by torch's profiler: kernels, copies that no kernel hides, and idle time."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Interval = tuple[float, float]
 
 
 class Exposure(NamedTuple):
-    """Seconds of one step."""
+    """Seconds of one step, by the activity of the GPU."""
 
     seconds: float
-    """All of it."""
+    """Duration of the step."""
     kernels: float
-    """Some kernel ran."""
+    """Seconds in which at least one kernel ran."""
     copies: float
-    """Something was copied to the GPU or from it."""
+    """Seconds in which something was copied to or from the GPU."""
     exposed_copies: float
-    """Something was copied, and no kernel ran."""
+    """Seconds in which something was copied and no kernel ran."""
     idle: float
-    """Neither: the GPU waited for a drive, for an update, or for the host."""
+    """Seconds without kernels and copies: the GPU waited for a drive, for an update, or for the host."""
 
 
 def exposure(seconds: float, kernels: Iterable[Interval], copies: Iterable[Interval]) -> Exposure:
-    """Returns the parts of a step of so many seconds; its kernels and copies may overlap as they like."""
+    """Returns the division of a step that took `seconds`; the intervals of kernels and copies may overlap."""
     computing, copying = union(kernels), union(copies)
     busy = length(union([*computing, *copying]))
     return Exposure(seconds, length(computing), length(copying), busy - length(computing), max(seconds - busy, 0.0))
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns the same time in intervals that do not overlap, ascending."""
+    """Returns the union of intervals, as ascending intervals that do not overlap."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -52,7 +52,10 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | None:
-    """Returns the parts of one step; None without a GPU. The step may end before its updates do."""
+    """Runs one step and returns the division of its time; None without a GPU.
+
+    The optimizer's updates may still run when the step ends.
+    """
     if device.type != "cuda":
         step()
         return None
@@ -67,7 +70,10 @@ def profiled(device: torch.device, step: Callable[[], object]) -> Exposure | Non
 
 
 def split(events: Iterable[Any]) -> tuple[list[Interval], list[Interval]]:
-    """Returns the times of kernels, and of copies between host and GPU, among the events of torch's profiler."""
+    """Returns two lists of intervals from the events of torch's profiler: kernels, and copies between host and GPU.
+
+    Other work of the GPU, such as copies within its memory, counts as kernels.
+    """
     kernels: list[Interval] = []
     copies: list[Interval] = []
     for event in events:

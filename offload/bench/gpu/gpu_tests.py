@@ -1,4 +1,4 @@
-"""The tests that need a GPU, by pytest."""
+"""A run of the tests that need a GPU, by pytest."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from pathlib import Path
 from offload.bench.gpu.work import Save, Work
 
 _ROOT = Path(__file__).resolve().parents[3]
-"""A checkout, if the package is one's."""
+"""Root of the checkout, if the package is part of one."""
 FILES = ("tests/test_gpu.py", "tests/test_kernels_cuda.py", "tests/test_pinning.py", "tests/test_deepnvme_files.py")
 _LAST_LINES = 30
 
 
 def gpu_tests(work: Work, save: Save, files: tuple[str, ...] = FILES, marked: str = "gpu") -> None:
-    """Runs those of `files`: saves how many passed, failed or were skipped, and the last lines if any failed."""
+    """Runs the tests in `files` that have the marker `marked`, and saves the counts of their results.
+
+    If pytest ends with an error, the last lines of its output are saved too.
+    """
     missing = [name for name in files if not (_ROOT / name).exists()]
     if missing or importlib.util.find_spec("pytest") is None:
         what = f"there is no {missing[0]}" if missing else "pytest is not installed"

@@ -1,4 +1,4 @@
-"""Parts, each in a process of its own, as far as the minutes go; and the sum of what they found."""
+"""Parts of the benchmark, each run in a process of its own within the budget, and conclusions from their figures."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Part(NamedTuple):
     seconds: float
     """Rough seconds from start to end, with the model of 1B parameters."""
     placement: str = ""
-    """Of a part that trains a model: weights/states, or "planned"; else empty."""
+    """Placement of a part that trains a model, as weights/states, or "planned"; empty for other parts."""
     changes: Mapping[str, Any] = {}
-    """Fields of `Work` that differ from those of the command."""
+    """Fields of `Work` that replace those from the command's options."""
 
 
 LIMIT = 24 * GIB
-"""Bytes of a card that many have."""
+"""Bytes of memory of a common GPU."""
 PLANNED = "planned"
 BASE = "none/none"
 """The part whose step bounds those of the other placements."""
@@ -58,19 +58,20 @@ PARTS = (
     Part("7B", 240, PLANNED, _13B | {"model": "llama-7b"}),
     Part("13B", 420, PLANNED, _13B),
 )
-"""Most important first: with 8 minutes as many as fit, with `--only` those that are asked for."""
+"""All parts, the most important first. `--only` restricts the choice; of the others, those that fit the budget run."""
 
 WAYS = ("upload", "download", "both")
-"""Ways of copies."""
+"""Directions of copies."""
 
 _LEAVING = 5.0
-"""Seconds in which a process that has measured ends: more where a step is long, which the part itself knows."""
+"""Seconds that a part's process needs to end after its last measurement. A part whose steps take longer stops earlier
+by itself: see `training.timed`."""
 
 _LAST_LINES = 15
 
 
 def fitting(parts: Sequence[Part], seconds: float) -> list[Part]:
-    """Returns those of `parts`, most important first, that fit into `seconds` one after the other."""
+    """Returns the parts that fit into `seconds` one after the other; earlier ones in `parts` take precedence."""
     chosen = []
     for part in parts:
         if part.seconds <= seconds:
@@ -85,9 +86,9 @@ def run_parts(
     run: Callable[[Part, float, float], dict[str, Any]],
     now: Callable[[], float] = time.monotonic,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Runs what fits into `budget` seconds; yields each part's name and result, those that were left out last.
+    """Runs the parts that fit into `budget` seconds. Yields each part's name and result, then those of skipped parts.
 
-    `run` gets a part, the seconds after which it should come to an end, and those after which it must.
+    `run` receives a part, the seconds after which the part should end, and the seconds after which it must have ended.
     """
     deadline, pending = now() + budget, list(parts)
     while fits := fitting(pending, deadline - now()):
@@ -101,7 +102,11 @@ def run_parts(
 
 
 def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
-    """Runs a part's process for at most `seconds`; returns its end, its last lines, and the content of `figures`."""
+    """Runs a part's process for at most `seconds`.
+
+    Returns:
+        How the process ended, its duration, the content of `figures`, and after a failure the last lines of its output.
+    """
     log, start = figures.with_suffix(".log"), time.monotonic()
     with log.open("w") as words:
         try:
@@ -127,7 +132,7 @@ def run_child(command: Sequence[str], figures: Path, seconds: float, **environme
 
 
 def judge(parts: Mapping[str, Mapping[str, Any]]) -> int:
-    """Returns the exit code: 1 if a placement gave other bits, a copy other bytes, or a part failed; else 0."""
+    """Returns the exit code: 1 if a placement gave other bits, a copy other bytes, or a test or part failed; else 0."""
     if any(part["state"] == "failed" for part in parts.values()):
         return 1
     jobs = figures_of(parts, "bits").get("jobs", {}).values()
@@ -143,9 +148,10 @@ def figures_of(parts: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, A
 
 
 def add_exposure(parts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Gives each placement of the same work the seconds that its step takes beyond that of none/none, if that counts.
+    """Adds to the figures of each placement the seconds that its step takes beyond the step of none/none.
 
-    Steps of other tokens, or with activations computed again, are no bound of each other.
+    Only steps of the same work are compared: the same model, tokens and recomputation. Nothing is added if the figures
+    of none/none are missing or invalid.
     """
     base = figures_of(parts, BASE)
     if "step_seconds" not in base or BASE in invalid(parts):
@@ -157,7 +163,7 @@ def add_exposure(parts: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def invalid(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the parts whose figures do not say what they seem to say, each with the reason."""
+    """Returns the parts whose figures would mislead, each with the reason."""
     found = {}
     for name in parts:
         placement = name.partition(" in ")[0]
@@ -169,7 +175,7 @@ def invalid(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def refused(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the parts that gave no figures or not all, each with the reason."""
+    """Returns the parts whose figures are missing or incomplete, each with the reason."""
     found = {}
     for name, part in parts.items():
         if part["state"] == "failed":
@@ -184,7 +190,7 @@ def refused(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def bounds(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns what the figures are held against, as far as it was measured and counts."""
+    """Returns the bounds of the figures; those that were not measured, or are invalid, are None or left out."""
     base, copies = figures_of(parts, BASE), figures_of(parts, "copies")
     return {
         "step_seconds": None if BASE in invalid(parts) else base.get("step_seconds"),

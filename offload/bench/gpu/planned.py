@@ -1,4 +1,4 @@
-"""A model too large for the GPU, its states over host and disk as the planner has it, with as many layers as fit."""
+"""A model too large for the GPU, with as many layers as fit; the planner places its states on host and disk."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.limits import free_host_memory
 
 _HOST_SHARE = 0.8
-"""Of what is free: libraries, and what the loop itself takes, need some."""
+"""Fraction of the free RAM that the run may take. Libraries and the loop itself need the rest."""
 _DISK_SHARE = 0.95
+"""Fraction of the free disk that the run may take."""
 _PLACEMENTS = (("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
-"""Of weights and states. What goes to a drive moves up again as far as there is RAM."""
+"""Devices of weights and of states. Partitions on nvme are promoted into RAM as far as there is room."""
 
 
 _GPU_SHARE = 0.9
+"""Fraction of the GPU's memory that states and activations may take."""
 _OF_A_PARAMETER = 14
-"""Bytes on the device in none/none: weight and gradient in bf16, the low bits of the master, two moments in fp32."""
+"""Bytes of a parameter in none/none: weight and gradient in bf16, low bits of the master, and two moments in fp32."""
 _STEPS = (
     StepSize(8, 4096),
     *(StepSize(8, tokens, recompute=True) for tokens in (4096, 2048, 1024, 512)),
@@ -41,19 +43,19 @@ class Fitted(NamedTuple):
     """The layers of a model that a machine has room for."""
 
     layers: int
-    """0 where not even one fits."""
+    """0 if not even one fits."""
     settings: dict[str, Any]
     words: str
 
 
 def fit(work: Work, room: Room) -> Fitted:
-    """Returns the config that holds most layers of the model: all in RAM, else over RAM and disk."""
+    """Returns the largest number of layers that fit and their config: all in RAM, or else in RAM and on disk."""
     with offload.init():
         model: Any = work.build()
     whole = int(model.config.num_hidden_layers)
     least, most = 0, whole
     found: Memory | None = None
-    while least < most:  # the most layers that have room
+    while least < most:  # a bisection for the most layers that fit
         middle = (least + most + 1) // 2
         memory = _settled(work._replace(layers=middle), room)
         if memory is None:
@@ -69,9 +71,9 @@ def fit(work: Work, room: Room) -> Fitted:
 
 
 def largest_step(model: str, memory: int) -> StepSize:
-    """Returns the largest step for which weights, states and activations of a model fit on a GPU; else the smallest.
+    """Returns the largest size of a step with which weights, states and activations of a model fit on a GPU.
 
-    Room for none/none decides, so that every placement has the same step.
+    If none fits, returns the smallest. The bytes of none/none decide, so that all placements have the same step.
 
     Args:
         model: a preset.
@@ -80,7 +82,7 @@ def largest_step(model: str, memory: int) -> StepSize:
     for size in _STEPS:
         try:
             shape = from_name(model, size.seq_len, torch.bfloat16)
-        except ConfigError:  # longer than the model's positions
+        except ConfigError:  # more tokens than the model has positions
             continue
         beside = activations(shape, Load(size.batch_size, recompute=size.recompute))
         if _OF_A_PARAMETER * shape.parameters + beside <= _GPU_SHARE * memory:
@@ -89,7 +91,7 @@ def largest_step(model: str, memory: int) -> StepSize:
 
 
 def room_of(work: Work) -> Room:
-    """Returns the room of this machine."""
+    """Returns the free memory and disk of this machine that a run may take."""
     device = open_device(work.device)
     disk = int(_DISK_SHARE * shutil.disk_usage(work.folder).free)
     return Room(int(_HOST_SHARE * free_host_memory()), device.free_bytes(), disk)

@@ -1,4 +1,4 @@
-"""The machine by itself: matrix products in a plain loop, the optimizer, copies, the drive."""
+"""Rates of the machine without a model: matrix products in a plain loop, the optimizer, copies, the drive."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from offload.bench.gpu.work import Save, Work, seconds_of
 from offload.hardware.probe import Rates, drive_rates, measure_rates
 
 _OF_A_COPY = 8
-"""The drive moves so many times the bytes of a copy, so that no cache of its own holds them."""
+"""Bytes of the file on the drive, as a multiple of a copy's: more than the drive's own cache holds."""
 _PRODUCTS = 20
 
 
 def rates(work: Work, save: Save) -> None:
-    """Measures matrix products, and all of `offload probe` of this device and of the folder's drive."""
+    """Measures matrix products in a plain loop, and all rates of `offload probe` for this device and this drive."""
     found = {"plain_matmul": plain_matmul(work.device, work.rounds), **_flat(measure_rates(work.device))}
     save(found)
     drive = drive_rates(str(work.folder), _OF_A_COPY * work.copy_nbytes)
@@ -24,14 +24,14 @@ def rates(work: Work, save: Save) -> None:
 
 
 def _flat(measured: Rates) -> dict[str, Any]:
-    """Returns the rates with those of bf16, in which all of this trains."""
+    """Returns the rates as one dict; of the rates by dtype only those of bf16, in which the benchmark trains."""
     found = measured._asdict()
     by_dtype = found.pop("by_dtype")
     return {**found, **by_dtype["bf16"]._asdict()}
 
 
 def plain_matmul(device: torch.device, rounds: int) -> float:
-    """Returns the operations a second of square products in bf16, one after the other: the bound of a model's."""
+    """Returns the floating-point operations a second of square products in bf16, the bound of those in a model."""
     width = 8192 if device.type == "cuda" else 256
     one, other = (torch.randn(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
 
@@ -39,7 +39,7 @@ def plain_matmul(device: torch.device, rounds: int) -> float:
         for _ in range(_PRODUCTS):
             torch.mm(one, other)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # it is what is measured
+            torch.cuda.synchronize(device)  # the products are measured, not their launch
 
     products()
     return 2 * width**3 * _PRODUCTS / statistics.median(seconds_of(products) for _ in range(rounds))

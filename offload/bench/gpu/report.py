@@ -1,4 +1,4 @@
-"""The figures and the machine, in words."""
+"""Text about the machine and the figures of a benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OF_A_DEVICE = ("name", "slice", "memory_bytes", "capability", "node", "link")
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Returns the machine and the versions that the figures belong to."""
+    """Returns the facts about the machine and the versions of the software that is measured."""
     cuda = device.type == "cuda"
     seen = gpus()
     properties = torch.cuda.get_device_properties(device) if cuda else None
@@ -32,7 +32,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "driver": _driver() if cuda else None,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
-        # Without what names one specimen of a card: the file is for the public.
+        # The file is meant to be published, so UUID and PCI address of the user's card are left out.
         "devices": [{key: each[key] for key in _OF_A_DEVICE} for each in seen["devices"]] if cuda else [],
         "processor": processor(),
         "torch": torch.__version__,
@@ -174,7 +174,7 @@ def _head(figures: Mapping[str, Any]) -> str:
 
 
 def _profiled_words(measured: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns the table of one profiled step of each."""
+    """Returns a table with the profiled step of each part; empty if no step was profiled."""
     rows = [["one step, by the profiler", "step s", "kernels s", "copies s", "exposed copies", "idle"]]
     for name, figures in measured.items():
         if seen := figures.get("profiled"):
@@ -184,7 +184,7 @@ def _profiled_words(measured: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Returns lines of rows of equally many cells: the first column to the left, the others to the right."""
+    """Returns rows of equal length as lines: the first column is aligned to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))] for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)

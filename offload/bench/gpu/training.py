@@ -1,4 +1,4 @@
-"""Steps of a model, and where their time goes."""
+"""Timed steps of a model, with the time that each spends in waits."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from offload.bench.gpu.work import Save, Work, peak_resident, random_ids
 from offload.kernels import cuda
 
 _WARM_UP = 2
-"""Steps that do not count: the first only records the order of uses, the second is the first beside an update."""
+"""Steps that do not count: the first records the access order, and the second is the first beside an update."""
 
 
 class Waits(NamedTuple):
-    """Seconds of one step in which the model stood still, as the engine itself measures them."""
+    """Seconds of one step in which a thread that runs the model waited, as the engine measures them."""
 
     reads: float
-    """A thread that runs the model waited for a read of weights."""
+    """Waits for reads of weights."""
     updates: float
-    """It waited for an update."""
+    """Waits for updates."""
     memory: float
-    """It waited for host memory, which an update holds."""
+    """Waits for host memory that an update holds."""
 
     @classmethod
     def of(cls, measured: Mapping[str, float]) -> Waits:
@@ -35,7 +35,7 @@ class Waits(NamedTuple):
 
 
 def measure_steps(work: Work, settings: dict[str, Any], save: Save) -> None:
-    """Trains the model of `work` by a config and times its steps, from one return of `step()` to the next."""
+    """Trains the model of `work` with a config and times its steps, from one return of `step()` to the next."""
     end = time.monotonic() + work.seconds
     work.keep_limit()
     if work.device.type == "cuda":
@@ -78,15 +78,15 @@ def _time_steps(work: Work, engine: offload.Engine, ids: torch.Tensor, end: floa
 def no_device_kernels(device: torch.device) -> str | None:
     """Returns why the package's kernels do not run on a GPU, so that the host updates its weights; None if they do.
 
-    On a CPU the question has no meaning, and the answer is None too.
+    Returns None for a CPU too.
     """
     return cuda.why_not(device) if device.type == "cuda" else None
 
 
 def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[list[float], float]]:
-    """Calls `act` as often as `work` says, less often if `end` is near: the seconds so far, and its result."""
+    """Calls `act` up to `work.steps` times, fewer if `end` is near. Yields the seconds of all calls, and the result."""
     seconds: list[float] = []
-    # Beside the next two steps there must be time for the end of the last update, which destroy waits for.
+    # The time of three steps must be left: the next one, one for the profiler, and the last update before `destroy`.
     while len(seconds) < work.steps and (not seconds or time.monotonic() + 3 * statistics.median(seconds) < end):
         began = time.perf_counter()
         result = act()
@@ -95,7 +95,7 @@ def timed(work: Work, end: float, act: Callable[[], float]) -> Iterator[tuple[li
 
 
 def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
-    """Makes one step on the same tokens; returns the loss of its last micro-batch.
+    """Makes one step of `accumulation` micro-batches of the same tokens; returns the loss of the last one.
 
     The call waits for the device, as a loop that logs does.
     """
@@ -107,7 +107,7 @@ def step(engine: Any, ids: torch.Tensor, accumulation: int) -> float:
 
 
 def sizes(work: Work, parameters: int) -> dict[str, Any]:
-    """Returns the sizes of a part, and the memory that it took so far."""
+    """Returns the sizes of a part, and the peaks of host and device memory so far."""
     return {
         "model": work.model,
         "layers": work.layers,
@@ -121,9 +121,9 @@ def sizes(work: Work, parameters: int) -> dict[str, Any]:
 
 
 def times(work: Work, seconds: Sequence[float], parameters: int) -> dict[str, Any]:
-    """Returns the rates of steps.
+    """Returns the times of steps, and tokens and floating-point operations per second.
 
-    Floating-point operations are 6 for each parameter and token, 8 with the forward that is computed again.
+    6 operations count for each parameter and token ("6n"), or 8 if the backward recomputes the forward ("8n").
     """
     tokens = work.tokens / statistics.median(seconds)
     return {

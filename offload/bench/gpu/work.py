@@ -1,4 +1,4 @@
-"""Sizes, placements and configs that a part works on, and how it takes times."""
+"""Sizes, placements and configs of the parts, and their functions for measuring times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from offload.presets import build
 from offload.sizes import MIB
 
 Save = Callable[[dict[str, Any]], None]
-"""Called with all figures so far, so that a part that is stopped leaves those it had."""
+"""Receives all figures so far, so that the figures of a part that is stopped are not lost."""
 
 PLACEMENTS = (
     "none/none",
@@ -29,7 +29,7 @@ PLACEMENTS = (
     "cpu/none",
     "nvme/none",
 )
-"""weights/states: all nine, most important first."""
+"""All nine placements, as weights/states, the most important first."""
 
 
 class StepSize(NamedTuple):
@@ -51,16 +51,16 @@ class Work(NamedTuple):
     """An empty folder for swap files."""
     model: str = "llama-1b"
     layers: int | None = None
-    """Of the model, None for all of them."""
+    """Layers of the model; None for all of them."""
     batch_size: int = 8
     seq_len: int = 512
     accumulation: int = 1
     recompute: bool = False
     """True if activations are computed again in the backward."""
     limit: int | None = None
-    """Bytes of the GPU that may be taken, None for all of it."""
+    """Bytes of GPU memory that may be taken; None for all of it."""
     steps: int = 8
-    """Timed steps, fewer where `seconds` are over."""
+    """Timed steps; fewer if they would take longer than `seconds`."""
     seconds: float = 60.0
     copy_nbytes: int = 256 * MIB
     rounds: int = 15
@@ -71,7 +71,7 @@ class Work(NamedTuple):
         return self.batch_size * self.seq_len * self.accumulation
 
     def keep_limit(self) -> None:
-        """Keeps this process from now on within `limit` bytes of the GPU."""
+        """Limits this process to `limit` bytes of GPU memory from now on."""
         if self.limit is not None and self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             torch.cuda.set_per_process_memory_fraction(min(self.limit / total, 1.0), self.device)
@@ -126,6 +126,6 @@ def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.
 
 
 def peak_resident() -> int:
-    """Returns the most bytes that this process had in RAM so far; `ru_maxrss` would begin with those of its parent."""
+    """Returns the peak bytes of this process in RAM so far; `ru_maxrss` would include the peak of its parent."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))

@@ -120,7 +120,7 @@ def bench_adam(
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
     with errors(FAILED), signals(), status_line(console) as tell:
-        # Arguments are checked by now: a failure from here on is not the user's input.
+        # Arguments are checked by now: the user's input is not the cause of a later failure.
         found = adam.measure(count, wanted, rounds, tell)
     if json_output:
         print(json.dumps(adam.as_json(machine(), found)), flush=True)

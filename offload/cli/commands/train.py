@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from offload.finetune.options import Options
 
 TierName = Literal["none", "cpu", "nvme"]
-# Groups of the help, in the order of the fields below. Each option names itself first, as in the help, and then its
-# aliases, most of them Hugging Face's arguments, which are accepted but do not appear in the help.
+# Groups of the help, in the order of the fields below. The first name of an option is the one in the help. The other
+# names are aliases, most of them Hugging Face's arguments, which are accepted but do not appear in the help.
 _MODEL, _DATA, _STEPS = "Model", "Data", "Steps"
 _PLACEMENT, _RUN, _LOGGING = "Placement", "Run and resume", "Logging"
 

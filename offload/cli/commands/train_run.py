@@ -224,7 +224,7 @@ class Training:
 
     def _finish(self, job: Any, remove: bool) -> None:
         """Closes the engine after the last step, and prints the result."""
-        # The engine answers only until `job.finish` closes it.
+        # The numbers are read now, since `job.finish` closes the engine.
         result = self._facts(job)
         job.finish(remove)
         self._table(result)

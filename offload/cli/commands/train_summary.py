@@ -16,9 +16,9 @@ _STEADY = 3
 
 
 def wear(job: Any, reports: Sequence[Any]) -> Iterator[str]:
-    """Yields a warning for each drive if the run will use more than `drive_share` of its rated endurance.
+    """Yields a warning for each drive of which the run will use more than `drive_share` of the rated endurance.
 
-    Warnings are computed after one particular step only, so each appears once.
+    Warnings are computed only after step `_STEADY` of a process, so each appears once.
 
     Args:
         job: the job that runs.

@@ -3,7 +3,7 @@
     all announce the same            all do it; weights that all have are not gathered again
     some announce another            one is chosen, a gather before a reduction. The other ranks serve it with
                                      their partition of the weights, or with their gradients of the unit, if any
-    no gather is announced           ranks that use weights which they have continue; all others announce again
+    all that use weights have them   these ranks continue; the others announce again
     nothing announced can be next    `RankError` on every rank, with all announcements: no rank waits for ever
 
 So ranks may take different paths, as models with experts and loops that evaluate on one rank do, as long as all of them
@@ -45,7 +45,7 @@ class Collective(enum.IntEnum):
     END = 4
     """End of the engine."""
     MEAN = 5
-    """Exchange of a number for its mean."""
+    """Exchange of a number, whose mean every rank receives."""
     FORGET = 6
     """Drop of gradients that were reduced."""
     SAVE = 7
@@ -76,7 +76,7 @@ class RankIntent(NamedTuple):
 
 
 class NextCollective(NamedTuple):
-    """What all ranks do next: the collective `next`. If None, ready uses continue, and others announce again."""
+    """The next collective of all ranks. If `next` is None, ranks whose use is ready continue; others announce again."""
 
     next: RankIntent | None
 
@@ -182,7 +182,7 @@ class Agreement:
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Returns the sum over ranks of a step's statistics. By then each has ended the updates of the step before.
+        """Returns the statistics of a step, summed over ranks. By then each has ended the updates of the previous step.
 
         Args:
             micro_batches: micro-batches of this rank since the last step.
@@ -300,7 +300,7 @@ class Agreement:
     ) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
-        Returns the last announcements. `what` is their field `ready`; for USE a function that is called in each round.
+        Returns the last announcements. `what` is this rank's field `ready`; for USE, a function called in each round.
         """
         with self._lock:
             self._check()

@@ -26,7 +26,7 @@ class AllOrNothing:
         self._share, self._what = share, what
 
     def settle(self, action: Callable[[], Any]) -> list[Any]:
-        """Runs `action` on every rank, and returns the results of all ranks, with several ranks as JSON conveys them.
+        """Runs `action` on every rank, and returns the results of all ranks; several ranks exchange them as JSON.
 
         If `action` raises an `Exception` on one rank, this method raises on all ranks.
 
@@ -76,8 +76,8 @@ def all_or_nothing(rounds: Agreement | None, kind: Collective, what: str) -> Ite
         what: the work in words, for messages.
 
     Yields:
-        The object through which the ranks settle each action. Any exception that leaves the body must come from it, so
-        that all ranks raise.
+        The object through which the ranks settle each action. Any exception that leaves the body must come from this
+        object, so that all ranks raise.
     """
     if rounds is None:
         yield AllOrNothing(0, 1, lambda value: [value], what)

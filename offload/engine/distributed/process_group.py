@@ -4,10 +4,10 @@
     data       weights and gradients, between the devices' memories, through gloo on CPUs, NCCL on GPUs, and torch's
                default backend of any other accelerator
 
-One thread at a time may call: the thread that runs the model, or its backward. Every wait is divided into seconds, so
-that Ctrl-C ends the wait (but not inside of a backward that torch runs on a thread of its own, as on a GPU: there the
-main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`), by which
-the remaining ranks can tell which rank has ended when a connection breaks.
+One thread at a time may call: the thread that runs the model, or its backward. Every wait is a series of waits of one
+second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
+there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`),
+by which the remaining ranks can tell which rank has ended when a connection breaks.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Ranks:
         self._device = device
         self._lost: RankError | None = None
         self._on_gpu = device.torch.type != "cpu"
-        # The heartbeat comes before any collective, so that the others can notice the end of this rank in one.
+        # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self._places = self._meet()
@@ -131,7 +131,7 @@ class Ranks:
         """Fills `whole` with every rank's partition.
 
         Args:
-            whole: (nbytes,) uint8 on the device; the caller's memory, which must stay until the returned event is done.
+            whole: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
             shard_ranges: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
             uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
@@ -156,8 +156,9 @@ class Ranks:
         """Sends row r of `sent` to each rank r, and receives a row from each of `senders`, in their order.
 
         Args:
-            received: (len(senders), part) on the device; filled before compute that the calling thread starts later.
-            sent: (size, part) on the device, of the same dtype; ignored on a rank that is no sender.
+            received: (len(senders), numel) on the device; filled before any compute that the calling thread starts
+                afterwards.
+            sent: (size, numel) on the device, of the same dtype; ignored on a rank that is no sender.
             senders: the ranks that contribute, the same list on every rank.
         """
         part = received[0].nbytes
@@ -262,7 +263,7 @@ class Ranks:
         return self._lost is not None
 
     def fail(self, reason: str) -> RankError:
-        """Returns the error of this rank, which has left a collective. Publishes its end, so that others end too."""
+        """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
         self.look()
         if self._lost is not None:
             return self._lost

@@ -1,4 +1,4 @@
-"""Rendezvous of a launcher's ranks before they have an engine, and the notice from a rank that makes none."""
+"""Rendezvous of a launcher's ranks before they have an engine, and the notice of a rank that will create none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ranks_store() -> Any:
 
 
 def stay_away(reason: str) -> None:
-    """Publishes, for the ranks that wait for this one, that it will not initialize, if their store can be reached."""
+    """Tells ranks that wait for this one that it will create no engine, if the key-value store can be reached."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(RuntimeError):
             ranks_store().set(f"end/{dist.get_rank()}", reason)
@@ -67,7 +67,7 @@ def device_backend(device_type: str) -> str:
 
 
 def as_the_first(decide: Callable[[], Any], to: str) -> Any:
-    """Returns on every rank the result of `decide` on rank 0, as JSON conveys it. A process that trains alone decides.
+    """Returns on every rank the result of `decide` on rank 0, sent as JSON. A process that trains alone calls `decide`.
 
     All ranks call this, for decisions that ranks on machines of different kinds would make differently.
 

@@ -6,9 +6,9 @@
 A unit's host buffer is its own, or a window of a gradient on DISK (`disk_spill`). Gradients of a unit that is stored on
 the device are added there and stay. Those of other units are summed on the device over the micro-batches, as far as
 memory allows, and copied to the host with the last (`device_totals`). The squares of values that are stored as they
-arrive are summed on the device before the copy; those of a host sum, there. So the norm reads no gradient again,
-and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients pass
-through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
+arrive are summed on the device before the copy; those of sums on the host, on the host. So the norm reads no gradient
+again, and its bits are the same everywhere. On a GPU without our kernels the host sums all squares, and all gradients
+pass through staging buffers. If the host can address device memory, all of this is one pass, in the backward's thread.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class GradientPlaces:
 
 
 class GradientAccumulator:
-    """The gradient of each unit that trains; a parameter's gradient is stored where the parameter's segment is.
+    """The gradient of each unit that trains, with each parameter's gradient at the position of the parameter's segment.
 
-    Any thread may call `add` and `put`, one at a time. The update worker calls `free` when an update has read a
-    gradient. All else belongs to the thread that calls `step()`.
+    Any thread may call `add` and `put`, one at a time. The update worker calls `stays` and `segment_range`, and `free`
+    when an update has read a gradient. All other methods belong to the thread that calls `step()`.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class GradientAccumulator:
 
     @uninterrupted
     def stop_adding_up_in(self, units: Collection[int]) -> dict[int, torch.Tensor]:
-        """Copies the totals of `units` to the host; returns their memory as `add_up_in` takes it. Not in a backward."""
+        """Copies totals of `units` to the host, not in a backward; returns their memory in the form of `add_up_in`."""
         for unit in units:
             self._send_totals(unit)
         self._receive_all()
@@ -125,7 +125,7 @@ class GradientAccumulator:
             self.put(unit, segment, 0, flat(gradient))
 
     def end_backward(self) -> None:
-        """Completes an outermost backward, or one that was aborted earlier, whose gradients so far count."""
+        """Completes an outermost backward, or an aborted one, of which the gradients that have arrived are kept."""
         self._compute.end_span()
         self._flush()
         self._timeline.end_phase(Phase.BACKWARD)
@@ -146,7 +146,7 @@ class GradientAccumulator:
         raise AssertionError("a process that trains alone reduces nothing")
 
     def put(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of a segment, all of this rank.
+        """Stores or adds `values`, (n,) on the device, as elements [first, first + n) of this rank's part of a segment.
 
         Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
         after this rank's first element of the segment.
@@ -154,7 +154,7 @@ class GradientAccumulator:
         if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             values = values.to(self.dtype)
         if unit in self._reading:
-            self._callbacks.await_updates()  # the graph is older than step() and needs no weights, as an embedding's
+            self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
         elif self.downloads is None:
@@ -192,7 +192,7 @@ class GradientAccumulator:
     ) -> None:
         """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
         if new and values.element_size() > self.dtype.itemsize:
-            values = values.to(self.dtype)  # the rounding of the store, with fewer bytes to copy
+            values = values.to(self.dtype)  # rounded here and not on the host: fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
@@ -323,7 +323,7 @@ class GradientAccumulator:
 
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Replaces the elements that `look` returns by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
+        """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
         with self._lock:
             squares = self._squares[unit]
@@ -382,7 +382,7 @@ class GradientAccumulator:
             self.totals.forget(unit)
 
     def forget(self) -> None:
-        """Implements `zero_grad`."""
+        """Drops every gradient that no update has taken, for `zero_grad`."""
         self.clear()
 
     def clear(self) -> None:

@@ -62,7 +62,7 @@ class _Arriving(NamedTuple):
 class DeviceToHost:
     """Owner of the receiving thread. All public methods are called by one other thread at a time.
 
-    Their callers are `uninterrupted`: a Ctrl-C ends a wait, and what was sent by then is received.
+    The callers are `uninterrupted`: a Ctrl-C ends a wait, and tensors that were sent by then are received.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DeviceToHost:
             most: most bytes in flight; a single larger tensor is allowed.
             sums: True if the device can sum squares.
             fail: called on the receiving thread with an error that ends it.
-            check: raises that error on the calling thread from then on.
+            check: called on the sending thread after such an error, and raises it there.
             timeline: records each copy.
         """
         self.device, self.sums = device, sums
@@ -125,7 +125,7 @@ class DeviceToHost:
         target: torch.Tensor | None,
         receive: Receive | None,
     ) -> None:
-        """Copies `source` as `send` does; a small `source` later, together with others of its unit.
+        """Copies `source` as `send` does, but a small one later, together with other small gradients of its unit.
 
         Args:
             title: name of the copy on the timeline, the same for all gradients of a unit.
@@ -154,7 +154,7 @@ class DeviceToHost:
             source, receive = join(pieces)
             joined = tuple(piece.source for piece in pieces)
             self._send(_Sent(self._small.title, source, self.device.record_event(), None, receive, joined))
-        # Last: if a Ctrl-C ends the wait above, the next call sends them.
+        # Cleared last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
         self._small.clear()
 
     def _send(self, sent: _Sent) -> None:

@@ -2,7 +2,7 @@
 
     micro-batch   first ─► stored    further ─► added    last, or a read ─► copied to the host
 
-Once the copy of a total to the host has begun, the total is dropped here; later gradients accumulate on the host. Each
+Once the copy of a total to the host has begun, the device drops the total; later gradients are added on the host. Each
 addition is rounded once, as by the host's kernel, so a sum has the same bits on the device and on the host.
 """
 

@@ -38,8 +38,9 @@ def windows(borders: Sequence[int], numel: int) -> tuple[range, ...]:
 class DiskSpill:
     """The gradients of some units, in host buffers and a scratch file.
 
-    Any thread may call `part`, one at a time; the update worker calls `read`; all else belongs to the thread that calls
-    `step()`. The holder of the lock waits for nothing but I/O. An error is raised in the caller and reported to `fail`,
+    Any thread may call `part`, one at a time. The update worker calls `read`, and `forget` after an update. All other
+    methods, and `forget` without an update, belong to the thread that calls `step()`. The lock's holder waits only for
+    I/O. An error is raised in the caller and reported to `fail`,
     since a gradient is lost.
     """
 
@@ -116,7 +117,7 @@ class DiskSpill:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Takes the lock for a change of windows. An error inside stops the engine, since it loses a gradient."""
+        """Takes the lock for a change of windows. An error in the context loses a gradient, and so stops the engine."""
         with self._lock:
             try:
                 yield
@@ -139,7 +140,7 @@ class DiskSpill:
             # A window that was never written needs no read: its first gradients are stored, not added.
             if key in self._written:
                 self.scratch.read(key[0], self._offset(key), host_buffer.buffer[: self._nbytes(key)]).wait()
-        # Start to write every other window now: the backward does not return to it, so the write overlaps the compute.
+        # Start to write all other windows now: the backward does not return to them, so writes overlap the compute.
         for other in list(self._here):
             self._write(other)
         self._here[key] = host_buffer

@@ -1,7 +1,8 @@
 """Small gradients of one unit, joined on the device and copied to the host as one.
 
-A copy costs the host about as much whatever its size: two events, a wake-up of the receiving thread and turns of
-Python's lock, for which the launching thread waits. A gradient of a norm or a bias takes a microsecond on the bus.
+Every copy costs the host about the same time, whatever its size: for two events, for a wake-up of the receiving thread,
+and for turns of Python's lock, for which the launching thread waits. On the bus, a gradient of a norm or a bias takes a
+microsecond.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ SMALL = 256 * KIB
 """Bytes below which a gradient is joined with others.
 
 A joined gradient is copied once more on the host, from the staging buffer to its place: 256 KiB in about 25 us at 10
-GB/s. A copy of its own costs 10 to 20 us of Python, as measured without a GPU, and some five calls of CUDA. So joining
-smaller gradients gains, and joining much larger ones would lose.
+GB/s. A copy of its own costs 10 to 20 us of Python, as measured without a GPU, and some five calls of CUDA. So it saves
+time to join smaller gradients, and would cost time to join much larger ones.
 """
 
 Place = tuple[int, int, int]
@@ -61,7 +62,7 @@ class SmallGradients:
         return source.nbytes < SMALL and source.nbytes <= self._most
 
     def must_leave_before(self, place: Place | None, source: torch.Tensor) -> bool:
-        """Returns True if the pieces must be sent before `source` is sent or joins them.
+        """Returns True if the gradients in `pieces` must be sent before `source` is sent or added to them.
 
         So gradients of one place are received in order, and the small ones of a unit before any of the next unit.
         """
@@ -73,7 +74,7 @@ class SmallGradients:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all pieces."""
+        """Bytes of all gradients in `pieces`."""
         return sum(piece.source.nbytes for piece in self.pieces)
 
     def add(self, title: str, piece: Piece) -> None:
@@ -82,17 +83,17 @@ class SmallGradients:
         self.pieces.append(piece)
 
     def clear(self) -> None:
-        """Forgets all pieces, which were sent."""
+        """Empties `pieces`, once they were sent."""
         self.pieces = []
 
 
 def join(pieces: Sequence[Piece]) -> tuple[torch.Tensor, Receive]:
-    """Returns the bytes of all pieces as one tensor on their device, and the callback that splits them on the host.
+    """Returns the bytes of `pieces` as one tensor on their device, and the callback that splits it on the host.
 
     Args:
         pieces: gradients that the current stream may read.
     """
-    # In the order of descending item sizes each piece is aligned to its item size.
+    # In the order of descending item sizes, each gradient is aligned to its item size.
     pieces = sorted(pieces, key=lambda piece: -piece.source.itemsize)
     joined = torch.cat([piece.source.view(torch.uint8) for piece in pieces])
     # The callback must not keep the sources: the sender decides how long their memory is needed.

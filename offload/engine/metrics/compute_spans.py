@@ -1,6 +1,6 @@
 """Spans of the model's compute: the forward of each module, and the backward, unit by unit.
 
-forward     a module's span excludes the fetch of its own weights: its hooks run inside the engine's
+forward     a module's span excludes the fetch of its own weights, since the hooks of the span run inside the engine's
 backward    a unit's span begins with the first view of its weights, or its first gradient, and ends when the backward
             asks for another unit, when a forward is run again, or when the backward ends
 """

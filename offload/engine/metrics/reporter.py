@@ -47,7 +47,7 @@ class Line:
     """Writer of a line every `every` steps: to the log if a handler takes lines of level INFO, otherwise to stderr."""
 
     def __init__(self, every: int, samples: int, memory: bool) -> None:
-        """Starts the means.
+        """Creates the writer, with no record in the means yet.
 
         Args:
             every: steps for each line.

@@ -5,7 +5,7 @@ belongs to one thread at a time. The end of a step reads all sums and subtracts 
 nothing is locked or reset, no device is waited for, and a step costs microseconds. With a breakdown, a `Relay` is the
 engine's timeline and passes spans and marks to the meter on the threads that make them.
 
-    seconds = forward + backward + step + all else: the loader, evaluations, the user's own
+    seconds = forward + backward + step + all else: the loader, evaluations, the user's own code
               └ waits are within these three ┘      waits of an evaluation are not counted
 
 Updates run beside all of that on a thread of their own, whose seconds are sums of their own.
@@ -147,7 +147,7 @@ class StepMeter:
     def end_step(self, stepped: Stepped) -> None:
         """Makes the record of this step and passes it to the reporter."""
         taken, loss = self._taken(), self._loss
-        # Other threads add to sums meanwhile: since sums only grow, what this step misses counts for the next.
+        # Other threads add to sums meanwhile: since sums only grow, an addition missed here counts for the next step.
         gone = {name: taken[name] - self._last[name] for name in taken}
         self._last, self._loss = taken, None
         values = {"lr": stepped.lr, "grad_norm": stepped.grad_norm, "skipped_steps": float(stepped.skipped_steps)}

@@ -64,7 +64,7 @@ def events(record: Record) -> dict[str, float]:
 
 
 def _replaces(first: Record) -> int:
-    """Returns the samples from which on a sequence of steps replaces older data; 0, so all, if it begins at step 1."""
+    """Returns the samples from which a sequence of steps replaces older data: 0, hence all, if it begins at step 1."""
     return first.samples if first.step > 1 else 0
 
 

@@ -38,7 +38,7 @@ _HARMLESS: frozenset[Any] = frozenset(
         torch.autograd.backward,
     }
 )
-"""Functions that need no element; `grad` and `backward` know a parameter by its autograd node alone."""
+"""Functions that need no element; `grad` and `backward` identify a parameter by its autograd node alone."""
 
 
 _WITH_DATA = frozenset({"data", "T", "H", "mT", "mH", "real", "imag", "__cuda_array_interface__"})

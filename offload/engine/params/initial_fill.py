@@ -31,7 +31,7 @@ def make_resident_shards(
     Args:
         parts: bytes of each state of each unit, for this rank.
         mode: dtypes of the states.
-        placement: tier of each state, and the states promoted from DISK to spare host memory.
+        placement: tier of each state, and the states promoted from DISK to host memory that is left over.
         host: arena of the HOST tier; a promoted state takes a buffer of the weight cache.
         device: arena of the DEVICE tier.
 
@@ -74,7 +74,8 @@ def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
 class InitialFill:
     """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
-    Its buffers are as large as the masters of the largest unit; the host arena is still untouched while it works.
+    Its buffers are as large as the masters of the largest unit. While it writes, the host arena contains partitions
+    only: its caches, tiles and staging buffers are not used yet.
     """
 
     def __init__(self, held: LocalShards, largest_unit: int, ranks: Ranks | None) -> None:
@@ -111,7 +112,7 @@ class InitialFill:
                 for position, values in _values(parameter):
                     first = segment.start + position
                     split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
-                # The hooks give it a placeholder of its shape; until then it holds no memory.
+                # The hooks make the parameter a placeholder of its shape; until then it has no memory.
                 forget(parameter)
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
@@ -119,7 +120,7 @@ class InitialFill:
             self._put(index, flats)
 
     def read_back(self, unit_count: int) -> None:
-        """Resumes: fills the partitions above DISK from the store's newest slots."""
+        """Fills the partitions above DISK from the store's newest slots, on a resume."""
         assert self._store is not None
         for unit in range(unit_count):
             for state, nbytes in self._held.states(unit).items():

@@ -97,7 +97,7 @@ class ParamHandle:
         self._class = type(parameter)
         self._version = self._address = 0
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
-        # One element for the whole shape; NaN makes any use of it visible.
+        # One element, expanded to the shape; NaN makes any use of the element visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
 

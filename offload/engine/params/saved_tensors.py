@@ -114,7 +114,7 @@ class SavedTensors:
             compute: records the unit whose weights a backward uses.
         """
         self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
-        # By address, since compiled code passes tensors of which the class is not known any more.
+        # By address, since compiled code passes tensors that have lost their class.
         self._placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
 
     def push(self) -> bool:
@@ -175,7 +175,7 @@ class SavedTensors:
         return None
 
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
-        """Returns True for a wrapper of other tensors, directly or not, of which one is a view of weights."""
+        """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""
         found = inner_tensors(tensor)
         return found is not None and any(
             isinstance(each, torch.Tensor) and (self.handle(each) is not None or self.wraps_weights(each))
@@ -221,7 +221,7 @@ class SavedTensors:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Returns the address of the tensor's storage; 0 without memory of its own: sparse, of torch.func, or a wrapper."""
+    """Returns the address of the tensor's storage; 0 if it has none: a sparse tensor, one of torch.func, a wrapper."""
     kind = type(tensor)
     if kind is torch.Tensor or kind is nn.Parameter:  # nearly all; torch refuses those without a storage
         try:

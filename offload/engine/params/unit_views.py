@@ -125,7 +125,7 @@ class UnitViews:
     @_without_modes
     @uninterrupted
     def release_unit(self, index: int) -> None:
-        """Ends one use."""
+        """Ends one use of a unit; see `use`."""
         unit = self._units[index]
         with self._lock:
             if unit.uses == 0:
@@ -193,7 +193,7 @@ class UnitViews:
             self.check_not_gathered("changed")
             self._sweep()
             if self._live:
-                gc.collect()  # a dead cycle, such as an exception's frames, may hold one
+                gc.collect()  # a dead cycle, such as an exception's frames, may hold a view
                 self._sweep()
             if self._live:
                 names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
@@ -240,7 +240,7 @@ class UnitViews:
             handle.materialize(torch.as_strided(flat, size, stride, start))
 
     def _take(self, index: int) -> Binding:
-        """Pins a unit. If the device has no room, `_give_way` frees what is dispensable, one at a time."""
+        """Pins a unit. While the device has no room, `_give_way` releases one dispensable unit after the other."""
         self._sweep()
         while True:
             try:
@@ -296,7 +296,7 @@ class UnitViews:
             unit.binding.flat = None
             unit.binding = None
         thawed = [handle for handle in unit.handles if handle.thawed]
-        # Reverted before the error, or a parameter without optimizer states would go on training.
+        # Reverted before the error: otherwise the parameter would continue to train without optimizer states.
         for handle in thawed:
             handle.parameter.requires_grad = False
         if thawed and not changed:

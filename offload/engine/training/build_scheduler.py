@@ -24,7 +24,7 @@ def choose(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Opti
 
     Args:
         block: the config's scheduler block; None if the config has none.
-        given: a schedule, a function that makes one of the optimizer, or None.
+        given: a schedule, a function that makes one from the optimizer, or None.
         optimizer: the engine's optimizer.
 
     Raises:

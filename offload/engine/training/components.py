@@ -60,7 +60,7 @@ class EngineComponents:
         return 1 if self.ranks is None else self.ranks.size
 
     def closing(self) -> list[Callable[[], object]]:
-        """Returns calls that free everything but ranks, store and timeline, in order; each may be repeated.
+        """Returns calls that close all but ranks, store, timeline and meter, in order; each may be repeated.
 
         A component is closed before those that it uses: the worker before the pager, all I/O before the host arena.
         """

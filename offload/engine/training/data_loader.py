@@ -132,14 +132,14 @@ class Loader(DataLoader[Any]):
         return self._moved(*self._begin(), self._loads)
 
     def _begin(self) -> tuple[Iterator[Any], Position]:
-        """Returns the batches of the next pass or of its rest, and the position of the first."""
+        """Returns the batches of the next pass, or the rest of a resumed pass, and the position of the first one."""
         at = self._next
         if not self._resuming:
             self._next = Position(at.epoch + 1, 0)
         self._batches.begin_at = at
         # Workers of a DataLoader are seeded from this generator: a resumed pass seeds them as the interrupted run did.
         self._draws.manual_seed(_seed_of(self._batches.seed, at.epoch, "workers"))
-        # DataLoader draws from its generator, on the CPU, into a tensor on the default device.
+        # DataLoader draws from its generator, on the CPU, into a tensor on the default device: that must be the CPU.
         elsewhere = torch.get_default_device().type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
             return super().__iter__(), at
@@ -181,7 +181,7 @@ class Loader(DataLoader[Any]):
     def trained(self) -> dict[str, int]:
         """Marks all batches handed out so far as trained, at the end of a step; returns the result of `where`."""
         self.before_next = None
-        # The resumed pass is now in progress for good, so the next `iter` begins the pass after it.
+        # From now on the resumed pass counts as begun, so the next `iter` begins the pass after it.
         if self._resuming and self._handed_out != self._next:
             self._next = Position(self._handed_out.epoch + 1, 0)
         self._resuming = False

@@ -1,12 +1,12 @@
 """Growth of the device arena after the first step, its shrinking, and advice when the device is out of memory.
 
-    first step     ─► torch's allocator holds what activations took ─► the arena grows into what they have left free:
-                      memory for all units, and beyond that for gradients that accumulate on the device
+    first step     ─► torch's allocator shows the memory that activations took ─► the arena grows into the memory that
+                      they left free, for all units, and beyond that for gradients that accumulate on the device
     out of memory  ─► units in grown memory are dropped, totals of gradients there are copied to the host ─► torch has
                       the memory again
 
 Memory is given back only between calls of the model, when no view of weights is alive in it: at once before a forward
-is repeated or when the user asks, else at the engine's next entry. Errors that the engine does not see, such as those
+is repeated or when the user asks, else at the next call of the engine. Errors that the engine does not see, as those
 of `model.generate`, are found in the counters of torch's allocator. Where torch freed its own cache instead of raising,
 memory is given back at the end of the step.
 """
@@ -163,10 +163,10 @@ class DeviceBudget:
     # -- calls of the model -------------------------------------------------------------------------
 
     def run(self, forward: Callable[[], Any], inputs: Any, alone: bool) -> Any:
-        """Returns the result of `forward`, which runs once more if the device was out of memory and memory came back.
+        """Returns the result of `forward`, which runs again if device memory ran out and grown memory was given back.
 
-        A forward is repeated only where that changes nothing but the time: the random generators are put back, and
-        neither a buffer of the model nor an input was changed.
+        A forward is repeated only where the repetition changes nothing but the time: neither a buffer of the model nor
+        an input was changed, and the random generators are restored first.
 
         Args:
             forward: runs the model.

@@ -1,6 +1,6 @@
 """Count of the micro-batches since the last optimizer step, and the decision on the next `step()`.
 
-by the count      one optimizer step every so many micro-batches, each of which ends with `step()`
+by the count      one optimizer step every `accumulation` micro-batches, each of which ends with `step()`
 by the user       `set_gradient_accumulation_boundary` decides: `step()` need not be called for each micro-batch, and
                   backwards are counted instead
 `no_sync`         no optimizer step within; each backward is a micro-batch, with or without a `step()`

@@ -221,7 +221,7 @@ class TrainingState:
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
+            # A loader that was iterated meanwhile has restored them, and its batch may have drawn numbers since.
             if self.loader is None or not self.loader.restored:
                 write_generators(self._generators, self._device)
             self._generators = None
@@ -229,7 +229,7 @@ class TrainingState:
             self._after_step, self.after_step_is_due = self.take(), False
 
     def restore_generators(self) -> None:
-        """Restores the generators as they were before the next batch of the resumed run was loaded; see the engine."""
+        """Restores the generators as before the load of a resumed run's next batch: `Engine.restore_generators`."""
         if self._before_next is not None:
             write_generators(self._before_next, self._device)
             self._generators = None  # the next engine call must not restore generators again

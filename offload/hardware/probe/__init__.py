@@ -1,7 +1,7 @@
 """Measurement of this machine's speed, the input of `offload plan`: measured once and cached for the machine.
 
-Everything is measured with the code that training will use: the I/O queue, the kernels, pinned memory, torch's
-products.
+Everything is measured with the code that training will use: the I/O queue, the kernels, pinned memory, and torch's
+matrix products.
 
     rates     the results
     pace      sizes that grow until a call takes long enough, and rounds within a budget of seconds

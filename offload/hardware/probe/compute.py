@@ -47,7 +47,7 @@ class Compute:
     def __init__(self, device: torch.device, pace: Pace) -> None:
         self._device, self._pace = device, pace
         self._sizes: dict[str, Product] = {}
-        """Size by dtype name, chosen when the dtype is measured first."""
+        """Size by dtype name, chosen when the dtype is measured for the first time."""
 
     def products(self, dtype: str) -> tuple[float, float]:
         """Measures a linear layer's forward and the two products of its backward, in the dtype named `dtype`.

@@ -1,4 +1,4 @@
-"""Measurements of host memory and of the optimizer, which the CPU runs whatever the compute device."""
+"""Measurements of host memory and of the optimizer, which runs on the CPU with every compute device."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Host:
         """Measures AdamW and the accumulation of gradients in the dtype named `dtype`.
 
         Returns:
-            Parameters a second that AdamW updates, and parameters a second whose gradient is stored and its squares
-            summed.
+            Parameters a second that AdamW updates, and elements a second of a gradient that is stored while its
+            squares are summed.
         """
         of = DTYPES[dtype]
         arrays = self._arrays if of is torch.bfloat16 else Arrays(self.numel, of, of)

@@ -51,7 +51,7 @@ def keep(found: Probed) -> Path:
 
 
 def kept() -> Probed | None:
-    """Returns the cached measurement; None if there is none, or if the machine has changed since."""
+    """Returns the cached measurement; None if there is none, or if it is of another processor or number of cores."""
     try:
         content = json.loads(cache_path().read_text(encoding="utf-8"))
         if content["version"] != _VERSION:

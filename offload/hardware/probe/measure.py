@@ -28,14 +28,14 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.swapper.memory.device_choice import compute_device
 
 SECONDS = 30.0
-"""Approximate duration of the whole probe on a machine of any speed."""
+"""Approximate duration of the entire probe on a machine of any speed."""
 _OF_DRIVES = 0.3
 """Fraction of the probe's seconds that the drives take, all together."""
 _OF_THE_FIRST_WRITE = 0.15
 """Fraction of a drive's seconds that its first write takes."""
 _REQUEST = 16 * MIB
 _CHECKED = "fp32"
-"""Dtype of the measurements that are repeated at the end: no machine is slow in it."""
+"""Dtype of the measurements that are repeated at the end, since no machine is slow in fp32."""
 
 Tell = Callable[[str, float], None]
 """Receives the name of the next measurement, and the fraction of the work that is done, from 0 to 1."""

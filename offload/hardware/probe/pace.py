@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _ROUNDS = 9
 """Rounds at most: more do not change a median."""
 _BEYOND = 2.0
-"""A larger size is tried if its expected time is at most this multiple of a sufficient one."""
+"""A larger size is tried if its expected time is at most this multiple of the sufficient time."""
 _RATES = 30
 """Number of measurements among which the seconds of a probe are divided."""
 _CALLS = 20

@@ -34,7 +34,7 @@ class DtypeRates(NamedTuple):
     optimizer: float
     """Parameters that AdamW updates on the host."""
     gradient: float
-    """Parameters whose gradient is stored on the host and its squares summed."""
+    """Elements of a gradient that is stored on the host while its squares are summed."""
 
 
 class Rates(NamedTuple):

@@ -13,13 +13,13 @@ from offload.kernels.cuda.nvrtc import Compiler
 
 
 def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[str]) -> bytes:
-    """Returns a compiled program from the cache; compiles it, and caches the result, if it is not there undamaged.
+    """Returns a compiled program from the cache. A program that is missing there, or damaged, is compiled and cached.
 
     Args:
         compiler: NVRTC.
-        name: of the program; part of the file's name.
+        name: name of the program; part of the cache file's name.
         source: CUDA C++.
-        options: of NVRTC, the architecture among them.
+        options: options of NVRTC, including the architecture.
 
     Raises:
         ConfigError: NVRTC refuses the program.
@@ -33,7 +33,7 @@ def machine_code(compiler: Compiler, name: str, source: str, options: Sequence[s
 
 
 def cache_path(version: str, name: str, source: str, options: Sequence[str]) -> Path:
-    """Returns the file of a program; another version of NVRTC, source or option has another file."""
+    """Returns the path of a program's cache file, which depends on NVRTC's version, the source and the options."""
     key = hashlib.sha256(json.dumps([version, source, *options]).encode()).hexdigest()
     return cache_folder() / "kernels" / f"{name}-{key[:32]}.json"
 
@@ -50,11 +50,11 @@ def _cached(path: Path) -> bytes | None:
 
 
 def _cache(path: Path, image: bytes) -> None:
-    """Writes a cache file, if the folder can be written."""
+    """Writes a cache file; does nothing if the folder is not writable or full."""
     content = {"sha256": hashlib.sha256(image).hexdigest(), "image": base64.b64encode(image).decode()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not synced: what a power cut damages is compiled again.
+        # Not synced: a program that a power cut damages is compiled again.
         atomic_write(path, json.dumps(content), durable=False)
     except OSError:
         # The home folder is full or read-only. Each run then compiles again, which costs seconds and nothing else.

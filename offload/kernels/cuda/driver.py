@@ -35,18 +35,18 @@ class Signature:
     """Types of a kernel's arguments."""
 
     def __init__(self, *kinds: str) -> None:
-        """Takes the type of each argument, as the kernel declares them."""
+        """Takes the types of the arguments, in the order in which the kernel declares them."""
         self.layout, self.count = struct.Struct("=" + "".join(kinds)), len(kinds)
 
 
 class Arguments:
     """Arguments of a kernel in memory, with their addresses in the array that a launch takes.
 
-    CUDA copies the arguments during the launch, so they may be set anew as soon as it returns.
+    CUDA copies the arguments during the launch, so they may be set again as soon as the launch returns.
     """
 
     def __init__(self, signature: Signature) -> None:
-        """Allocates memory."""
+        """Allocates memory for the arguments of a kernel with this signature."""
         self._layout, self._memory = signature.layout, ctypes.create_string_buffer(signature.layout.size)
         first = ctypes.addressof(self._memory)
         self.pointers = (c_void_p * signature.count)(*range(first, first + signature.layout.size, 8))
@@ -55,7 +55,7 @@ class Arguments:
         """Sets all arguments; a float is rounded to fp32.
 
         Raises:
-            struct.error: a value is no number of its argument's type, or their count is wrong.
+            struct.error: a value does not fit the type of its argument, or the number of values is wrong.
         """
         self._layout.pack_into(self._memory, 0, *values)
 
@@ -64,7 +64,7 @@ class Driver:
     """The loaded libcuda."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Initializes the driver API, which does nothing if torch has done so.
+        """Initializes the driver API, which has no effect if torch has initialized it already.
 
         Raises:
             RuntimeError: the driver refuses.
@@ -79,7 +79,7 @@ class Driver:
         """Returns the primary context of a device.
 
         Args:
-            device: its number, as torch counts.
+            device: index of the device in torch.
 
         Raises:
             RuntimeError: the driver refuses.
@@ -91,7 +91,7 @@ class Driver:
         return Context(self, handle)
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls a function of the library; raises `RuntimeError`, as torch does for errors of CUDA, if it fails."""
+        """Calls a function of the library. Raises `RuntimeError` for a failure, as torch does for errors of CUDA."""
         result = getattr(self._library, name)(*arguments)
         if result:
             raise RuntimeError(f"{name}: {self._words(result)}")
@@ -167,7 +167,7 @@ class Function:
             blocks: number of blocks.
             threads: number of threads of a block.
             stream: `torch.cuda.Stream.cuda_stream`.
-            arguments: of the types that the kernel declares.
+            arguments: values of all arguments, with the kernel's signature.
 
         Raises:
             RuntimeError: the driver refuses, or an earlier kernel has failed.
@@ -181,7 +181,7 @@ def load(name: str = "libcuda.so.1") -> Driver:
     """Returns the driver API.
 
     Args:
-        name: of the library, which comes with NVIDIA's driver. torch has loaded it where it has a device.
+        name: file name of the library, a part of NVIDIA's driver, which torch has loaded if there is a device.
 
     Raises:
         ConfigError: there is no such library.

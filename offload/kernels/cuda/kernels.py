@@ -1,4 +1,4 @@
-"""The kernels of one device: their arguments, their grids, and their machine code as it is first needed."""
+"""The kernels of one device: their arguments, their grids, and their machine code, loaded at the first use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _THREADS, _MOST_BLOCKS = 256, 1 << 16
 # The kernels round through intrinsics. These options keep the compiler from fusing or approximating anything else.
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
-"""The program of each kernel."""
+"""Name of the program that contains each kernel."""
 _ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(FLOAT,) * 9, *(INT,) * 2)
 _SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
@@ -68,7 +68,7 @@ class Scalars:
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """Floating-point arguments of the kernel, in the order of `adamw.cu`."""
+        """Returns the floating-point arguments of the kernel, in the order of `adamw.cu`."""
         return (
             self.grad_scale,
             self.keep,
@@ -83,7 +83,7 @@ class Scalars:
 
     @property
     def choices(self) -> tuple[bool, ...]:
-        """Integer arguments of the kernel, which follow the numbers."""
+        """Returns the integer arguments of the kernel, which follow the numbers."""
         return self.lerp_from_grad, self.l2
 
 
@@ -122,7 +122,7 @@ class Kernels:
         beside = partition.residual if partition.residual is not None else partition.master
         arrays = (partition.weight, beside, *partition.moments, partition.grad)
         places = [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in arrays]
-        # Segments differ in their range, and seldom in their step.
+        # Neighbouring segments mostly have equal steps, so the scalars are computed only when the step changes.
         arguments, known = Arguments(_ADAMW), None
         with self._context:
             for start, stop, step in segments:
@@ -136,11 +136,11 @@ class Kernels:
                 kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
-        """Queues the sums of squares of each `chunk` elements, as (ceil(numel / chunk),) float64.
+        """Queues the sum of squares of each chunk, and returns the (ceil(numel / chunk),) float64 tensor for the sums.
 
         Args:
             values: (numel,) contiguous bf16, fp16 or fp32 of the device.
-            chunk: elements of a chunk.
+            chunk: elements of a chunk; the last one may be shorter.
             stream: `torch.cuda.Stream.cuda_stream`, torch's current one.
         """
         numel = values.numel()
@@ -155,13 +155,13 @@ class Kernels:
         with self._context:
             kernel.launch(blocks=_blocks(len(sums) * _LANES), threads=_THREADS, stream=stream, arguments=arguments)
         if of_chunk == 1:
-            return sums  # as of a bias: the sum of a chunk's only block is that of the chunk
+            return sums  # each chunk has one block, such as a bias: the sum of the block is that of the chunk
         totals = values.new_empty(chunks, dtype=torch.float64)
         kernel = self._kernel("chunk_sums", 0, grad)
         arguments.set(sums.data_ptr(), totals.data_ptr(), chunks, of_chunk)
         with self._context:
             kernel.launch(blocks=_blocks(chunks * _WARP), threads=_THREADS, stream=stream, arguments=arguments)
-        # `sums` is freed on return. torch's allocator reuses the memory on this stream alone, after the second kernel.
+        # `sums` is freed on return. torch's allocator reuses the memory only on this stream, after the second kernel.
         return totals
 
     def _kernel(self, name: str, weight: int, grad: int) -> Function:
@@ -187,5 +187,8 @@ def source(program: str) -> str:
 
 
 def _blocks(threads: int) -> int:
-    """Returns the number of blocks for so many threads, up to a bound: each kernel strides over what is left."""
+    """Returns the number of blocks for `threads` threads, limited to `_MOST_BLOCKS`.
+
+    In a smaller grid each thread loops over several elements.
+    """
     return min(-(-threads // _THREADS), _MOST_BLOCKS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from offload.errors import ConfigError
 
 _FOLDERS = (("nvidia", "cuda_nvrtc/lib"), ("nvidia", "cu{major}/lib"), ("torch", "lib"))
-"""Packages and the folder of the library in each: up to CUDA 12, from CUDA 13, in wheels of torch that contain it."""
+"""Packages and the library's folder in each: up to CUDA 12, from CUDA 13, and in torch wheels that bring it."""
 
 _TEXT, _SIZE = c_char_p, POINTER(c_size_t)
 _SIGNATURES: dict[str, tuple[type, ...]] = {
@@ -37,7 +37,7 @@ class Compiler:
     """One loaded NVRTC."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Asks for version and architectures.
+        """Declares the functions that are used, and asks the library for its version and architectures.
 
         Args:
             library: NVRTC of CUDA 11.3 or later.
@@ -58,20 +58,20 @@ class Compiler:
         architectures = (c_int * count.value)()
         self._call("nvrtcGetSupportedArchs", architectures)
         self.version = f"{major.value}.{minor.value}"
-        """Version of CUDA that it belongs to, such as "12.8"."""
+        """Version of CUDA to which the library belongs, such as "12.8"."""
         self.architectures = tuple(architectures)
-        """Architectures that it compiles for, such as 90 for compute capability 9.0."""
+        """Architectures for which the library compiles, such as 90 for compute capability 9.0."""
 
     def compile(self, name: str, source: str, options: Sequence[str]) -> bytes:
-        """Returns what the driver loads: a cubin where the architecture in the options is `sm_…`, otherwise PTX.
+        """Returns a program that the driver can load: a cubin if the architecture in the options is `sm_…`, else PTX.
 
         Args:
-            name: of the program, for messages.
+            name: name of the program, for messages.
             source: CUDA C++.
-            options: as NVRTC takes them, with one --gpu-architecture.
+            options: options of NVRTC, with exactly one --gpu-architecture.
 
         Raises:
-            ConfigError: NVRTC refuses; contains its log.
+            ConfigError: NVRTC refuses the program; the message contains the compiler's log.
         """
         program = c_void_p()
         self._call("nvrtcCreateProgram", byref(program), source.encode(), f"{name}.cu".encode(), 0, None, None)
@@ -90,7 +90,7 @@ class Compiler:
             self._call("nvrtcDestroyProgram", byref(program))
 
     def _result(self, getter: str, program: c_void_p) -> bytes:
-        """Returns one result of a program."""
+        """Returns one result of a program: log, cubin or PTX."""
         size = c_size_t()
         self._call(f"{getter}Size", program, byref(size))
         content = ctypes.create_string_buffer(size.value)
@@ -98,7 +98,7 @@ class Compiler:
         return content.raw
 
     def _call(self, name: str, *arguments: object) -> None:
-        """Calls a function of the library; raises `ConfigError` if it fails."""
+        """Calls a function of the library. Raises `ConfigError` if the function fails."""
         refused = getattr(self._library, name)(*arguments)
         if refused:
             raise ConfigError(f"NVRTC refuses {name}: {self._words(refused)}")
@@ -115,7 +115,7 @@ def load(cuda: str) -> Compiler:
         cuda: `torch.version.cuda`, such as "12.8".
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the library is not found, or is too old.
     """
     major = cuda.partition(".")[0]
     name = f"libnvrtc.so.{major}"
@@ -130,14 +130,14 @@ def load(cuda: str) -> Compiler:
 
 
 def target(capability: tuple[int, int], architectures: Sequence[int]) -> str:
-    """Returns the architecture to compile for: the device's own, or the nearest below it for the driver to translate.
+    """Returns the architecture to compile for: the device's own, or the nearest lower one, which the driver translates.
 
     Args:
-        capability: of the device, such as (9, 0).
-        architectures: those that NVRTC knows, such as 90.
+        capability: compute capability of the device, such as (9, 0).
+        architectures: architectures that NVRTC supports, such as 90.
 
     Raises:
-        ConfigError: NVRTC knows only later ones.
+        ConfigError: NVRTC supports only later architectures.
     """
     wanted = capability[0] * 10 + capability[1]
     if wanted in architectures:

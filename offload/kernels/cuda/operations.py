@@ -1,4 +1,4 @@
-"""The kernels for tensors of torch: checked, and on torch's current stream."""
+"""Public operations on torch tensors, which check their arguments and queue kernels on torch's current stream."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
 
 def sum_squares(values: torch.Tensor, chunk: int) -> torch.Tensor:
-    """Queues `kernels.sum_squares` of each `chunk` elements of `values` on torch's current stream.
+    """Queues the sum of squares of each chunk of `values` on torch's current stream: `kernels.sum_squares` for CUDA.
 
     Args:
         values: (numel,) bf16, fp16 or fp32, contiguous on a CUDA device.

@@ -16,7 +16,7 @@ HOST_SHARE = 0.9
 
 
 def products(gpu: Gpu, fp32: bool) -> Rate:
-    """Returns the rate of matrix products: what others reached, else a fraction of the data sheet's."""
+    """Returns the rate of matrix products: the one that others reached, else a fraction of the data sheet's."""
     found, peak = (gpu.matmul_fp32, gpu.flops_fp32) if fp32 else (gpu.matmul, gpu.flops)
     name = f"matrix products in {'fp32' if fp32 else 'bf16'}"
     if found is not None:

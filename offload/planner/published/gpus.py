@@ -1,8 +1,8 @@
 """GPUs by their published figures, each with its source. No figure here was measured by this project.
 
 `flops`, `flops_fp32` and `bandwidth` are those of the makers' data sheets and white papers, which few programs reach.
-`matmul`, `matmul_fp32`, `reached` and `link` are what programs of others reached; a GPU without such a figure has None,
-and a plan then assumes a fraction of the data sheet's.
+`matmul`, `matmul_fp32`, `reached` and `link` are rates that programs of others reached. A rate that nobody published is
+None, and a plan then assumes a fraction of the data sheet's; `link` is None only for a GPU that shares its memory.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from offload.swapper.modes import Mode
 
 
 def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode) -> list[UpdateCost | None]:
-    """Returns the cost of each unit's update; None for units that nothing trains.
+    """Returns the cost of each unit's update; None for units without trainable parameters.
 
     Args:
         parts: bytes and elements of this rank's partitions.

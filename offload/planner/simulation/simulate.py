@@ -83,7 +83,7 @@ def simulate(
     Args:
         uses: uses of one step, in order.
         sizes: one entry per unit.
-        updates: cost of each unit's update; None for a unit that nothing trains.
+        updates: cost of each unit's update; None for a unit without trainable parameters.
         budgets: bytes for cached units.
         limits: limits of the policy.
         rates: speeds; by default all work ends at once.
@@ -147,7 +147,7 @@ class _Loop:
         """Counters at the start and at each return of `step()`."""
 
     def run(self, steps: int) -> None:
-        """Runs `steps` steps. A thread that has waited runs first; one that computes runs last."""
+        """Runs `steps` steps. The worker's turn comes while the model's thread computes or waits."""
         model, worker = self._model(steps), self._updater.act()
         ready: Callable[[], bool] | None = next(model, None)
         worker_ready = next(worker)

@@ -60,7 +60,7 @@ class SimulatedUpdater:
         """Starts idle.
 
         Args:
-            costs: cost of each unit's update; None for a unit that nothing trains.
+            costs: cost of each unit's update; None for a unit without trainable parameters.
             tile_numel: elements of a tile; None for an entire unit.
             pager: the pager, which shares host buffers with the updates.
             machine: hardware that performs the work.

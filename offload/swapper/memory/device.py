@@ -117,7 +117,7 @@ class Device:
         return DONE
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies destination[:] = source, (nbytes,) uint8, either way, and waits: for threads that may block."""
+        """Copies destination[:] = source, (nbytes,) uint8, in either direction; for threads that may block."""
         (self.upload if destination.device == self.torch else self.download)(destination, source).wait()
 
     def record_event(self) -> Event:

@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class InterruptibleLock:
-    """A lock and its condition. Acquire with `with monitor.lock:`, once; the caller of every method holds the lock."""
+    """A lock and its condition. A thread enters `lock` by `with`, and only once; the caller of a method holds it."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -26,8 +26,8 @@ class InterruptibleLock:
     @uninterrupted
     def wait(self) -> None:
         """Waits without the lock until `notify_all`, or until an exception; holds the lock again on return."""
-        # Each waiter has a lock of its own, acquired here and released by `notify_all`: to acquire it again is the
-        # wait.
+        # Each waiter has a lock of its own, acquired here and released by `notify_all`. The wait is a second acquire of
+        # that lock.
         waiter = threading.Lock()
         waiter.acquire()
 

@@ -26,6 +26,6 @@ def shortages(device: torch.device) -> Shortages:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Returns to the driver what torch keeps of freed tensors of `device`, so that any allocation may have it."""
+    """Gives the memory of freed tensors that torch keeps back to the driver, so that any allocation may use it."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
