@@ -524,3 +524,12 @@ def test_all_placements_have_the_same_bits_on_the_gpu(tmp_path: Path) -> None:
         found = result["figures"]["jobs"][job]
         assert not found["different"] and not found["failed"], job
         assert found["equal"] == list(PLACEMENTS)
+
+
+@pytest.mark.parametrize("option", [["--only", "nonsense"], ["--model", "nonsense"]])
+def test_a_part_or_a_model_that_does_not_exist_is_refused_before_anything_runs(
+    option: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="nonsense"):
+        command.main(["--device", "cpu", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), *option])
+    assert list(tmp_path.iterdir()) == []

@@ -244,7 +244,8 @@ def test_a_state_that_cannot_be_ours_is_refused() -> None:
     theirs = torch.optim.AdamW([parameter], amsgrad=True)
     theirs.step()
     with pytest.raises(ConfigError, match="amsgrad"):
-        CPUAdamW([parameter]).load_state_dict(theirs.state_dict())
+        (ours := CPUAdamW([parameter])).load_state_dict(theirs.state_dict())
+    assert not ours.state and "amsgrad" not in ours.param_groups[0]
     other = CPUAdamW([parameter])
     other.step()
     with pytest.raises(ConfigError, match=r"expected shape \(5,\)"):

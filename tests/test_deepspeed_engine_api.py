@@ -88,7 +88,7 @@ def test_a_learning_rate_for_each_group(tmp_path: Path) -> None:
     assert engine.get_lr() == [0.25, 0.5]
     engine.set_lr(0.125)
     assert engine.get_lr() == [0.125, 0.125]
-    for bad in ([0.1], [0.1] * 3, -1.0, math.nan, math.inf, "1", [0.1, None], True):
+    for bad in ([0.1], [0.1] * 3, -1.0, math.nan, math.inf, "1", [0.1, None], [0.1, 10**400], True):
         with pytest.raises(UsageError, match="set_lr expects"):
             engine.set_lr(bad)  # type: ignore[arg-type]
     assert engine.get_lr() == [0.125, 0.125]

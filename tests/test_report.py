@@ -230,11 +230,16 @@ def test_points_cover_every_step_once_and_lose_no_extreme(values: list[float | N
 @given(some.floats(-1e9, 1e9), some.floats(0, 1e9))
 @example(134217728.0, 1.192092896e-07)
 @example(-5e-324, 0.0)
+@example(0.0, 0.0)
 def test_ticks_are_round_and_hold_all_between_them(low: float, span: float) -> None:
     marks = ticks(low, low + span)
     assert 2 <= len(marks) <= 9 and marks == sorted(set(marks))
     slack = 1e-6 * max(abs(low) + span, 1e-290)
     assert marks[0] <= low + slack and marks[-1] >= low + span - slack
+
+
+def test_a_chart_of_zeros_has_readable_numbers() -> None:
+    assert ticks(0, 0) == [0.0, 0.2]
 
 
 # -- the page ------------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def test_deepspeed_io_is_the_loader_of_training_data(tmp_path: Path) -> None:
     assert [len(batch) for batch in by_four] == [4, 4, 2]
     with pytest.raises(UsageError, match="batch_size of at least 1"):
         engine.deepspeed_io(data, batch_size=0)
+    with pytest.raises(UsageError, match="expects a data set, got None"):
+        engine.deepspeed_io(None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="has no length"):
         engine.deepspeed_io(Endless())
     engine.destroy()

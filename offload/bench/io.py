@@ -336,6 +336,8 @@ class Fio:
         if done.returncode != 0:
             raise IoError(self._command[2], 0, 0, 5, f"run fio ({(done.stderr or done.stdout).strip()[-300:]}) on")
         # fio may print warnings before the JSON.
+        if "{" not in done.stdout:
+            raise ConfigError(f"fio gave no figures: {(done.stdout + done.stderr).strip() or 'no output'}")
         job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
         # A pass in one direction reports zeros for the other.
         sides = [job[side] for side in ("read", "write") if job[side]["io_bytes"]]

@@ -5,8 +5,8 @@ Nothing in this module runs the model, waits for an update or communicates with 
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -145,7 +145,7 @@ class DeepSpeedApi:
             )
         # All values are checked before the first is set, so that a refused call changes nothing.
         for rate in rates:
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= sys.float_info.max:
                 raise UsageError(f"set_lr expects a finite number of at least 0, got {rate!r}")
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = float(rate)
@@ -174,7 +174,7 @@ class DeepSpeedApi:
         if isinstance(max_norm, bool) or not isinstance(max_norm, int | float) or not max_norm >= 0:
             raise UsageError(f"clip_grad_norm_ expects a number of at least 0, got {max_norm!r}")
         # 0 is the core's value for "no clip"; a norm of inf clips nothing either.
-        self._core.optimizer_step.clip_next(float(max_norm) if math.isfinite(max_norm) else 0.0)
+        self._core.optimizer_step.clip_next(float(max_norm) if max_norm <= sys.float_info.max else 0.0)
 
     # -- the config ---------------------------------------------------------------------------------
 
@@ -241,6 +241,8 @@ class DeepSpeedApi:
             UsageError: if an argument is invalid.
             ConfigError: if the dataset has no length, or less than one batch.
         """
+        if dataset is None:
+            raise UsageError("deepspeed_io expects a data set, got None")
         check_data(dataset, collate_fn)
         settings = self._settings
         size = settings.micro_batch_size if batch_size is None else batch_size

@@ -117,7 +117,16 @@ class CPUAdamW(torch.optim.Optimizer):
             ConfigError: shapes differ, or an option is set that the kernel does not support (amsgrad, maximize).
         """
         given: list[dict[str, Any]] = []  # the content after the user's own hooks have run
-        hook = self.register_load_state_dict_pre_hook(lambda _, loaded: given.append(loaded))
+
+        def take(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            for group in loaded["param_groups"]:
+                for option in ("amsgrad", "maximize"):
+                    if group.get(option, False):
+                        raise ConfigError(f"the state has {option}=True, which the kernel does not support")
+            given.append(loaded)
+
+        # It runs after the user's own hooks and before torch loads anything, so that a refused state changes nothing.
+        hook = self.register_load_state_dict_pre_hook(take)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -131,8 +140,7 @@ class CPUAdamW(torch.optim.Optimizer):
         self._seen = {}
         for group in self.param_groups:
             for option in ("amsgrad", "maximize"):
-                if group.pop(option, False):
-                    raise ConfigError(f"the state has {option}=True, which the kernel does not support")
+                group.pop(option, None)
             if "decoupled_weight_decay" in group:
                 group["decoupled"] = group.pop("decoupled_weight_decay")
             for name, value in self.defaults.items():

@@ -109,7 +109,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Returns at least two round numbers, from at most `low` to at least `high`; about `about` of them."""
     size = max(abs(low), abs(high), _LEAST)
     # A span within rounding error is one value.
-    span = high - low if high - low > 1e-9 * size else size or 1.0
+    span = high - low if high - low > 1e-9 * size else size if size > _LEAST else 1.0
     # The step is the smallest of 1, 2, 2.5, 5 or 10 times a power of ten that gives at most `about` intervals.
     power = 10.0 ** math.floor(math.log10(span / about))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * about >= span * 0.999)

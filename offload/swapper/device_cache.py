@@ -115,12 +115,10 @@ class DeviceCache:
         """Returns a device buffer for `entry`; raises `BudgetError` if the units in use leave no room."""
         device_buffer = self.allocate(entry)
         if device_buffer is None:
-            held = [
-                e.size.name or "the root" for e in self._table.entries if e.device_buffer is not None and e is not entry
-            ]
+            held = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
             free = self._arena.nbytes - self._arena.used_bytes
             raise BudgetError(
-                f"unit {entry.size.name} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
+                f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
                 f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
                 f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
                 "regions"

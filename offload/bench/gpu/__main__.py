@@ -34,7 +34,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ from offload.bench.gpu.report import machine, words
 from offload.bench.gpu.training import measure_steps
 from offload.bench.gpu.work import DEFAULT_STEP, Save, StepSize, Work, config_for
 from offload.errors import ConfigError
-from offload.presets import require_transformers
+from offload.presets import check_name, require_transformers
 from offload.sizes import parse_size
 
 FORMAT = 1
@@ -79,9 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: arguments of the command line; None for those of this process.
 
     Raises:
-        ConfigError: there is no GPU, or transformers is not installed. Nothing was written.
+        ConfigError: there is no GPU, no such model or part, or transformers is not installed. Nothing was written.
     """
     given = _parser().parse_args(arguments)
+    chosen_parts(given.only)
+    check_name(given.model)
     check_machine(given.device)
     if given.part:
         _run_here(given)
@@ -184,8 +186,23 @@ def run_here(part: Part, work: Work, save: Save) -> None:
         measure_steps(work, fitted.settings, lambda figures: save(figures | {"fitted": fitted.words}))
 
 
+def chosen_parts(only: Sequence[str] | None) -> list[Part]:
+    """Returns the parts whose names begin with one of `only`; all if there are none.
+
+    Args:
+        only: beginnings of names.
+
+    Raises:
+        ConfigError: no part's name begins with one of them.
+    """
+    for name in only or ():
+        if not any(part.name.startswith(name) for part in PARTS):
+            raise ConfigError(f"no part's name begins with {name!r}; the parts are {', '.join(p.name for p in PARTS)}")
+    return [part for part in PARTS if not only or part.name.startswith(tuple(only))]
+
+
 def _run_all(given: argparse.Namespace) -> int:
-    chosen = [part for part in PARTS if not given.only or part.name.startswith(tuple(given.only))]
+    chosen = chosen_parts(given.only)
     report: dict[str, Any] = {
         "benchmark": "gpu",
         "format": FORMAT,

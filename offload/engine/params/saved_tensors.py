@@ -211,8 +211,8 @@ class SavedTensors:
         # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(packed.unit) != packed.updates:
             raise UsageError(
-                f"backward through a graph made before step(): the weights of {self._names[packed.unit]} have changed "
-                f"since"
+                f"backward through a graph made before step(): the weights of "
+                f"{self._names[packed.unit] or 'the root'} have changed since"
             )
         self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
         view = self._unit_views.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)

@@ -196,7 +196,7 @@ class UnitViews:
                 gc.collect()  # a dead cycle, such as an exception's frames, may hold a view
                 self._sweep()
             if self._live:
-                names = ", ".join(sorted({self._units[binding.unit].layout.name for binding in self._live}))
+                names = ", ".join(sorted({self._units[each.unit].layout.name or "the root" for each in self._live}))
                 raise UsageError(
                     f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
                     "autograd.Function (use save_for_backward), in a list, in the frames of an exception "

@@ -40,7 +40,7 @@ class Compiler:
         """Declares the functions that are used, and asks the library for its version and architectures.
 
         Args:
-            library: NVRTC of CUDA 11.3 or later.
+            library: NVRTC of CUDA 12 or later.
 
         Raises:
             ConfigError: the library lacks a function, or refuses.
