@@ -69,7 +69,7 @@ def test_a_run_is_described(run: Path) -> None:
     on_disk = sum(path.stat().st_blocks * 512 for path in (run / "rank0").iterdir())
     assert found["allocated_bytes"] == rank["allocated_bytes"] == on_disk > 24 * 162368
     words = shown(run)
-    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "held by nobody", "step 2,", "step 1,", "residual"):
+    for each in ("GPT2LMHeadModel, 162,368 parameters, 6 units", "used by nobody", "step 2,", "step 1,", "residual"):
         assert each in words
 
 

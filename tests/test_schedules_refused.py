@@ -34,7 +34,7 @@ def test_what_is_passed_wins_with_a_line() -> None:
     ):
         engine = begin(config=block, lr_scheduler=given)
         assert isinstance(engine.lr_scheduler, offload.schedules.WarmupDecayLR | torch.optim.lr_scheduler.ConstantLR)
-        assert "the schedule WarmupLR of the config is not used: lr_scheduler= is" in engine.notices
+        assert "the schedule WarmupLR of the config is not used, because lr_scheduler= was passed" in engine.notices
         engine.destroy()
 
 

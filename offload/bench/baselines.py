@@ -25,7 +25,7 @@ def check(name: str) -> None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{name} is measured by the package {module}: pip install 'offload[bench]'") from error
+        raise ConfigError(f"{name} needs the package {module}: pip install 'offload[bench]'") from error
     except OSError as error:  # python-libaio loads a system library
         raise ConfigError(f"{name} needs libaio.so.1 (Debian: apt install libaio1): {error}") from error
 

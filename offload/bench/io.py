@@ -128,8 +128,8 @@ def make_plan(
     available = psutil.virtual_memory().available
     if available < nbytes:
         raise ConfigError(
-            f"{format_size(available)} of memory are free, the buffer is as long as the file, {format_size(nbytes)}: "
-            "give --size"
+            f"{format_size(available)} of memory are free, and the buffer needs as much as the file, "
+            f"{format_size(nbytes)}: give a smaller --size"
         )
     if not folders:
         raise ConfigError("give at least one folder, on the drive to measure")

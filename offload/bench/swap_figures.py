@@ -217,10 +217,10 @@ def heading(plan: Plan, result: Result) -> list[str]:
         f"weights on {plan.weights}, states on {plan.states}",
         f"{format_size(result.file_bytes)} in files, durability {'step' if result.durable else 'none'}; host budget "
         f"{format_size(result.host_memory)}, device budget {format_size(result.device_memory)}",
-        f"the drive by itself reads {rates.read / 1e9:.1f}, writes {rates.write / 1e9:.1f}, both at once "
+        f"the drive alone reads {rates.read / 1e9:.1f}, writes {rates.write / 1e9:.1f}, both at once "
         f"{rates.mixed / 1e9:.1f} GB/s; a step reads {format_size(row.read_bytes)}, writes "
         f"{format_size(row.written_bytes)}{counted}",
-        f"compute is {'that of the same model in memory' if plan.in_memory else 'added up'}; seconds of a step:",
+        f"compute is {'that of the same model in memory' if plan.in_memory else 'calculated'}; seconds of a step:",
     ]
 
 
@@ -238,8 +238,8 @@ def in_words(plan: Plan, row: Row) -> str:
     if row.limit == "order":
         forward = plan.forward_seconds(row.compute_ms)
         return (
-            f"{start} the drive limits: updates must come before the weights are used, so the first forward, "
-            f"{forward:.2f} s, hides what it can, and {order} is the least{enough}"
+            f"{start} the drive limits: updates must come before the weights are used, so only the first forward, "
+            f"{forward:.2f} s, hides their I/O, and a step takes at least {order}{enough}"
         )
     return (
         f"{start} budgets limit: compute and drive would allow {order}, the step takes {row.step_seconds:.2f} s; try a "

@@ -221,7 +221,7 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
     if wanted and available < budgets + working + beside:
         raise ConfigError(
             f"{format_size(available)} of memory are free, the model beside its copy in memory takes "
-            f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is added up"
+            f"{format_size(budgets + working + beside)}: leave --in-memory out, and compute is calculated"
         )
     # A margin of 10 %, since other processes allocate too; an explicit request needs no margin.
     return available >= (budgets + working + beside) * 1.1 if wanted is None else wanted

@@ -272,7 +272,7 @@ class EngineCore(EngineCallbacks):
         if components.pager.failed:
             return
         logger.info(
-            "%s of host memory move from one engine of this process to another",
+            "%s of host memory go from this engine to another engine of this process",
             format_size(components.arena.classes.cache),
         )
         if components.update_worker is not None:

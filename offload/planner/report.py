@@ -169,7 +169,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     lines_found = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
-        f"activations {format_size(planned.activations)} beside the {format_size(memory.device)} of the device",
+        f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
         f"{format_size(memory.export)} more",
     ]
@@ -206,7 +206,7 @@ def _describe_limit(timing: Timing) -> str:
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
     # The budget is no hardware, so its sentence differs.
     if timing.limit == "budget":
-        return f"the host budget limits ({share}: units wait for room)"
+        return f"the host budget limits ({share}: units wait for free host memory)"
     return f"{timing.limit} limits ({share})"
 
 

@@ -108,15 +108,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--budget-minutes", type=float, default=8.0)
     parser.add_argument("--folder", type=Path, default=Path(), help="for swap files: a folder on the drive to measure")
-    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="where all figures go")
+    parser.add_argument("--json", type=Path, default=Path("bench-gpu.json"), help="file for all figures")
     parser.add_argument("--model", default="llama-1b")
     parser.add_argument("--batch-size", type=int, help="sequences of a step; by default as many as fit, 8 at most")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; by default as many as fit, 4096 at most")
     parser.add_argument("--recompute", action="store_true", help="compute activations again, with given sizes")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer where time is short")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a placement, fewer if time is short")
     parser.add_argument("--nbytes", default="256MiB", help="bytes of one copy")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", action="append", metavar="NAME", help="only parts whose names begin so; may repeat")
+    parser.add_argument(
+        "--only", action="append", metavar="NAME", help="only parts whose names begin with NAME; may repeat"
+    )
     parser.add_argument("--print-json", action="store_true", help="print the figures in place of the tables")
     parser.add_argument("--part", choices=[part.name for part in PARTS], metavar="NAME", help="run this part alone")
     return parser

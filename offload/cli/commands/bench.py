@@ -36,7 +36,7 @@ def bench_io(
     backend: Annotated[
         list[str] | None,
         typer.Option(
-            help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: ours]"
+            help="io_uring, libaio, threads; for comparison aiofiles, python-libaio. May repeat. [default: all of ours]"
         ),
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="write, read, mixed; may repeat. [default: all]")] = None,
@@ -46,7 +46,7 @@ def bench_io(
     depth: Annotated[list[int] | None, typer.Option(help="Blocks in flight; may repeat. [default: 8, 32]")] = None,
     size: Annotated[str, typer.Option(help="Bytes of the file, and of memory.")] = "1GiB",
     request: Annotated[str, typer.Option(help="Bytes of one request to the queue.")] = "16MiB",
-    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3,
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 3,
     fio: Annotated[bool, typer.Option(help="Run fio beside, where it is installed.")] = True,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
     json_output: Json = False,
@@ -101,7 +101,7 @@ def bench_adam(
     isa: Annotated[
         list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 7,
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 7,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the result: .png, .svg or .pdf.")] = None,
     json_output: Json = False,
 ) -> None:
@@ -156,16 +156,16 @@ class SwapOptions:
     overlap: Annotated[
         bool, typer.Option("--overlap/--no-overlap", help="Run updates beside the next forward, or before it.")
     ] = True
-    busy: Annotated[bool, typer.Option("--busy", help="Compute with one core, as on a CPU, instead of asleep.")] = False
+    busy: Annotated[bool, typer.Option("--busy", help="Keep a core busy for compute, as on a CPU.")] = False
     in_memory: Annotated[
         bool | None,
         typer.Option(
             "--in-memory/--no-in-memory",
-            help="Measure compute by the same model in memory, or add it up. [default: where it fits]",
+            help="Measure compute by the same model in memory, or calculate it. [default: where it fits]",
         ),
     ] = None
     steps: Annotated[int, typer.Option(help="Steps of each round that count; two before them do not.")] = 4
-    rounds: Annotated[int, typer.Option(help="Times that each is run, in turns.")] = 3
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs all contenders in turns.")] = 3
     backend: Annotated[str, typer.Option(help="auto, io_uring, libaio, threads.")] = "auto"
     block_size: Annotated[str | None, typer.Option(help="Bytes of a block. [default: the backend's]")] = None
     depth: Annotated[int | None, typer.Option(help="Blocks in flight. [default: the backend's]")] = None
@@ -231,13 +231,13 @@ class GpuOptions:
         "bench-gpu.json"
     )
     model: Annotated[str, typer.Option(help="Preset whose steps are timed.")] = "llama-1b"
-    batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: as fit, 8 at most]")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Sequences of a step. [default: as fit, at most 8]")] = None
     seq_len: Annotated[int | None, typer.Option(help="Tokens of a sequence. [default: as fit, 4096 at most]")] = None
     steps: Annotated[int, typer.Option(help="Timed steps of a placement, fewer where time is short.")] = 8
     nbytes: Annotated[str, typer.Option(help="Bytes of one copy.")] = "256MiB"
     device: Annotated[str, typer.Option(help="cuda; cpu is a rehearsal that measures nothing of interest.")] = "cuda"
     only: Annotated[
-        list[str] | None, typer.Option(help="Only parts whose names begin so; may repeat. [default: all]")
+        list[str] | None, typer.Option(help="Only parts whose names begin with this; may repeat. [default: all]")
     ] = None
     json_output: Json = False
 

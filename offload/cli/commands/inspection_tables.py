@@ -30,7 +30,7 @@ def tables(found: Mapping[str, Any]) -> list[Table | str]:
 
 def _runs_table(runs: list[dict[str, Any]]) -> Table:
     """Returns one row per run of an nvme path."""
-    table = Table("run", "model", "mode", "ranks", "last commit", "on disk", "held by", "", box=None)
+    table = Table("run", "model", "mode", "ranks", "last commit", "on disk", "used by", "", box=None)
     for run in runs:
         model = run["model"]
         newest = [rank["commits"][0] for rank in run["ranks"] if rank["commits"]]
@@ -96,7 +96,7 @@ def _run_table(run: Mapping[str, Any]) -> Table:
 def _rank_table(rank: Mapping[str, Any]) -> Table:
     """Returns the facts on one rank of a run."""
     table = Table(show_header=False, box=None, title=f"rank {rank['rank']}", title_justify="left")
-    rows = [("held by", rank["holder"] or "nobody")]
+    rows = [("used by", rank["holder"] or "nobody")]
     if rank["other_format"]:
         rows.append(("other format", rank["other_format"]))
     if rank["drive"]:

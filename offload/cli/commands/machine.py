@@ -32,7 +32,7 @@ def info(
     ] = None,
     json_output: Json = False,
 ) -> None:
-    """Say what this machine gives, which I/O backend is taken and why. For a bug report.
+    """Describe this machine, the I/O backend that is used, and why. For bug reports.
 
     Example: offload info /mnt/nvme
     """
@@ -60,7 +60,7 @@ def tune(
         Path | None, typer.Option(help="DeepSpeed JSON file to write the block into; created if it is missing.")
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the config here instead.")] = None,
-    size: Annotated[str, typer.Option(help="Bytes of the file that is tried.")] = "512MiB",
+    size: Annotated[str, typer.Option(help="Bytes of the test file.")] = "512MiB",
     json_output: Json = False,
 ) -> None:
     """Find the best `aio` block for a drive, and write it into a config.
@@ -76,7 +76,7 @@ def tune(
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
         if output is not None and config is None:
-            raise ConfigError("--output is the copy of --config that is written; give both")
+            raise ConfigError("--output names the file for the extended copy of --config: give both")
         there = config is not None and config.exists()
         wanted = load_config(read_json(config)).offload.io_backend if config is not None and there else "auto"
         # The queue resolves "auto" to the backend that works on this machine, and is closed before the trials.

@@ -170,7 +170,7 @@ class PlanOptions:
 
 @takes_options(PlanOptions)
 def plan(typed: PlanOptions) -> None:
-    """Say what goes where and how fast a step will be, before there is a run.
+    """Predict where a run's states go and how fast a step will be, without a run.
 
     Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
     """

@@ -33,7 +33,7 @@ def report(
 ) -> None:
     """Make an HTML page of a run: loss, time by phase, bytes, memory, wear of the drives. It needs no network.
 
-    May be called while the run goes on. Ends with 0, with 1 where the page cannot be written, with 2 where LOG or FILE
+    May be called during the run. Exit code 0; 1 if the page cannot be written; 2 if LOG or FILE
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
     """
     from offload.report.figures import figures

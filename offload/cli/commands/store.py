@@ -48,7 +48,7 @@ def register(app: typer.Typer) -> None:
 def verify(path: Saved, json_output: Json = False) -> None:
     """Compare every byte of a run's last commit, or of a checkpoint, with its checksum.
 
-    Ends with 0 where all is whole, 1 where something is damaged, 2 where there is nothing that can be verified, or a
+    Exit code 0 if everything is intact, 1 if something is damaged, 2 if there is nothing to verify, or a
     process holds it. Example: offload verify /mnt/nvme/my-run
     """
     from rich.console import Console
@@ -123,9 +123,9 @@ def rm(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     json_output: Json = False,
 ) -> None:
-    """Delete a run's swap files, on every drive that holds a part of it.
+    """Delete a run's swap files, on all of the run's drives.
 
-    Ends with 0 where they are gone, 1 where the answer was no, 2 where PATH is no run, or a process holds it.
+    Exit code 0 if the files are deleted, 1 if the answer was no, 2 if PATH is no run, or a process uses the run.
     Example: offload rm /mnt/nvme/my-run
     """
     from offload.swapper.store import find_removal, remove_run
@@ -150,7 +150,7 @@ def rm(
             print(json.dumps(done._asdict(), default=str))
         elif done.strangers:
             names = ", ".join(done.strangers[:_SHOWN])
-            typer.echo(f"{path} is kept: it contains files that are not of the run: {names}")
+            typer.echo(f"{path} is kept: it contains files that do not belong to the run: {names}")
 
 
 @contextmanager

@@ -232,7 +232,7 @@ class TrainOptions:
         option(
             _RUN,
             "--durability",
-            "step: each step survives a kill; 10: every tenth; none: half the disk, no resume. "
+            "step: each step survives a kill; 10: every tenth; none: half the disk, cannot be resumed. "
             "[default: step if it fits]",
             metavar="WORD|STEPS",
         ),
@@ -249,7 +249,7 @@ class TrainOptions:
         option(
             _LOGGING,
             "--log-every",
-            "Print a line every so many steps. [default: every few seconds; in a terminal one line that moves]",
+            "Print a line every so many steps. [default: every few seconds; in a terminal a progress line]",
             "--logging-steps",
         ),
     ] = None
@@ -275,8 +275,7 @@ def train(typed: TrainOptions) -> None:
 
     The names of Hugging Face's arguments are taken too, such as --learning_rate or --output_dir.
 
-    Ends with 0 after the last step, 1 where training failed, 2 for options that cannot be, 128 and its number after a
-    signal.
+    Ends with 0 after the last step, 1 if training failed, 2 for invalid options, 128 plus its number after a signal.
     """
     from rich.console import Console
 

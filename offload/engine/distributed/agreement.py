@@ -288,7 +288,7 @@ class Agreement:
     def _check(self) -> None:
         """Raises `RankError`, and notifies the other ranks, if this rank has left an earlier collective unfinished."""
         if self._agreed_unit >= 0:
-            raise self._ranks.fail(f"it could not take part in moving {self._names[self._agreed_unit]}")
+            raise self._ranks.fail(f"it left an exchange of {self._names[self._agreed_unit]} unfinished")
         if self._in_question:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 

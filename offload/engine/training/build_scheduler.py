@@ -31,7 +31,11 @@ def choose(block: SchedulerBlock | None, given: Any, optimizer: torch.optim.Opti
         ConfigError: the schedule cannot be made, or does not fit the optimizer.
     """
     if given is not None:
-        lines = () if block is None else (f"the schedule {block.type} of the config is not used: lr_scheduler= is",)
+        lines = (
+            ()
+            if block is None
+            else (f"the schedule {block.type} of the config is not used, because lr_scheduler= was passed",)
+        )
         schedule = given(optimizer) if _is_factory(given) else given
         _check_given(schedule, optimizer)
         return Chosen(schedule, lines)

@@ -225,14 +225,14 @@ class Loader(DataLoader[Any]):
             seen, size = batch * where["samples_of_a_batch"], mine["samples_of_a_batch"]
             batch = seen // size  # rounded down: better some samples twice than some never
             notice = (
-                f"training_data: {size} samples of all ranks are a batch, {where['samples_of_a_batch']} in the run; "
-                f"pass {epoch} had seen {seen} and resumes at {batch * size}"
+                f"training_data: a batch is {size} samples of all ranks, {where['samples_of_a_batch']} in the resumed "
+                f"run; pass {epoch} had seen {seen} and resumes at {batch * size}"
             )
         same = all(where[key] == mine[key] for key in ("samples", "samples_of_a_batch"))
         if same and its_length != len(self) and notice is None:
             notice = (
-                f"training_data: a pass contains {len(self)} batches, {its_length} in the run: the last incomplete "
-                f"one is {'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
+                f"training_data: a pass contains {len(self)} batches, {its_length} in the resumed run: the last "
+                f"incomplete one is {'left out' if mine['drop_last'] else 'trained too'} (dataloader_drop_last)"
             )
         # The end of a pass is the start of the next one.
         if batch >= len(self):

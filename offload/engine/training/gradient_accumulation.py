@@ -121,7 +121,7 @@ class GradientAccumulation:
                 why = (
                     "set_gradient_accumulation_boundary(False) was called"
                     if count
-                    else "no backward ran since the last"
+                    else "no backward ran since the last one"
                 )
                 raise UsageError(f"step() needs a boundary: {why}")
         # Too many backwards are an error as well: the loss would be divided by another number than that of

@@ -183,7 +183,7 @@ class TrainingState:
         elif same_schedule and self.lr_scheduler is not None and self.global_steps:
             notices.append(
                 f"the schedule {type(self.lr_scheduler).__name__} keeps the state that this script created, at step "
-                f"{self.global_steps}: the run could not save its position"
+                f"{self.global_steps}: the resumed run could not save the schedule's position"
             )
         # The first commit precedes every registration, so a run resumed from it may register any number of objects.
         more = self.registered.restore(facts["registered"], may_grow=not self.global_steps)

@@ -103,9 +103,7 @@ def _kernels(device: int) -> Kernels:
         RuntimeError: the driver refuses.
     """
     if torch.version.hip is not None:
-        raise ConfigError(
-            "kernels on the GPU are there for CUDA alone: torch is built for ROCm, where their bits were never tried"
-        )
+        raise ConfigError("kernels on the GPU need CUDA: torch is built for ROCm, on which they were never tested")
     assert torch.version.cuda is not None  # the tensors are on a CUDA device
     compiler = nvrtc.load(torch.version.cuda)
     context = driver.load().primary_context(device)
