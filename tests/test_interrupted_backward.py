@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,5 +134,27 @@ def test_a_backward_of_torch_is_ended_when_it_is_over(device: LateDevice, tmp_pa
 def test_the_setting_of_torch_is_the_users_again(tmp_path: Path) -> None:
     engine: offload.Engine = start(JOB, ("cpu", "cpu"), tmp_path)
     engine.backward(loss(engine, 0, 0))
+    assert torch._C._is_multithreading_enabled()
+    engine.destroy(remove=True)
+
+
+def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
+    device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start(JOB, ("cpu", "cpu"), tmp_path)
+    setting = torch.autograd.set_multithreading_enabled
+    leave = setting.__exit__
+
+    def interrupted(self: Any, *error: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        leave(self, *error)
+
+    ended = loss(engine, 0, 0)
+    monkeypatch.setattr(setting, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.backward(ended)
+        for _ in range(1000):  # the signal arrives again a moment later
+            time.sleep(0.01)
+    monkeypatch.undo()
     assert torch._C._is_multithreading_enabled()
     engine.destroy(remove=True)

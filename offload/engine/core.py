@@ -37,7 +37,7 @@ from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
-from offload.interrupts import defer_signals, uninterrupted
+from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.notices import announce
 from offload.sizes import format_size
@@ -178,6 +178,23 @@ class EngineCore(EngineCallbacks):
         return self.device_budget.run(
             lambda: self.module(*args, **kwargs), (args, kwargs), self.components.ranks is None
         )
+
+    @uninterrupted
+    def run_backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
+        """Runs the backward of `loss`, all nodes on the calling thread. A Ctrl-C leaves no setting of torch changed.
+
+        torch would run the nodes of a GPU on a thread of its own while the caller waits in C++, where no handler of a
+        signal runs: a Ctrl-C would be obeyed when the backward ends. One GPU's nodes run one after the other on either
+        thread, and the nodes of a CPU run on the caller's anyway.
+        """
+
+        @interruptible
+        def run() -> None:
+            loss.backward(retain_graph=retain_graph)
+
+        # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
+        with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
+            run()
 
     # -- steps --------------------------------------------------------------------------------------
 

@@ -159,12 +159,7 @@ class Engine(PersistenceApi):
         if not loss.requires_grad:
             raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
         divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        # torch would run the nodes of a GPU on a thread of its own while the caller waits in C++, where no handler of
-        # a signal runs: a Ctrl-C would be obeyed when the backward ends. One GPU's nodes run one after the other on
-        # either thread, and the nodes of a CPU run on the caller's anyway.
-        with self._core.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
-            # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
-            self.scale(divided).backward(retain_graph=retain_graph)
+        self._core.run_backward(self.scale(divided), retain_graph)
         if self._core.components.meter is not None:
             self._core.components.meter.add_loss(divided, first=self.micro_batches <= 1)
         return divided
