@@ -45,6 +45,8 @@ def test_sizes_and_the_clip(content: dict[str, Any], ranks: int, message: str) -
 AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "a size": ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, "train_batch_size 3"),
     "a mode, which is off then": ({"bf16": {"enabled": "auto"}}, "bf16.enabled false"),
+    "a mode, by its older name": ({"bfloat16": {"enabled": "auto"}}, "bfloat16.enabled false"),
+    "a block, by its older name": ({"bfloat16": "auto"}, "bf16 (its defaults)"),
     "a block": ({"fp16": "auto"}, "fp16 (its defaults)"),
     "a clip": ({"gradient_clipping": "auto"}, "gradient_clipping 1.0"),
     "an optimizer": ({"optimizer": "auto"}, "optimizer (chosen by this library)"),

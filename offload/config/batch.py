@@ -100,7 +100,8 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
         return getattr(schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params), key)
     value: Any = config
     for part in name.split("."):
-        value = getattr(value, part)
+        # A block keeps the name that it has in the file, which may be an older one.
+        value = getattr(value, value.OLD_NAMES.get(part, part))
     return value
 
 
