@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.config import (
+    OPTIMIZER_DEFAULTS,
     Batch,
     Config,
     document,
@@ -198,6 +199,15 @@ def test_adam_is_adamw_unless_the_config_disables_it() -> None:
     assert load_config({"optimizer": {"type": "adam"}}).optimizer.settings["adam_w_mode"]
     plain = {"type": "Adam", "params": {"adam_w_mode": False}}
     assert not load_config({"optimizer": plain}).optimizer.settings["adam_w_mode"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_DEFAULTS)
+def test_states_in_fp32_may_be_asked_of_every_type(name: str) -> None:
+    plain, asked = (
+        load_config({"optimizer": {"type": name, "params": params}}).optimizer
+        for params in ({}, {"fp32_optimizer_states": True})
+    )
+    assert plain is not None and asked is not None and asked.settings == plain.settings
 
 
 def test_comments_and_lists_of_paths(tmp_path: Path) -> None:

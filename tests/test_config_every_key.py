@@ -83,6 +83,7 @@ HONOURED: dict[str, Any] = {
     "optimizer.params.weight_decay": 0.1,
     "optimizer.params.bias_correction": True,
     "optimizer.params.adam_w_mode": False,
+    "optimizer.params.fp32_optimizer_states": True,
     "scheduler.type": "WarmupLR",
 }
 
