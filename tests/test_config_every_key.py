@@ -226,6 +226,8 @@ def test_a_key_without_support_is_refused(key: str) -> None:
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"checkpoint": {"load_universal": False}},
         {"tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": {"autotp_size": 0, "dtype": "bf16"}},
+        {"tensor_parallel": {"enabled": False, "autotp_size": 4}},
     ],
 )
 def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:

@@ -224,7 +224,7 @@ def _known_content(model: type[Block], content: Mapping[str, Any], path: str, fi
         if name in model.REFUSED:
             asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
             alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
-            if _is_on(asked) and not alone:
+            if _is_on(value) and _is_on(asked) and not alone:
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
             findings.tuning.extend([dotted] * tuned)
