@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from offload.config import (
     OPTIMIZER_DEFAULTS,
+    Aio,
     Batch,
     Config,
+    ZeroOptimization,
     document,
     load_config,
     read_json,
@@ -397,6 +399,10 @@ def test_every_key_is_documented() -> None:
 
     for key in keys(ZERO3) - {"block_size", "queue_depth", "thread_count"}:
         assert f"`{key}`" in text, key
+    for name, model in (("", Config), ("aio.", Aio), ("zero_optimization.", ZeroOptimization)):
+        for old, new in model.OLD_NAMES.items():
+            assert f"* `{name}{old}`: `{new}`" in text, old
+    assert "`zero_optimization.cpu_offload_param`, if true: `offload_param`" in text
 
 
 def test_keys_that_are_notes_mean_nothing() -> None:
