@@ -304,13 +304,13 @@ class aio_handle:
         if asynchronous:
             self._pending.append(self._start(operation, buffer, filename, validate, offset))
             return 0
-        # The result counts the requests that were in flight before, too.
-        before = self.wait()
+        before = self.wait()  # the result counts the requests that were in flight before, too
         self._start(operation, buffer, filename, validate, offset).end()
         return before + 1
 
     def _start(self, operation: str, buffer: Memory, filename: Filename, validate: bool, offset: int) -> _Request:
-        view = _bytes(buffer)
+        # Checked before the file is opened, since opening makes a missing one.
+        view, offset = self._queue.check(operation, offset, _bytes(buffer))
         file = self._open(filename, operation == "write")
         future = (self._queue.write if operation == "write" else self._queue.read)(file, offset, view)
         if not validate:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _RETRY_S = 0.001
 """Seconds after which a deferred signal arrives again. Changes take microseconds."""
 
@@ -37,7 +37,7 @@ _owners: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 def uninterrupted(function: _F) -> _F:
-    """Returns `function` itself, during whose calls on the main thread handlers of Ctrl-C and SIGTERM wait."""
+    """Returns `function` itself, during whose calls on the main thread handlers of `_SIGNALS` wait."""
     _deferring[function.__code__] = True
     return function
 
@@ -49,7 +49,7 @@ def interruptible(function: _F) -> _F:
 
 
 def defer_signals(owner: object) -> None:
-    """Wraps the process's handlers of Ctrl-C and SIGTERM, unless wrapped already. Wraps on the main thread only.
+    """Wraps the process's handlers of `_SIGNALS`, unless wrapped already. Wraps on the main thread only.
 
     Called at the start of each forward and step, since the user may set a handler in between, as Jupyter does for each
     cell.

@@ -92,7 +92,7 @@ def test_a_file_closed_under_its_requests(tmp_path: Path, backend: str) -> None:
         assert future.wait() == len(buffer)
         for other in others:
             os.close(other)
-        for call in (file.sync, file.size, lambda: file.reserve(1)):
+        for call in (file.sync, file.size, file.identity, lambda: file.reserve(1)):
             with pytest.raises(IoError) as caught:
                 call()
             assert caught.value.errno == errno.EBADF

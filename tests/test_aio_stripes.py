@@ -123,6 +123,11 @@ def test_an_error_names_the_drive(backend: str, tmp_path: Path) -> None:
             queue.read(file, 0, bytearray(8 * 4096)).wait()
         assert (caught.value.errno, caught.value.path) == (errno.ENODATA, str(paths[1]))
         assert (caught.value.offset, caught.value.nbytes) == (4096, 4096)
+        # Within one stripe there is one drive, whose file has the bytes at another offset.
+        with pytest.raises(IoError) as caught:
+            queue.read(file, 3 * 4096 + 8, bytearray(16)).wait()
+        assert (caught.value.errno, caught.value.path) == (errno.ENODATA, str(paths[1]))
+        assert (caught.value.offset, caught.value.nbytes) == (4096 + 8, 16)
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

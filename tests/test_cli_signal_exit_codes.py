@@ -196,6 +196,30 @@ def test_no_signal_comes_between_while_files_are_removed() -> None:
     assert not any(thread.name == "offload-signals" and thread.is_alive() for thread in threads_soon())
 
 
+def test_what_is_ignored_stays_ignored() -> None:
+    """SIGHUP under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals():
+            signal.raise_signal(signal.SIGHUP)
+            with exit_on_signal("never said"):
+                signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_handler_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code that a handler interrupts may hold the locks that the start of a thread takes."""
+
+    def body() -> None:
+        monkeypatch.setattr(threading.Thread, "start", None)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit), signals():
+        body()
+
+
 def threads_soon() -> list[threading.Thread]:
     for thread in threading.enumerate():
         if thread.name == "offload-signals":

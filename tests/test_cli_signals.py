@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from offload.cli.commands.train_run import Signals, Stopped
 from offload.cli.main import app
+from offload.cli.signals import ENDING
 from offload.presets import PRESETS
 from tests.support import warm_process
 
@@ -35,7 +37,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     tiny = PRESETS["gpt2-tiny"]
     monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
     (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda *_: None) for number in ENDING}
     level = logging.getLogger("offload").level
     yield
     logging.getLogger("offload").setLevel(level)
@@ -98,7 +100,7 @@ def test_stopped_again_and_again() -> None:
     assert log() == unbroken
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_within_a_window_of_commits(number: int) -> None:
     """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
     Path("every.json").write_text(json.dumps({"offload": {"durability": {"every": 100}}}))
@@ -117,7 +119,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert log() == unbroken
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_is_stopped(number: int) -> None:
     """The real command, in a process of its own."""
     process = warm_process.begin(
@@ -133,6 +135,46 @@ def test_a_process_that_is_stopped(number: int) -> None:
     assert "Traceback" not in errors and "--resume auto" in errors
     assert len(errors.splitlines()) == 1, "libraries have words of their own"
     assert Path("swap/default").is_dir()
+
+
+def test_a_terminal_that_closes() -> None:
+    """The run ends as on SIGTERM, though nothing can be printed any more."""
+    master, slave = os.openpty()
+    os.set_blocking(master, False)
+    # The first terminal that the leader of a session opens becomes its own.
+    command = f'exec "$0" "$@" <{os.ttyname(slave)} >{os.ttyname(slave)} 2>&1'
+    words = [sys.executable, "-m", "offload", "train", "--text", "text.py", "--steps", "100000", *ARGUMENTS]
+    process = subprocess.Popen(["sh", "-c", command, *words], start_new_session=True)
+    try:
+        while process.poll() is None and not (Path("log").exists() and len(log()) > 1):
+            with contextlib.suppress(BlockingIOError):
+                os.read(master, 1 << 16)
+            time.sleep(0.005)
+        assert process.poll() is None, "it ended before"
+        os.close(slave)
+        os.close(master)
+        assert process.wait(120) == 128 + signal.SIGHUP
+    finally:
+        process.kill()
+    found = CliRunner().invoke(app, ["inspect", "swap/default", "--json"], catch_exceptions=False)
+    assert json.loads(found.stdout)["ranks"][0]["commits"][0]["step"] == log()[-1][0]
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
+    """As SIGHUP under nohup, and SIGINT in the background jobs of a script."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+        with Signals():
+            signal.raise_signal(number)
+            assert signal.getsignal(number) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
+
+
+def test_a_terminal_may_hang_up_twice() -> None:
+    with pytest.raises(Stopped) as stopped, Signals() as signals, signals.hold():
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+    assert stopped.value.number == signal.SIGHUP
 
 
 def test_a_signal_raises_at_once() -> None:

@@ -12,8 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.config import (
+    OPTIMIZER_DEFAULTS,
+    Aio,
     Batch,
     Config,
+    ZeroOptimization,
     document,
     load_config,
     read_json,
@@ -200,6 +203,15 @@ def test_adam_is_adamw_unless_the_config_disables_it() -> None:
     assert not load_config({"optimizer": plain}).optimizer.settings["adam_w_mode"]
 
 
+@pytest.mark.parametrize("name", OPTIMIZER_DEFAULTS)
+def test_states_in_fp32_may_be_asked_of_every_type(name: str) -> None:
+    plain, asked = (
+        load_config({"optimizer": {"type": name, "params": params}}).optimizer
+        for params in ({}, {"fp32_optimizer_states": True})
+    )
+    assert plain is not None and asked is not None and asked.settings == plain.settings
+
+
 def test_comments_and_lists_of_paths(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(
@@ -351,7 +363,7 @@ def test_what_is_neither_a_dict_nor_a_path(source: Any) -> None:
 
 def test_an_unused_path_is_reported() -> None:
     content = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "/x"}}}
-    assert "nvme_path is ignored" in load_config(content).notices[0]
+    assert "nvme_path is used only if" in load_config(content).notices[0]
 
 
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 8), st.sampled_from(["total", "micro", "accumulation"]))
@@ -387,6 +399,10 @@ def test_every_key_is_documented() -> None:
 
     for key in keys(ZERO3) - {"block_size", "queue_depth", "thread_count"}:
         assert f"`{key}`" in text, key
+    for name, model in (("", Config), ("aio.", Aio), ("zero_optimization.", ZeroOptimization)):
+        for old, new in model.OLD_NAMES.items():
+            assert f"* `{name}{old}`: `{new}`" in text, old
+    assert "`zero_optimization.cpu_offload_param`, if true: `offload_param`" in text
 
 
 def test_keys_that_are_notes_mean_nothing() -> None:

@@ -83,6 +83,7 @@ HONOURED: dict[str, Any] = {
     "optimizer.params.weight_decay": 0.1,
     "optimizer.params.bias_correction": True,
     "optimizer.params.adam_w_mode": False,
+    "optimizer.params.fp32_optimizer_states": True,
     "scheduler.type": "WarmupLR",
 }
 
@@ -193,7 +194,7 @@ def content(key: str, value: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("key", HONOURED)
 def test_honoured_without_a_word(key: str) -> None:
     config = load_config(content(key, HONOURED[key]))
-    assert all(key not in line or line.startswith("nvme_path is ignored") for line in config.notices)
+    assert all(key not in line or line.startswith("nvme_path is used only if") for line in config.notices)
     given: Any = config
     for name in key.replace("bfloat16", "bf16").split("."):
         if name in type(given).model_fields:
@@ -225,6 +226,8 @@ def test_a_key_without_support_is_refused(key: str) -> None:
         {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": None}},
         {"checkpoint": {"load_universal": False}},
         {"tensor_parallel": {"autotp_size": 1}},
+        {"tensor_parallel": {"autotp_size": 0, "dtype": "bf16"}},
+        {"tensor_parallel": {"enabled": False, "autotp_size": 4}},
     ],
 )
 def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:

@@ -145,6 +145,19 @@ def test_the_same_by_trainer_and_accelerate(script: str, tmp_path: Path) -> None
     assert lines_of(tmp_path, name, script) == [f"offload: {start}{', '.join(keys)}"]
 
 
+def test_a_path_may_be_used_though_no_tier_is_nvme(tmp_path: Path) -> None:
+    """With little memory states move to the drive, so the line at the start must not say that the path is ignored."""
+    script = SCRIPT.replace(
+        "torch.nn.Linear(4, 4)", "torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in '.' * 16))"
+    )
+    zero = {"stage": 3, "offload_param": {"device": "cpu", "nvme_path": "swap"}, "offload_optimizer": {"device": "cpu"}}
+    config = {**BASE, "zero_optimization": zero, "offload": {"device": "cpu", "host_memory": "44MiB"}}
+    done = warm_process.run(["-c", script, json.dumps(config)], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "to disk" in done.stderr and (tmp_path / "swap" / "default").is_dir()
+    assert "nvme_path is used only if" in done.stderr and "ignored" not in done.stderr
+
+
 class _Heard(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -154,13 +167,13 @@ class _Heard(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def lines_on_rank(stage: int) -> list[str]:
-    """The warnings of this rank where it makes an engine of that stage."""
+def lines_on_rank(stage: int, tier: str = "none") -> list[str]:
+    """The warnings of this rank where it makes an engine of that stage, with weights in that tier."""
     listener = _Heard()
     logger = logging.getLogger("offload")
     logger.addHandler(listener)
     try:
-        config = {**BASE, "zero_optimization": {"stage": stage}}
+        config = {**BASE, "zero_optimization": {"stage": stage, "offload_param": {"device": tier}}}
         offload.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()
     finally:
         logger.removeHandler(listener)
@@ -174,4 +187,7 @@ def test_stages_1_and_2_on_several_ranks_are_reported_once_as_stage_3() -> None:
             assert second == [] and len(first) == 1, (first, second)
             assert first[0].startswith(f"offload: ZeRO stage {stage} on 2 ranks is trained as stage 3: ")
         assert ranks.run(lines_on_rank, 3) == [[], []]
+        first, _ = ranks.run(lines_on_rank, 2, "cpu")
+        assert "offload: offload_param is honoured at ZeRO stage 2 too, as at stage 3" in first
+        assert not any("one process" in line for line in first)
     assert not any("ZeRO stage" in line for line in lines_on_rank(2)), "one rank has nothing to part"

@@ -8,11 +8,12 @@ import os
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from offload.deepnvme import aio_handle
-from offload.errors import IoError
+from offload.errors import IoError, UsageError
 from tests.support import warm_process
 from tests.support.nvme_handles import content, handle, noise
 
@@ -27,6 +28,17 @@ def test_a_write_makes_a_private_file_and_truncates_none(handle: aio_handle, tmp
     (tmp_path / "old").write_bytes(b"x" * 100)
     handle.sync_pwrite(torch.zeros(5), tmp_path / "old")
     assert (tmp_path / "old").read_bytes() == bytes(20) + b"x" * 80
+
+
+def test_a_write_that_is_refused_makes_no_file(handle: aio_handle, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="contiguous"):
+        handle.write(np.zeros((4, 6)).T, tmp_path / "new")
+    with pytest.raises(ValueError, match="offset"):
+        handle.async_pwrite(torch.zeros(5), tmp_path / "new", -1)
+    handle.close()
+    with pytest.raises(UsageError, match="closed"):
+        handle.write(torch.zeros(5), tmp_path / "new")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_is_followed(handle: aio_handle, tmp_path: Path) -> None:

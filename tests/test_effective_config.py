@@ -45,16 +45,18 @@ def test_sizes_and_the_clip(content: dict[str, Any], ranks: int, message: str) -
 AUTO: dict[str, tuple[dict[str, Any], str]] = {
     "a size": ({"train_batch_size": "auto", "gradient_accumulation_steps": 3}, "train_batch_size 3"),
     "a mode, which is off then": ({"bf16": {"enabled": "auto"}}, "bf16.enabled false"),
+    "a mode, by its older name": ({"bfloat16": {"enabled": "auto"}}, "bfloat16.enabled false"),
+    "a block, by its older name": ({"bfloat16": "auto"}, "bf16 (its defaults)"),
     "a block": ({"fp16": "auto"}, "fp16 (its defaults)"),
     "a clip": ({"gradient_clipping": "auto"}, "gradient_clipping 1.0"),
-    "an optimizer": ({"optimizer": "auto"}, "optimizer (chosen by this library)"),
+    "an optimizer": ({"optimizer": "auto"}, "optimizer (its default)"),
     "its numbers": (
         {"optimizer": {"type": "Lion", "params": {"lr": 1, "betas": "auto"}}},
         "optimizer.params.betas [0.9, 0.99]",
     ),
     "its rate": (
         {"optimizer": {"type": "Lion", "params": {"lr": "auto"}}},
-        'optimizer.params.lr "that of optimizer="',
+        "optimizer.params.lr (that of optimizer=)",
     ),
     "a schedule's": (
         {
@@ -65,9 +67,11 @@ AUTO: dict[str, tuple[dict[str, Any], str]] = {
         },
         "scheduler.params.warmup_num_steps 1000",  # of "auto" as a rate each group knows its own
     ),
+    "a schedule's numbers": ({"scheduler": {"type": "WarmupLR", "params": "auto"}}, "scheduler.params (its defaults)"),
+    "what there is none of": ({"offload": {"log": "auto"}}, "offload.log (its default)"),
     "what is decided here, by its older name": (
         {"zero_optimization": {"prefetch_bucket_size": "auto"}},
-        "zero_optimization.stage3_prefetch_bucket_size (chosen by this library)",
+        "zero_optimization.stage3_prefetch_bucket_size (its default)",
     ),
     "what is a value": ({"offload": {"resume": "auto"}}, ""),
     "what has no effect": ({"zero_optimization": {"reduce_bucket_size": "auto"}}, ""),

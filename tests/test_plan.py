@@ -300,7 +300,7 @@ def test_counts_are_parsed() -> None:
         ("7", 7),
     ):
         assert parse_count(message) == count
-    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999"):
+    for message in ("", "nan", "inf", "-3", "0", "0.1", "3 apples", "Mi", "1e999", "9" * 400, "9" * 300 + "T"):
         with pytest.raises(ConfigError, match="expected a number"):
             parse_count(message)
 

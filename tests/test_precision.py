@@ -174,7 +174,16 @@ def test_where_nothing_can_be_kept_each_asks_the_machine(measured: list[str], tm
 
 @pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 @pytest.mark.parametrize(
-    "given", [{}, {"bf16": {"enabled": "auto"}}, {"bfloat16": {"enabled": "auto"}}, {"bf16": None}, {"bf16": {}}]
+    "given",
+    [
+        {},
+        {"bf16": {"enabled": "auto"}},
+        {"bfloat16": {"enabled": "auto"}},
+        {"bf16": None},
+        {"bf16": {}},
+        {"bf16": "auto", "fp16": "auto"},
+        {"bfloat16": "auto"},
+    ],
 )
 def test_an_open_config_gets_what_the_machine_is_fast_in(
     given: dict[str, Any], found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -131,7 +131,7 @@ MEANINGS = {
                     "zero_optimization.reduce_scatter",
                 ),
             ),
-            ("offload_param is honoured at ZeRO stage 2 too, since there is one process", ()),
+            ("offload_param is honoured at ZeRO stage 2 too, as at stage 3", ()),
         ),
     ),
     "stage 3 on the CPU": Meaning(

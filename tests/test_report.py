@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -411,6 +412,23 @@ def test_a_plan_with_numbers_that_are_none_is_an_error(tmp_path: Path, log: Path
 def test_a_folder_is_no_log() -> None:
     done = CliRunner().invoke(app, ["report", "."])
     assert done.exit_code == 2 and "cannot read the log" in done.stderr, done.output
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced(log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, opens = tmp_path / "page.html", Path.open
+    place.write_text("of somebody else")
+
+    # A mode would not do: root may read every file.
+    def refused(path: Path, *arguments: Any, **keywords: Any) -> Any:
+        if path == place:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opens(path, *arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        done = call(log, "-o", place)
+    assert done.exit_code == 2 and f"{place} exists and cannot be read: Permission denied; give" in done.stderr
+    assert place.read_text() == "of somebody else"
 
 
 def test_a_page_is_replaced_and_another_file_is_not(log: Path, tmp_path: Path) -> None:

@@ -88,16 +88,17 @@ class DirectFile:
         """Returns the size of the file in bytes.
 
         Raises:
-            IoError: fstat fails.
+            IoError: the file is closed, or fstat fails.
         """
-        try:
-            return os.fstat(self._buffered()).st_size
-        except OSError as error:
-            raise self._error(error, 0, "stat") from error
+        return self._stat().st_size
 
     def identity(self) -> tuple[int, int]:
-        """Returns (device, inode), which are equal for two names of one file."""
-        found = os.fstat(self._buffered())
+        """Returns (device, inode), which are equal for two names of one file.
+
+        Raises:
+            IoError: the file is closed, or fstat fails.
+        """
+        found = self._stat()
         return found.st_dev, found.st_ino
 
     def reserve(self, nbytes: int) -> None:
@@ -155,6 +156,12 @@ class DirectFile:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _stat(self) -> os.stat_result:
+        try:
+            return os.fstat(self._buffered())
+        except OSError as error:
+            raise self._error(error, 0, "stat") from error
 
     def _buffered(self) -> int:
         if self.closed:

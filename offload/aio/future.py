@@ -164,10 +164,9 @@ class IoFuture:
 
     def _failure(self, error: int) -> IoError:
         """Returns the `IoError` for errno `error`. For a striped file the error names the drive's file, if known."""
-        pieces = self._file.pieces(self._offset, self._nbytes)
-        if len(pieces) < 2 or error == errno.EBADMSG:  # a checksum covers the whole request
+        if error == errno.EBADMSG or not self._nbytes:  # a checksum covers the whole request; no bytes have no place
             return IoError(self._file.path, self._offset, self._nbytes, error, self._operation)
-        at = pieces[self._flight.failed_piece]
+        at = self._file.pieces(self._offset, self._nbytes)[self._flight.failed_piece]
         return IoError(at.owner.path, at.offset, at.nbytes, error, self._operation)
 
 

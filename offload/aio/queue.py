@@ -150,6 +150,31 @@ class IoQueue:
         """
         return self._submit("write", file, offset, buffer, priority, checksum, None)
 
+    def check(self, operation: str, offset: int, buffer: Buffer) -> tuple[memoryview, int]:
+        """Checks what `read` and `write` check of a request, except for its file, which need not be open yet.
+
+        Args:
+            operation: "read" or "write".
+            offset: first byte.
+            buffer: destination or source.
+
+        Returns:
+            A view of the buffer, and the offset as an int.
+
+        Raises:
+            ValueError: a bad offset or buffer.
+            UsageError: the queue is closed, or belongs to a parent process.
+        """
+        self._check_open()
+        view, offset = memoryview(buffer), operator.index(offset)
+        if not 0 <= offset <= _LAST - view.nbytes:
+            raise ValueError(f"expected an offset from 0 and an end before 2**63, got {offset} and {view.nbytes} bytes")
+        if not view.c_contiguous:
+            raise ValueError(f"expected a C-contiguous buffer, got strides {view.strides} of shape {view.shape}")
+        if operation == "read" and view.readonly:
+            raise ValueError("expected a writable buffer to read into, got a read-only one")
+        return view, offset
+
     def register(self, *things: Buffer | DirectFile | StripedFile) -> int:
         """Registers memory and files that many requests will use with the kernel, until the queue is closed.
 
@@ -249,19 +274,12 @@ class IoQueue:
         expected: int | None,
     ) -> IoFuture:
         """Checks a request and hands it to the native queue, whose `Flight` keeps buffer and descriptors alive."""
-        self._check_open()
+        # Everything is checked here, with the caller's values in the message; the native code trusts its arguments.
+        view, offset = self.check(operation, offset, buffer)
         if file.closed:
             raise UsageError(f"{file.path} is closed")
-        # Everything is checked here, with the caller's values in the message; the native code trusts its arguments.
-        view, offset = memoryview(buffer), operator.index(offset)
-        if not 0 <= offset <= _LAST - view.nbytes:
-            raise ValueError(f"expected an offset from 0 and an end before 2**63, got {offset} and {view.nbytes} bytes")
         if expected is not None and not 0 <= operator.index(expected) < 1 << 32:
             raise ValueError(f"expected a CRC-32C of 32 bits, got {expected}")
-        if not view.c_contiguous:
-            raise ValueError(f"expected a C-contiguous buffer, got strides {view.strides} of shape {view.shape}")
-        if operation == "read" and view.readonly:
-            raise ValueError("expected a writable buffer to read into, got a read-only one")
         pieces = file.pieces(offset, view.nbytes)
         flight = self._queue.submit(operation == "write", Priority(priority), pieces, view, checksum, expected)
         # None: another thread has closed the queue since `_check_open`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -52,12 +53,12 @@ def parse_count(text: str) -> int:
         text: such as "250M" for 250 million, "64Mi" for 64 * 2**20, "1.5B" for 1.5 billion or "2T" for 2 * 10**12.
 
     Raises:
-        ConfigError: `text` is not such a count, or is less than 1.
+        ConfigError: `text` is not such a count, is less than 1, or is beyond the largest float.
     """
     found = _COUNT.fullmatch(text.strip())
     # "b" for billion counts as "g", so that the position in the list is the power.
     power = 0 if found is None else " kmgt".index((found[2] or " ").lower().replace("b", "g"))
-    count = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** power)
-    if count < 1:
+    amount = 0.0 if found is None else float(found[1]) * (1024 if found[3] else 1000) ** power
+    if not 1 <= amount < math.inf:
         raise ConfigError(f"expected a number such as 250M, 64Mi, 1.5B or 2T, got {text!r}")
-    return count
+    return int(amount)

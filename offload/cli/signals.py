@@ -8,12 +8,17 @@ there.
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a command to end: Ctrl-C, a supervisor, a terminal that closes."""
 
 _GRACE = 1.0
 """Seconds within which Python's own handler should start."""
@@ -25,39 +30,57 @@ _AGAIN = 0.25
 def signals() -> Iterator[None]:
     """Turns SIGTERM and SIGHUP inside the context into `SystemExit`, so that files are removed. Main thread only.
 
+    A signal that the process ignores stays ignored, as SIGHUP under nohup.
+
     Python drops an exception that a handler raises without a caller to receive it, as in a callback of the garbage
     collector. A helper thread therefore sends the signal again until the context ends. While the exception propagates
     and files are removed, further signals raise nothing.
     """
-    main, lock = threading.get_ident(), threading.Lock()
-    ended, raised = threading.Event(), list[BaseException]()
+    main, raised = threading.get_ident(), list[BaseException]()
+    # `put` may interrupt itself, so a handler may call it. Starting a thread takes locks, so the thread exists before.
+    arrived = queue.SimpleQueue[int]()
 
-    def send(number: int) -> None:
-        # Runs on the helper thread. The lock orders the last signal before `ended`: once the context has ended, no
-        # signal of this thread may reach the handlers that were restored.
-        while not ended.wait(_AGAIN):
-            with lock:
-                if not ended.is_set():
-                    signal.pthread_kill(main, number)
+    def send() -> None:
+        # Runs on the helper thread, until a 0 arrives.
+        number = arrived.get()
+        while number:
+            try:
+                number = arrived.get(timeout=_AGAIN)
+            except queue.Empty:
+                signal.pthread_kill(main, number)
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if not sending:
-            sending.append(threading.Thread(target=send, args=(number,), daemon=True, name="offload-signals"))
-            sending[0].start()
+        arrived.put(number)
         # Not inside a finalizer, where the exception would be lost, and not while an earlier one is being handled.
         if not _in_finalizer(frame) and not any(each in raised for each in _handled()):
             raised.append(SystemExit(128 + number))
             raise raised[-1]
 
-    sending: list[threading.Thread] = []
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before = handlers(signal.SIGTERM, signal.SIGHUP)
+    helper = threading.Thread(target=send, daemon=True, name="offload-signals")
+    helper.start()
     try:
+        for number in before:
+            signal.signal(number, stop)
         yield
     finally:
-        with lock:
-            ended.set()
+        # The helper must have ended before: none of its signals may reach the handlers that are restored.
+        arrived.put(0)
+        helper.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def handlers(*numbers: signal.Signals) -> dict[signal.Signals, Any]:
+    """Returns the handlers of those signals that the process does not ignore, by number.
+
+    A parent that ignores a signal, as nohup and a shell's background jobs do, wants its children to do so too.
+
+    Args:
+        numbers: the signals.
+    """
+    found = {number: signal.getsignal(number) for number in numbers}
+    return {number: handler for number, handler in found.items() if handler != signal.SIG_IGN}
 
 
 def _in_finalizer(frame: FrameType | None) -> bool:
@@ -79,7 +102,7 @@ def _handled() -> Iterator[BaseException]:
 
 @contextmanager
 def exit_on_signal(words: str) -> Iterator[None]:
-    """Obeys SIGINT and SIGTERM inside the context even during a long call of native code. Main thread only.
+    """Obeys SIGINT, SIGTERM and SIGHUP inside the context even during a long call of native code. Main thread only.
 
     Python runs handlers between bytecode instructions. If the handler has not started after a second, the process exits
     immediately with code 128 plus the signal's number. Use the context only if there is nothing to clean up.
@@ -90,8 +113,7 @@ def exit_on_signal(words: str) -> Iterator[None]:
     begun = threading.Event()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    wanted = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in wanted.items() if handler != signal.SIG_IGN}
+    before = handlers(*ENDING)
 
     def begin(number: int, frame: FrameType | None) -> None:
         begun.set()
@@ -133,8 +155,9 @@ def _watch(reading: int, begun: threading.Event, words: str) -> None:
         words: the message on stderr.
     """
     while number := os.read(reading, 1)[0]:
-        if number in (signal.SIGINT, signal.SIGTERM) and not begun.wait(_GRACE):
+        if number in ENDING and not begun.wait(_GRACE):
             # Shows the cursor, which a progress bar hides.
             cursor = "\x1b[?25h" if os.isatty(2) else ""
-            os.write(2, f"{cursor}{words}\n".encode())
+            with suppress(OSError):  # a terminal that was closed takes no words
+                os.write(2, f"{cursor}{words}\n".encode())
             os._exit(128 + number)

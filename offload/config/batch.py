@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from offload.config.blocks.block import Block
@@ -79,7 +80,7 @@ def effective(config: Config, batch: Batch, world_size: int) -> str:
     # DeepSpeed changed this default, so a file without the key may train differently than before.
     if "gradient_clipping" not in config.model_fields_set:
         parts.append(f"gradient_clipping {config.gradient_clipping:g} by default, which was 0 in older DeepSpeed")
-    resolved = [f"{name} {_describe(_value(config, batch, name))}" for name in config._findings.auto]
+    resolved = [f"{name} {_describe(name, _value(config, batch, name))}" for name in config._findings.auto]
     if resolved:
         parts.append(f'"auto": {", ".join(resolved)}')
     return f"config: {'; '.join(parts)}"
@@ -95,17 +96,20 @@ def _value(config: Config, batch: Batch, name: str) -> Any:
     block, _, key = name.rpartition(".")
     # Defaults of params depend on the type of the optimizer or schedule, so the attributes of the block lack them.
     if block == "optimizer.params" and config.optimizer is not None:
-        return "that of optimizer=" if key == "lr" else config.optimizer.settings.get(key)
+        return config.optimizer.settings.get(key)
     if block == "scheduler.params" and config.scheduler is not None:
         return getattr(schedule_params(SCHEDULES[config.scheduler.type], config.scheduler.params), key)
     value: Any = config
     for part in name.split("."):
-        value = getattr(value, part)
+        # A block keeps the name that it has in the file, which may be an older one.
+        value = getattr(value, value.OLD_NAMES.get(part, part))
     return value
 
 
-def _describe(value: Any) -> str:
-    """Returns `value` for people, as in the line of `effective`."""
+def _describe(name: str, value: Any) -> str:
+    """Returns the value of the key `name` for people, as in the line of `effective`."""
+    if name == "optimizer.params.lr":
+        return "(that of optimizer=)"
     if value is None:
-        return "(chosen by this library)"
-    return "(its defaults)" if isinstance(value, Block) else json.dumps(value)
+        return "(its default)"  # the absence of a block, of a bound or of a file, or a choice of this library
+    return "(its defaults)" if isinstance(value, Block | Mapping) else json.dumps(value)

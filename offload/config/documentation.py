@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 from offload.config.blocks.block import Block, all_blocks
 from offload.config.blocks.scheduler import SCHEDULES, SchedulerBlock
+from offload.config.blocks.zero import OLD_SWITCHES
 from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration
@@ -15,9 +17,9 @@ that is accepted without an effect. An unknown key is an error that names the ne
 other tools keep their blocks, a key that resembles no known key is named in a log line instead. `"auto"` and `null`
 mean the default; integers may be written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are
 allowed; quotes and commas, which HJSON leaves out, are required. Instead of a path, the content may be passed in
-base64, as DeepSpeed's autotuner does. A learning rate of `"auto"` must come from `--lr` or from an optimizer
-that is passed to `offload.initialize`. Older names are accepted: `bfloat16` for `bf16`, and in `zero_optimization`
-`cpu_offload` and `cpu_offload_params`, which put one of the two blocks on `cpu`.
+base64, as DeepSpeed's autotuner does. A learning rate of `"auto"` must come from `--lr`, from the arguments of a
+Trainer, or from an optimizer that is passed to `offload.initialize`. Older names are accepted; the end of
+this page lists them.
 
 `python -m offload.config` writes this page from `offload/config`.
 """
@@ -44,9 +46,21 @@ def document() -> str:
             + "\n".join(tuning),
             "\n## Refused unless switched off\n\nWithout these features the training would be different:\n\n"
             + "\n".join(refused),
+            "\n## Older names\n\nDeepSpeed's older names of keys are accepted in their place:\n\n"
+            + "\n".join(_older_names()),
             "",
         ]
     )
+
+
+def _older_names() -> Iterator[str]:
+    """Yields a line for each older name, with the key that it stands for."""
+    for path, model in all_blocks(Config, ""):
+        prefix = f"{path}." if path else ""
+        for old, new in model.OLD_NAMES.items():
+            yield f"* `{prefix}{old}`: `{new}`"
+    for old, block in OLD_SWITCHES.items():
+        yield f'* `zero_optimization.{old}`, if true: `{block}` with `"device": "cpu"`'
 
 
 def _section(title: str, model: type[Block]) -> str:

@@ -15,6 +15,7 @@ import pydantic
 
 from offload.config.blocks.block import Block, inner_block
 from offload.config.blocks.scheduler import SCHEDULES, ScheduleParams
+from offload.config.blocks.zero import OLD_SWITCHES
 from offload.config.explain import blocks_with_key, explain, nearest, unknown_key
 from offload.config.schema import Config, Findings, no_findings
 from offload.errors import ConfigError
@@ -186,26 +187,19 @@ def _parse(text: str, name: str) -> Any:
 
 
 def _with_new_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Converts spellings of older files to blocks: a boolean "zero_optimization", and those of `_OLD_SWITCHES`."""
+    """Converts spellings of older files to blocks: a boolean "zero_optimization", and those of `OLD_SWITCHES`."""
     content = dict(content)
     zero = content.get("zero_optimization")
     if isinstance(zero, bool):
         content["zero_optimization"] = {"stage": int(zero)}
     elif isinstance(zero, Mapping):
         content["zero_optimization"] = zero = dict(zero)
-        for old, new in _OLD_SWITCHES.items():
+        for old, new in OLD_SWITCHES.items():
             if _is_on(zero.pop(old, False)):
                 if zero.get(new) is not None:
                     raise ConfigError(f"zero_optimization contains both {old} and {new}; leave {old} out")
                 zero[new] = {"device": "cpu"}
     return content
-
-
-_OLD_SWITCHES = {
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-    "cpu_offload_params": "offload_param",
-}
 
 
 def _known_content(model: type[Block], content: Mapping[str, Any], path: str, findings: Findings) -> dict[str, Any]:
@@ -224,7 +218,7 @@ def _known_content(model: type[Block], content: Mapping[str, Any], path: str, fi
         if name in model.REFUSED:
             asked = value.get("autotp_size", value) if isinstance(value, Mapping) else value
             alone = asked in (-1, 1) and (name.endswith("_size") or asked is not value)  # splits nothing
-            if _is_on(asked) and not alone:
+            if _is_on(value) and _is_on(asked) and not alone:
                 raise ConfigError(f'"{dotted}" {model.REFUSED[name]}')
         elif name in model.TUNING:
             findings.tuning.extend([dotted] * tuned)

@@ -169,7 +169,6 @@ class Config(Block):
         """One line for each kind of key that has no effect in this library."""
         zero, (tuning, unsupported, _) = self.zero_optimization, self._findings
         named = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
-        on_disk = "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
         lines = (
             (
                 tuning,
@@ -179,8 +178,11 @@ class Config(Block):
             (unsupported, f"config keys that are not supported and are ignored: {', '.join(sorted(unsupported))}"),
             (
                 zero.stage < 3 and zero.offload_param.device != "none",
-                f"offload_param is honoured at ZeRO stage {zero.stage} too, since there is one process",
+                f"offload_param is honoured at ZeRO stage {zero.stage} too, as at stage 3",
             ),
-            (named and not on_disk, "nvme_path is ignored: no state is stored on nvme"),
+            (
+                named and not self.wants_store,
+                "nvme_path is used only if memory is short or a run is resumed: no tier is nvme",
+            ),
         )
         return tuple(line for holds, line in lines if holds)

@@ -74,7 +74,8 @@ def _write(target: Path, text: str) -> None:
 def _is_foreign(target: Path) -> bool:
     """Returns True for a regular file that is neither empty nor a page of this command.
 
-    Devices and pipes are not regular files and may be written to.
+    Devices and pipes are not regular files and may be written to. Raises `ConfigError` for a file that cannot be read,
+    which may be anybody's.
     """
     from offload.report.page import BEGIN
 
@@ -83,6 +84,8 @@ def _is_foreign(target: Path) -> bool:
     try:
         with target.open("rb") as file:
             head = file.read(len(BEGIN))
-    except OSError:  # the later write reports the error
-        return False
+    except OSError as error:
+        raise ConfigError(
+            f"{target} exists and cannot be read: {error.strerror}; give another --output, or remove it"
+        ) from error
     return head not in (b"", BEGIN.encode())

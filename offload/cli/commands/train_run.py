@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
+import os
 import resource
 import signal
 import statistics
@@ -22,7 +24,7 @@ from rich.table import Table
 from offload.cli.commands import train_summary as cli_summary
 from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
-from offload.cli.signals import exit_on_signal
+from offload.cli.signals import ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
 from offload.sizes import count_of, format_size
 
@@ -40,7 +42,7 @@ _NOT_BEGUN = "stopped before the first step; earlier commits are unchanged"
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGINT or SIGTERM as an exception. The exit code is 128 plus the signal's number."""
+    """SIGINT, SIGTERM or SIGHUP as an exception. The exit code is 128 plus the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -54,9 +56,10 @@ def _quit(error: BaseException, code: int) -> NoReturn:
 
 
 class Signals:
-    """A context in which the first SIGINT or SIGTERM raises `Stopped`. Main thread only.
+    """A context in which the first SIGINT, SIGTERM or SIGHUP raises `Stopped`. Main thread only.
 
-    Inside `hold` the exception is delayed until the end of `hold`. A second signal ends the process immediately.
+    Inside `hold` the exception is delayed until the end of `hold`. A second signal ends the process immediately, except
+    for SIGHUP, which a terminal that closes may send twice. A signal that the process ignores stays ignored.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,9 @@ class Signals:
         self._held: Stopped | None = None
 
     def __enter__(self) -> Signals:
-        self._before = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        self._before = handlers(*ENDING)
+        for number in self._before:
+            signal.signal(number, self._stop)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,8 +78,10 @@ class Signals:
 
     def _stop(self, number: int, _: FrameType | None) -> None:
         """Handles the first signal, and restores the default action for a second one."""
+        if number == signal.SIGHUP:
+            _leave_closed_terminal()
         for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else signal.SIG_DFL)
         self._held = Stopped(number)
         if not self._holding:
             raise self._held
@@ -89,6 +96,18 @@ class Signals:
             self._holding = False
         if self._held is not None:
             raise self._held
+
+
+def _leave_closed_terminal() -> None:
+    """Redirects stdout and stderr to /dev/null if their terminal was closed, where every print raises."""
+    for output in (1, 2):
+        try:
+            os.write(output, b"")  # writes nothing, but fails on a terminal that was closed
+        except OSError as error:
+            if error.errno == errno.EIO:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, output)
+                os.close(nowhere)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -29,6 +29,9 @@ OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """Default hyperparameters of each optimizer type, except for the learning rate."""
 
+_OF_EVERY_TYPE = ("lr", "fp32_optimizer_states")
+"""Params that no type lists: the learning rate is passed on its own, and the moments of every type are fp32."""
+
 
 class OptimizerParams(Block):
     """Hyperparameters, named as in torch.optim; one that belongs to other types of optimizers only is an error."""
@@ -96,7 +99,7 @@ class OptimizerBlock(Block):
         """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
         defaults = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
-            if name != "lr" and name not in defaults and getattr(self.params, name) is not None:
+            if name not in (*_OF_EVERY_TYPE, *defaults) and getattr(self.params, name) is not None:
                 raise ValueError(f"contains params.{name}, and {self.type} takes {', '.join(('lr', *defaults))}")
         settings = self.settings
         if settings.get("nesterov") and (not settings["momentum"] or settings["dampening"]):

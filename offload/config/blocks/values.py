@@ -32,14 +32,6 @@ def expanded(value: Any) -> Any:
     return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value
 
 
-def _size(value: Any) -> Any:
-    """Parses a size in bytes, as `parse_size` does."""
-    try:
-        return parse_size(value)
-    except OverflowError:
-        raise ValueError("should be a size that a machine can have") from None
-
-
 def _rates(value: Any) -> Any:
     """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
     numbers = value if isinstance(value, list | tuple) else (value,)
@@ -70,7 +62,7 @@ def _momentum(value: Any) -> Any:
 
 def _memory(value: Any) -> Any:
     """Parses a size. Raises `ValueError` for bare digits below a mebibyte, where a unit was forgotten."""
-    nbytes = _size(value)
+    nbytes = parse_size(value)
     if isinstance(value, str) and value.strip().isdecimal() and nbytes < MIB:
         raise ValueError(f"should be a size such as 16GiB; {value} alone are bytes: give a unit")
     return nbytes
@@ -107,7 +99,7 @@ WarmupType = Annotated[Literal["log", "linear"], spelling({"log": "log", "linear
 Name = Annotated[str, Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
-Size = Annotated[int, BeforeValidator(_size)]
+Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
 OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD"]
 OptimizerType = Annotated[OptimizerName, spelling({name.lower(): name for name in get_args(OptimizerName)})]

@@ -116,6 +116,14 @@ class ZeroOptimization(Block):
     )
 
 
+OLD_SWITCHES = {
+    "cpu_offload": "offload_optimizer",
+    "cpu_offload_param": "offload_param",
+    "cpu_offload_params": "offload_param",
+}
+"""Older switches of "zero_optimization", each with the block that it puts on the CPU."""
+
+
 class Aio(Block):
     """Settings of reads and writes of the swap files. `offload tune` measures the best values for a drive."""
 

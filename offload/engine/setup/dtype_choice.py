@@ -72,18 +72,24 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice
 
 def _is_open(content: Mapping[str, Any], config: Config) -> bool:
     """Returns whether a config sets no dtype, or "auto"."""
-    block = content.get("bfloat16") or content.get("bf16") or {}
+    block = _keys_of(content, "bfloat16") or _keys_of(content, "bf16")
     # A config without a dtype means fp32, so any other dtype was chosen.
     return block.get("enabled") in (None, "auto") and config.dtype == "fp32" and not config.torch_autocast.enabled
+
+
+def _keys_of(content: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Returns a copy of the block `name`; empty if the block is missing, null or "auto"."""
+    block = content.get(name)
+    return dict(block) if isinstance(block, Mapping) else {}
 
 
 def _with_dtype(content: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Returns a copy of a config with an open dtype set to bf16 or fp32, or to fp16 if the run was begun so."""
     # "bfloat16" is DeepSpeed's older name of the block; a config keeps the name that it has.
     name = "bfloat16" if "bfloat16" in content else "bf16"
-    block = {name: dict(content.get(name) or {}) | {"enabled": dtype == "bf16"}}
+    block = {name: _keys_of(content, name) | {"enabled": dtype == "bf16"}}
     if dtype == "fp16":
-        block["fp16"] = dict(content.get("fp16") or {}) | {"enabled": True}
+        block["fp16"] = _keys_of(content, "fp16") | {"enabled": True}
     return {**content, **block}
 
 
