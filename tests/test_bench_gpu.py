@@ -27,9 +27,9 @@ from offload.bench.gpu.deepspeed import deepspeed_steps
 from offload.bench.gpu.exposure import Exposure, exposure, split
 from offload.bench.gpu.gpu_tests import FILES, gpu_tests
 from offload.bench.gpu.parts import (
+    DIRECTIONS,
     PARTS,
     PLANNED,
-    WAYS,
     Part,
     add_exposure,
     bounds,
@@ -282,7 +282,7 @@ def test_differing_bits_are_reported_and_the_comparison_continues_after_an_error
 def test_copies_are_measured_in_both_directions(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     copies(small(tmp_path), seen.append)
-    for way in WAYS:
+    for way in DIRECTIONS:
         assert seen[-1][way]["right"] and seen[-1][way]["fraction_of_pinned"] > 0
     assert (seen[-1]["host_bytes"], seen[-1]["pinned_bytes"]) == (seen[-1]["nbytes"], 0), "a CPU pins nothing"
     assert "0 B of the engine's" in report._copies_words(seen[-1])

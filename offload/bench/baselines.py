@@ -30,7 +30,9 @@ def check(name: str) -> None:
         raise ConfigError(f"{name} needs libaio.so.1 (Debian: apt install libaio1): {error}") from error
 
 
-def open_way(name: str, paths: Sequence[str], buffer: memoryview, block_bytes: int, depth: int) -> PythonWay:
+def open_contender(
+    name: str, paths: Sequence[str], buffer: memoryview, block_bytes: int, depth: int
+) -> PythonContender:
     """Returns a contender that moves `buffer` to and from a file.
 
     Args:
@@ -41,10 +43,10 @@ def open_way(name: str, paths: Sequence[str], buffer: memoryview, block_bytes: i
         depth: requests in flight.
     """
     run = _aiofiles if name == "aiofiles" else _libaio
-    return PythonWay(run, paths[0], buffer, block_bytes, depth)
+    return PythonContender(run, paths[0], buffer, block_bytes, depth)
 
 
-class PythonWay:
+class PythonContender:
     """A contender that moves the file with a function of (path, [(offset, block, writes)], depth)."""
 
     def __init__(self, run: Callable[..., None], path: str, buffer: memoryview, block_bytes: int, depth: int) -> None:

@@ -22,8 +22,7 @@ import psutil
 from offload.aio import BACKENDS, IoQueue, StripedFile, aligned_empty, bandwidths
 from offload.aio.backend import refusals
 from offload.aio.measure import OPERATIONS, Pass, move, remove
-from offload.bench import baselines as python_ways
-from offload.bench import output
+from offload.bench import baselines, output
 from offload.errors import ConfigError, IoError
 from offload.hardware.noise import fill_with_noise
 from offload.sizes import MIB, PAGE, align_up, format_size
@@ -110,14 +109,14 @@ def make_plan(
         ConfigError: a setting is out of range, a folder is missing, or memory or the drive is too small.
     """
     usable = [name for name, refused in refusals().items() if refused is None]
-    known = (*BACKENDS, *python_ways.NAMES)
+    known = (*BACKENDS, *baselines.NAMES)
     chosen = tuple(dict.fromkeys(backends or usable))
     for name in chosen:
         if name not in known:
             raise ConfigError(f"there is no backend {name!r} to measure: expected {', '.join(known)}")
         if name in BACKENDS and name not in usable:
             raise ConfigError(f"{refusals()[name]}; measure another backend")
-        python_ways.check(name)
+        baselines.check(name)
     for name in operations:
         if name not in OPERATIONS:
             raise ConfigError(f"there is no operation {name!r}: expected {', '.join(OPERATIONS)}")
@@ -261,7 +260,7 @@ def _open(case: Case, plan: Plan, file: StripedFile, buffer: memoryview) -> Cont
     paths = [part.path for part in file.parts()]
     if case.backend.startswith("fio "):
         return Fio(paths, case.backend.removeprefix("fio "), case.block_bytes, case.depth, plan.nbytes)
-    return python_ways.open_way(case.backend, paths, buffer, case.block_bytes, case.depth)
+    return baselines.open_contender(case.backend, paths, buffer, case.block_bytes, case.depth)
 
 
 def _row(case: Case, operation: str, passes: Passes, contender: Contender) -> Row:

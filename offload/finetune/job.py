@@ -48,7 +48,7 @@ from offload.finetune.options import (
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
 from offload.hardware import probe
-from offload.planner.predict_run import as_step, foresee
+from offload.planner.predict_run import as_step, predict
 from offload.planner.report import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status
@@ -307,7 +307,7 @@ def _prediction(
     if found is None:
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
-        planned = foresee(
+        planned = predict(
             found, model, content, options.seq_len, always, options.gradient_checkpointing, resuming=resuming
         )
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason

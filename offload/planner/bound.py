@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.planner.memory import Memory
-from offload.planner.simulation.inputs import lease_budgets
+from offload.planner.simulation.inputs import buffer_budgets
 from offload.planner.simulation.machine import Rates
 from offload.planner.simulation.simulate import Use
 from offload.planner.simulation.updater import UpdateCost
@@ -68,12 +68,12 @@ def least(
         tile_numel: elements of a tile of the update worker.
     """
     costs = _as_read(costs, memory)
-    leased = lease_budgets(memory.parts, memory.placement).host
+    buffer_nbytes = buffer_budgets(memory.parts, memory.placement).host
     tiles = TILE_BUFFERS * tile_numel
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
     # Weights that neither host buffers nor the device can keep from one pass to the next.
-    again = max(0, _weights_on_disk(memory) - leased - memory.placement.moving_nbytes)
+    again = max(0, _weights_on_disk(memory) - buffer_nbytes - memory.placement.moving_nbytes)
     seen: set[int] = set()
     done = _Updates()
     left = order = sum(use.seconds for use in first)
@@ -83,7 +83,7 @@ def least(
         if use.unit not in seen:
             seen.add(use.unit)
             done = done.plus(costs[use.unit])
-        read = done.read + max(0, done.weights - leased)
+        read = done.read + max(0, done.weights - buffer_nbytes)
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
             # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
@@ -91,7 +91,7 @@ def least(
         order = max(order, before + left)
         left -= use.seconds
     order += sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
-    return max(order, _work(first, others, costs, rates, leased, again))
+    return max(order, _work(first, others, costs, rates, buffer_nbytes, again))
 
 
 def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
@@ -107,7 +107,7 @@ def _work(
     others: Sequence[Sequence[Use]],
     costs: Sequence[UpdateCost | None],
     rates: Rates,
-    leased: int,
+    buffer_nbytes: int,
     again: int,
 ) -> float:
     """Returns the seconds of the busiest resource: the drives, or the processors.
@@ -117,13 +117,13 @@ def _work(
         others: uses of each other forward and of each backward.
         costs: one entry per unit; None for a unit without trainable parameters.
         rates: bytes and elements per second.
-        leased: bytes of host buffers for weights.
+        buffer_nbytes: bytes of host buffers for weights.
         again: bytes of weights that each pass must read again, since no memory holds them.
     """
     every = _Updates()
     for cost in costs:
         every = every.plus(cost)
-    read = every.read + max(0, every.weights - leased) + again * len(others)
+    read = every.read + max(0, every.weights - buffer_nbytes) + again * len(others)
     compute, kernel = sum(use.seconds for one in (first, *others) for use in one), every.numel / rates.kernel
     cores = compute + kernel if rates.on_cpu else max(compute, kernel)
     return max(cores, _drive_seconds(read, every.written + every.spilled, rates))
@@ -139,4 +139,4 @@ def _drive_seconds(read: float, written: float, rates: Rates) -> float:
 def _weights_on_disk(memory: Memory) -> int:
     """Returns the bytes of all weights whose tier is DISK."""
     tiers = zip(memory.parts.nbytes, memory.placement.tiers, strict=True)
-    return sum(row[State.WEIGHT] for row, home in tiers if home[State.WEIGHT] is Tier.DISK)
+    return sum(row[State.WEIGHT] for row, by_state in tiers if by_state[State.WEIGHT] is Tier.DISK)

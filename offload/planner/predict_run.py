@@ -22,7 +22,7 @@ from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 
-def foresee(
+def predict(
     found: Probed,
     model: nn.Module,
     content: Mapping[str, Any],

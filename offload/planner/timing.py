@@ -28,7 +28,7 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
-from offload.planner.simulation.inputs import lease_budgets, update_costs
+from offload.planner.simulation.inputs import buffer_budgets, update_costs
 from offload.planner.simulation.machine import Moved, Waited
 from offload.planner.simulation.simulate import Simulation, simulate
 from offload.planner.simulation.simulate import Use as TimedUse
@@ -149,7 +149,9 @@ def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: L
     last = backward(first, numels, hardware, load.recompute, totals)
     if load.accumulation == 1:
         return [last]
-    return [backward(first, numels, hardware, load.recompute, totals, leave=False)] * (load.accumulation - 1) + [last]
+    return [backward(first, numels, hardware, load.recompute, totals, copies_out=False)] * (load.accumulation - 1) + [
+        last
+    ]
 
 
 def backward(
@@ -158,7 +160,7 @@ def backward(
     hardware: Hardware,
     recompute: bool,
     totals: Mapping[int, int] = {},
-    leave: bool = True,
+    copies_out: bool = True,
 ) -> list[Pass]:
     """Returns the uses of one backward. A gradient is copied to the host with the last use of its unit.
 
@@ -168,7 +170,7 @@ def backward(
         hardware: the machine.
         recompute: True if the backward computes the forward again.
         totals: bytes of gradients that accumulate on the device, by unit.
-        leave: True if the totals are copied to the host in this backward, as in the last micro-batch.
+        copies_out: True if the totals are copied to the host in this backward, as in the last micro-batch.
     """
     # The backward runs in reverse, so the last use of a unit is its first one in the forward.
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
@@ -178,7 +180,7 @@ def backward(
         if last[each.unit] == position and each.unit in totals:
             nbytes = totals[each.unit]
             seconds += (2 * nbytes + hardware.itemsize * parts_numel[each.unit]) / hardware.elementwise
-            seconds = max(seconds, nbytes / hardware.download) if leave else seconds
+            seconds = max(seconds, nbytes / hardware.download) if copies_out else seconds
         elif last[each.unit] == position:
             seconds = _with_gradient(seconds, parts_numel[each.unit], hardware)
         # The weights of an embedding are not fetched for the backward.
@@ -218,7 +220,7 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
         memory.placement.tiers, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
     ):
         there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
-        if numel and all(home is Tier.DEVICE for home in row.values()):
+        if numel and all(tier is Tier.DEVICE for tier in row.values()):
             seconds += numel / hardware.device_optimizer
         elif numel:
             seconds += numel / hardware.optimizer + there / hardware.download + there / hardware.upload
@@ -248,7 +250,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         passes,
         unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
         costs,
-        lease_budgets(memory.parts, memory.placement),
+        buffer_budgets(memory.parts, memory.placement),
         limits(memory.config, memory.mode),
         rates,
         memory.config.offload.debug.overlap,
@@ -370,8 +372,8 @@ def activations(shape: Shape, load: Load) -> int:
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
     """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
     # Gradients whose tier is DEVICE stay in the arena, which is counted already.
-    leave = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
-    return activations(shape, load) + (memory.parts.largest_gradient if leave else 0)
+    copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
+    return activations(shape, load) + (memory.parts.largest_gradient if copies_out else 0)
 
 
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:

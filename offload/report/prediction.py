@@ -28,37 +28,37 @@ _STEP: Mapping[str, str] = {
 """Keys of the log, except the phases, whose numbers may be predicted, with a description of each."""
 
 
-def compare(said: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def compare(predicted: Any, steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each number that was both predicted and measured.
 
     The measured number of a peak is the maximum over `steps`, that of a phase is the mean, and any other is the median.
     Phases of `PARTS` that are 0 in the prediction and in the measurement are left out.
 
     Args:
-        said: the predicted numbers by the log's keys; anything but a mapping gives no rows.
+        predicted: the predicted numbers by the log's keys; anything but a mapping gives no rows.
         steps: the measured steps.
     """
-    if not isinstance(said, Mapping):
+    if not isinstance(predicted, Mapping):
         return []
     rows = []
     for name, label in _STEP.items():
-        expected, values = said.get(name), column(steps, name)
+        expected, values = predicted.get(name), column(steps, name)
         if is_number(expected) and values:
-            came = max(values) if "peak" in name else statistics.median(values)
-            rows.append(_row(name, label, expected, came))
-    parts, by = said.get("parts_seconds"), bound(steps)
+            measured = max(values) if "peak" in name else statistics.median(values)
+            rows.append(_row(name, label, expected, measured))
+    parts, by = predicted.get("parts_seconds"), bound(steps)
     if isinstance(parts, Mapping) and by is not None:
         for name, label in PARTS.items():
-            expected, came = parts.get(name), by.parts.get(name, 0.0)
-            if is_number(expected) and max(expected, came) > 0:
-                rows.append(_row(name, label, expected, came))
+            expected, measured = parts.get(name), by.parts.get(name, 0.0)
+            if is_number(expected) and max(expected, measured) > 0:
+                rows.append(_row(name, label, expected, measured))
     return rows
 
 
-def _row(name: str, label: str, expected: float, came: float) -> dict[str, Any]:
+def _row(name: str, label: str, expected: float, measured: float) -> dict[str, Any]:
     """Returns a row: key, description, predicted and measured number, and measured divided by predicted."""
-    ratio = came / expected if expected else None
-    return {"name": name, "what": label, "predicted": expected, "measured": came, "ratio": ratio}
+    ratio = measured / expected if expected else None
+    return {"name": name, "what": label, "predicted": expected, "measured": measured, "ratio": ratio}
 
 
 def words(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -19,9 +19,9 @@ def copies(work: Work, save: Save) -> None:
     """Measures copies to and from a host arena by the device object, in turns with the same copies by torch."""
     nbytes, device = work.copy_nbytes, open_device(work.device)
     arena = HostArena(Classes(nbytes, 0, 0, 0), device)  # registers its memory
-    lease = arena.tiles.take(nbytes)
-    assert lease is not None
-    ours = lease.tensor(torch.uint8).random_(0, 256)
+    buffer = arena.tiles.take(nbytes)
+    assert buffer is not None
+    ours = buffer.tensor(torch.uint8).random_(0, 256)
     pinned = torch.ones(nbytes, dtype=torch.uint8, pin_memory=work.device.type == "cuda")
     away = torch.empty(nbytes, dtype=torch.uint8, device=work.device)
     figures: dict[str, Any] = {"nbytes": nbytes, "host_bytes": arena.nbytes, "pinned_bytes": arena.pinned_bytes}
@@ -41,15 +41,15 @@ def copies(work: Work, save: Save) -> None:
     figures["download"] = _rates(work, download, lambda: _copy(pinned, away))
     figures["download"]["right"] = torch.equal(ours, away.cpu())
     save(figures)
-    figures["both"] = _both(work, device, lease)
+    figures["both"] = _both(work, device, buffer)
     save(figures)
     arena.close()
 
 
-def _both(work: Work, device: Device, lease: HostBuffer) -> dict[str, Any]:
+def _both(work: Work, device: Device, buffer: HostBuffer) -> dict[str, Any]:
     """Returns the rates of copies in both directions at once, half of the bytes each; a bus can move both at a time."""
     half = work.copy_nbytes // 2
-    up, down = lease.tensor(torch.uint8)[:half], lease.tensor(torch.uint8)[half : 2 * half]
+    up, down = buffer.tensor(torch.uint8)[:half], buffer.tensor(torch.uint8)[half : 2 * half]
     pinned = [torch.ones(half, dtype=torch.uint8, pin_memory=work.device.type == "cuda") for _ in range(2)]
     there, away = (torch.full((half,), value, dtype=torch.uint8, device=work.device) for value in (3, 5))
     streams = [torch.cuda.Stream(work.device) for _ in range(2)] if work.device.type == "cuda" else []

@@ -60,7 +60,7 @@ PARTS = (
 )
 """All parts, the most important first. `--only` restricts the choice; of the others, those that fit the budget run."""
 
-WAYS = ("upload", "download", "both")
+DIRECTIONS = ("upload", "download", "both")
 """Directions of copies."""
 
 _LEAVING = 5.0
@@ -137,7 +137,7 @@ def judge(parts: Mapping[str, Mapping[str, Any]]) -> int:
         return 1
     jobs = figures_of(parts, "bits").get("jobs", {}).values()
     wrong = [job for job in jobs if job["different"] or job["failed"]]
-    ways = [figures_of(parts, "copies").get(way) for way in WAYS]
+    ways = [figures_of(parts, "copies").get(way) for way in DIRECTIONS]
     red = figures_of(parts, "tests").get("exit_code", 0)
     return 1 if wrong or red or not all(way["right"] for way in ways if way) else 0
 
@@ -196,7 +196,7 @@ def bounds(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "step_seconds": None if BASE in invalid(parts) else base.get("step_seconds"),
         "matmul": figures_of(parts, "rates").get("plain_matmul"),
         "pinned_gigabytes_per_second": {
-            way: copies[way]["pinned_gigabytes_per_second"] for way in WAYS if way in copies
+            way: copies[way]["pinned_gigabytes_per_second"] for way in DIRECTIONS if way in copies
         },
         "most_read_bytes_per_parameter": 14,
         "most_written_bytes_per_parameter": 12,

@@ -104,7 +104,7 @@ def _settled(work: Work, room: Room) -> Memory | None:
     layouts = layouts_of(model, find_units(model))
     for tiers in _PLACEMENTS:
         try:
-            memory = settle(layouts, _wish(work, tiers, room), room, work.accumulation)
+            memory = settle(layouts, _config_of(work, tiers, room), room, work.accumulation)
         except BudgetError:
             continue
         if memory.stored + memory.spilled <= (room.disk or 0):
@@ -112,7 +112,7 @@ def _settled(work: Work, room: Room) -> Memory | None:
     return None
 
 
-def _wish(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
+def _config_of(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
     return settings(
         *tiers,
         host_memory=room.host if "nvme" in tiers else None,
@@ -125,6 +125,6 @@ def _wish(work: Work, tiers: tuple[str, str], room: Room) -> dict[str, Any]:
 
 def _settings(work: Work, room: Room, memory: Memory) -> dict[str, Any]:
     zero = memory.config.zero_optimization
-    content = _wish(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
+    content = _config_of(work, (zero.offload_param.device, zero.offload_optimizer.device), room)
     content["offload"]["device"] = work.device.type
     return content

@@ -13,7 +13,7 @@ import torch
 
 import offload
 from offload import kernels
-from offload.bench.gpu.parts import PARTS, WAYS, figures_of, invalid
+from offload.bench.gpu.parts import DIRECTIONS, PARTS, figures_of, invalid
 from offload.bench.gpu.work import PLACEMENTS
 from offload.hardware.system import gpus, processor
 from offload.sizes import GIB, format_size
@@ -116,7 +116,7 @@ def _tests_words(figures: Mapping[str, Any]) -> str:
 
 def _copies_words(figures: Mapping[str, Any]) -> str:
     rows = [[f"copies of {format_size(figures['nbytes'])}", "GB/s", "pinned GB/s", "of pinned", ""]]
-    for way in WAYS:
+    for way in DIRECTIONS:
         if way in figures:
             row = figures[way]
             numbers = [row["gigabytes_per_second"], row["pinned_gigabytes_per_second"], row["fraction_of_pinned"]]

@@ -42,7 +42,7 @@ def _update_cost(
     )
 
 
-def lease_budgets(parts: Partitions, placement: Placement) -> Budgets:
+def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
     """Returns the bytes for host buffers of weights, and for units that move to the device and are evicted."""
     promoted = sum(align_up(parts.nbytes[unit][state]) for unit, state in placement.promoted)
     return Budgets(

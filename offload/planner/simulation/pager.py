@@ -353,16 +353,16 @@ class SimulatedPager:
         """Returns True if HOST holds the unit's weights, so that an update need not read them."""
         return self.entries[unit].residency is Residency.HOST
 
-    def publish(self, unit: int, leased: bool, unwritten: bool) -> None:
+    def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
         """Ends a unit's update for the model's thread.
 
         Args:
             unit: the unit.
-            leased: True if a host buffer holds the new weights.
+            has_buffer: True if a host buffer holds the new weights.
             unwritten: True if writes of the new weights are in flight.
         """
         entry = self.entries[unit]
-        if leased:
+        if has_buffer:
             entry.unwritten = unwritten
             fresh = Residency.WRITING if unwritten else Residency.HOST
             if entry.residency is not fresh:

@@ -157,8 +157,8 @@ class _Loop:
             elif ready():
                 ready = next(model, None)
             else:  # both wait for work: only the clock can make a condition true
-                going_on = self._machine.clock.advance()
-                assert going_on, "both wait for each other"
+                advanced = self._machine.clock.advance()
+                assert advanced, "both wait for each other"
 
     def _figures(self) -> _Figures:
         machine, pager = self._machine, self._pager

@@ -32,8 +32,8 @@ class UpdateCost(NamedTuple):
 class _Job:
     """A unit's update in progress."""
 
-    def __init__(self, unit: int, cost: UpdateCost, leased: bool, delivered: bool) -> None:
-        self.unit, self.cost, self.leased, self.delivered = unit, cost, leased, delivered
+    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool) -> None:
+        self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
         self.next_start = 0
         self.unwritten_tiles = 0
         self.computed = False
@@ -166,25 +166,25 @@ class SimulatedUpdater:
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
         entry, cost = self._pager.entries[unit], self._costs[unit]
         assert cost is not None
-        leased = False
+        has_buffer = False
         if self._pager.delivers(unit):
-            leased = yield from self._pager.buffer_for_update(entry)
-            going_on = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
-            if not leased and (self._reading or self._writing or not going_on):
+            has_buffer = yield from self._pager.buffer_for_update(entry)
+            must_start = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
+            if not has_buffer and (self._reading or self._writing or not must_start):
                 return None
         self._queue.remove(unit)
-        delivered = leased or entry.size.tier is Tier.DEVICE
+        delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Job(unit, cost, leased, delivered)
+        return _Job(unit, cost, has_buffer, delivered)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
         """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
-        if entry.size.tier is Tier.DISK and not (job.leased and self._pager.holds_weights(job.unit)):
+        if entry.size.tier is Tier.DISK and not (job.has_buffer and self._pager.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
             # A host buffer needs all weights, frozen ones too.
-            if job.leased and start == 0:
+            if job.has_buffer and start == 0:
                 nbytes += entry.size.shard_nbytes - cost.weight_nbytes
         reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
         if cost.gradient_nbytes:
@@ -209,7 +209,7 @@ class SimulatedUpdater:
             # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
-                self._pager.publish(job.unit, job.leased, unwritten)
+                self._pager.publish(job.unit, job.has_buffer, unwritten)
 
     def _written(self, job: _Job) -> None:
         """Ends an update whose tiles are all written; weights without a host buffer become available only now."""
