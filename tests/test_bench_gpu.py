@@ -301,7 +301,6 @@ def test_steps_have_all_their_figures_and_the_table_shows_them(tmp_path: Path) -
     assert memory["losses"] == disk["losses"], "the same job in both"
     assert memory["read_bytes_per_parameter"] == 0 < disk["read_bytes_per_parameter"] <= 14.1
     assert 11.9 < disk["written_bytes_per_parameter"] < 12.5
-    assert disk["update_wait_seconds"] > 0, "the next forward waits for updates of so small a model"
 
     add_exposure(parts)
     assert disk["exposed_seconds"] == disk["step_seconds"] - memory["step_seconds"]
