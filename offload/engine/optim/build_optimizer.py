@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock
-from offload.engine.optim.algorithms import RULES, rule_of
-from offload.engine.optim.optimizer import Optimizer, plain
+from offload.engine.optim.algorithms import RULES, plain, rule_of
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
@@ -144,7 +144,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             group.setdefault("decoupled", decoupled)
         for key in rule.scheduled:
             if key in group:
-                value = plain(group[key])
+                value = plain(group[key], rule.name)
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)

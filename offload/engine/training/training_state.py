@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.optim.optimizer import Optimizer, merge_values
+from offload.engine.optim.algorithms import merge_values
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
