@@ -15,6 +15,8 @@ from offload.swapper.modes import ADAM, LAMB, TORCH
 
 _UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 """Options of torch's optimizers that the kernels do not implement."""
+_FLAGS = ("decoupled", "nesterov")
+"""Keys of groups that a kernel reads as True or False."""
 
 
 class Rule(NamedTuple):
@@ -31,6 +33,8 @@ class Rule(NamedTuple):
 
     known_as: str = ""
     """Class name of an optimizer without a kernel; empty for rules that have one."""
+    defaults: tuple[str, ...] = ()
+    """Keys of an optimizer without a kernel that its defaults give to every group."""
 
     def title(self, group: Mapping[str, Any]) -> str:
         """Returns the name by which the config knows the optimizer of `group`."""
@@ -161,7 +165,8 @@ def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
-    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__)
+    defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__, tuple(defaults))
 
 
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
@@ -186,22 +191,35 @@ def _is_float(value: Any) -> bool:
 
 
 def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
-    """Raises `UsageError` if a group has a number that is not finite, or an option that its kernel lacks."""
+    """Checks the groups before a step reads them.
+
+    Raises:
+        UsageError: a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
+    """
     for number, group in enumerate(groups):
+        for key in (*rule.defaults, *(rule.keys if rule.name != TORCH else ())):
+            if key not in group:
+                raise UsageError(f"group {number} has no {key} any more; set it again; nothing was changed")
         # A NaN in a group would reach every weight of the group with the next update.
-        for key in (key for key in rule.scheduled if key in group):
-            value = group[key]
-            items = list(value) if isinstance(value, list | tuple) else [value]
-            numbers = [item for item in items if item is not None or rule.name != TORCH]  # Adafactor's eps may be None
-            if not all(_is_finite(item) for item in numbers) or (key == "betas" and len(items) < 2):
+        for key in (key for key in rule.keys if key in group and key not in _FLAGS):
+            if not _is_valid(key, group[key], rule):
                 expected = "two finite numbers" if key == "betas" else "a finite number"
-                raise UsageError(f"{key} of group {number} is {value!r}, expected {expected}; nothing was changed")
+                raise UsageError(f"{key} of group {number} is {group[key]!r}, expected {expected}; nothing was changed")
         refused = rule.refused(group)
         if refused is not None:
             raise UsageError(
                 f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
                 "option before offload.initialize, which then chooses another kernel or torch's own code"
             )
+
+
+def _is_valid(key: str, value: Any, rule: Rule) -> bool:
+    """Returns True if a group's entry is a finite number, or as many of them as the rule reads."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if rule.name == TORCH:  # its own code knows how many it reads, and None may be one of them (Adafactor's eps)
+        return all(item is None or _is_finite(item) for item in items) and (key != "betas" or len(items) >= 2)
+    several = isinstance(value, list | tuple)
+    return all(map(_is_finite, items)) and (several and len(items) == 2 if key == "betas" else not several)
 
 
 def _is_finite(value: Any) -> bool:

@@ -92,7 +92,8 @@ def _kind(item: Any) -> str:
 def _no_optimizer() -> Optimizer:
     """Returns the optimizer of a model that trains nothing."""
     # One empty group, because torch refuses an optimizer without any.
-    return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+    numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    return Optimizer([{"params": []}], numbers)
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:

@@ -222,8 +222,8 @@ class TrainingState:
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since. Those
-            # of an earlier resume or load do not count, and a load may concern no loader.
+            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
+            # Those of an earlier resume do not count: a checkpoint without a position of data is no news to the loader.
             if self.loader is None or self.loader.restored is not self._before_next:
                 write_generators(self._generators, self._device)
             self._generators = None
