@@ -216,3 +216,29 @@ def test_the_optimizer_of_a_frozen_model_takes_its_own_state() -> None:
     engine = offload.initialize(model=nn.Linear(2, 2).requires_grad_(False), config={"offload": {"device": "cpu"}})[0]
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())
     engine.destroy()
+
+
+class Number(int):
+    """The number of a parameter, which counts how often it is hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Number.hashed += 1
+        return super().__hash__()
+
+
+def test_a_state_of_many_parameters_is_looked_through_once(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    content = config(JOB, ("none", "none"), tmp_path)
+    engine = offload.initialize(model=model, config=content)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    state = engine.optimizer.state_dict()
+    numbers = [Number(number) for number in range(40)]
+    state["param_groups"][0]["params"] = numbers
+    state["state"] = {number: state["state"][int(number)] for number in numbers}
+    Number.hashed = 0
+    engine.optimizer.load_state_dict(state)
+    assert 40 <= Number.hashed <= 4 * 40
+    engine.destroy(remove=True)

@@ -120,12 +120,13 @@ class Optimizer(torch.optim.Optimizer):
         given = param_group["params"]
         moved = [given] if isinstance(given, torch.Tensor) else list(given)
         # Other parameters have no states in the store, whose layout is fixed.
-        if {id(parameter) for parameter in moved} - self._taken:
+        ids = {id(parameter) for parameter in moved}
+        if ids - self._taken:
             raise UsageError(_OTHER_GROUPS)
         before = [(group, group["params"]) for group in self.param_groups]
         try:
             for group, parameters in before:
-                group["params"] = [p for p in parameters if all(p is not other for other in moved)]
+                group["params"] = [p for p in parameters if id(p) not in ids]
             group = (
                 {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
             )
@@ -198,7 +199,8 @@ class Optimizer(torch.optim.Optimizer):
         check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
         numbers = [number for group in groups for number in group["params"]]
-        if strangers := [number for number in states if number not in set(numbers)]:
+        known = set(numbers)
+        if strangers := [number for number in states if number not in known]:
             raise UsageError(
                 "load_state_dict expects states of parameters by their numbers in the groups, got "
                 f"{count_of(len(strangers), 'state')} of other numbers, the first is {strangers[0]!r}; pass the "
