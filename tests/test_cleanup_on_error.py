@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+from offload.aio.shared_queue import SharedQueue
+from offload.config import Config
 from offload.engine import core
 from offload.engine.setup import assembly, initialize
 from tests.support import models
@@ -49,6 +51,25 @@ def test_a_start_that_fails_late_leaves_nothing(
     assert not workers() and not list(tmp_path.rglob("states"))
     assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
     start(job, DISK, tmp_path).destroy(remove=True)
+
+
+@pytest.mark.parametrize("name", ["_written", "_recorders", "Store"])
+def test_a_start_that_fails_early_leaves_no_queue_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: set[SharedQueue] = set()
+    make, close = initialize._queue, SharedQueue.close
+
+    def made(config: Config) -> SharedQueue:
+        opened.add(queue := make(config))
+        return queue
+
+    monkeypatch.setattr(initialize, "_queue", made)
+    monkeypatch.setattr(SharedQueue, "close", lambda queue: (close(queue), opened.discard(queue)))
+    monkeypatch.setattr(initialize, name, fails)
+    with pytest.raises(RuntimeError, match="of the test"):
+        start(models.GPT2, DISK, tmp_path)
+    assert not opened
 
 
 @pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
+from offload.engine.setup import initialize
 from offload.errors import ConfigError, NumericsError, RankError, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.fault_injection import LateQueue, use_queue
@@ -291,8 +294,10 @@ def wrong(folder: Path, what: str) -> str:
         if what == "model" and rank:
             job = JOBS["llama"]
         options = {"no such key": 1} if what == "config" and rank else {}
-        engine = start(job, DISK, folder, **options)
-    except (ConfigError, RankError) as error:
+        early = mock.patch.object(initialize, "load_config", side_effect=KeyboardInterrupt)
+        with early if what == "ctrl-c" and rank else contextlib.nullcontext():
+            engine = start(job, DISK, folder, **options)
+    except (ConfigError, RankError, KeyboardInterrupt) as error:
         return str(error)
     try:
         if what == "step":
@@ -339,6 +344,7 @@ def wrong(folder: Path, what: str) -> str:
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
         ("zero_grad", (r"rank 0 is at step\(\); rank 1 drops its gradients \(zero_grad\)",) * 2),
         ("config", ("rank 1 has ended before it created its engine: ConfigError", "unknown key")),
+        ("ctrl-c", ("rank 1 has ended before it created its engine: KeyboardInterrupt", "")),
         ("edit", ("rank 0 changes the weights of .*; rank 1 closes its engine",) * 2),
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],

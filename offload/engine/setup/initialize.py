@@ -128,12 +128,13 @@ def initialize(
         check_data(training_data, collate_fn)
         let_segments_grow(loaded.offload.device)  # before CUDA is used
         device = open_device(compute_device(loaded.offload.device))
-    except Exception as error:
+    except BaseException as error:  # a Ctrl-C too: the process may live on, and the others would wait for it
         # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
-    ranks = join_ranks(device)
+    ranks: Ranks | None = None
     try:
+        ranks = join_ranks(device)
         with _starting:
             return _initialize(
                 loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
@@ -251,8 +252,8 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     if plan.rank == 0:
         check_monitor(plan.config)
-    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     written = _written(plan)
+    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
     try:
         recorders = _recorders(plan, timeline, queue, written)
