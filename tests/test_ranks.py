@@ -286,6 +286,20 @@ def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
 # -- what cannot be -----------------------------------------------------------------------------------
 
 
+def with_a_buffer() -> nn.Module:
+    model = gpt2()
+    model.register_buffer("seen", torch.zeros(3), persistent=False)
+    return model
+
+
+WRONG: dict[str, Any] = {
+    "buffers": lambda job: job._replace(model=with_a_buffer),
+    "buffer_dtype": lambda job: job._replace(buffers="same"),
+    "fp16": lambda job: job._replace(dtype="fp16", loss_scale=2 * job.loss_scale),
+}
+"""Changes of a job on one rank alone."""
+
+
 def wrong(folder: Path, what: str) -> str:
     """The error that this rank gets."""
     rank, _ = rank_and_size()
@@ -293,6 +307,10 @@ def wrong(folder: Path, what: str) -> str:
     try:
         if what == "model" and rank:
             job = JOBS["llama"]
+        if what in WRONG and rank:
+            job = WRONG[what](job)
+        elif what == "fp16":
+            job = job._replace(dtype="fp16")
         options = {"no such key": 1} if what == "config" and rank else {}
         early = mock.patch.object(initialize, "load_config", side_effect=KeyboardInterrupt)
         with early if what == "ctrl-c" and rank else contextlib.nullcontext():
@@ -339,6 +357,7 @@ def wrong(folder: Path, what: str) -> str:
     [
         ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
         ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
+        *((what, (f"the {what} of rank 1 and of rank 0 differ",) * 2) for what in WRONG),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
         ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
