@@ -161,7 +161,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
     """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name.
 
-    The result is empty for an optimizer with a kernel.
+    The result is empty for an optimizer with a kernel. The optimizer's own code may draw from any random generator.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.

@@ -43,7 +43,7 @@ from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
-from offload.engine.training.snapshot import Snapshot
+from offload.engine.training.snapshot import Snapshot, keep_generators
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
@@ -160,7 +160,8 @@ def _initialize(
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `_starting`."""
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
-    kept = optimizer_choice.kept_by(chosen, model)
+    with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
+        kept = optimizer_choice.kept_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = (*_as_trained(loaded, plan.world_size, model), *let_segments_grow(loaded.offload.device))
