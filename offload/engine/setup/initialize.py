@@ -38,7 +38,7 @@ from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
-from offload.engine.setup.run_files import RunFiles
+from offload.engine.setup.run_files import NewStore, RunFiles
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader, check_data, load
@@ -256,25 +256,23 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     written = _written(plan)
     queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
+    files = NewStore(plan, None, False, lr_scheduler)
     try:
         recorders = _recorders(plan, timeline, queue, written)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
             store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
+            files = NewStore(plan, store, False, lr_scheduler)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Snapshot.unpack(store.open(at))
                 check_fits(progress, model, optimizer)
-            else:
-                store.create(over=plan.resume or plan.replace)
-                if plan.ranks is not None:
-                    # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-                    plan.ranks.share(None, "create its store")
+                files = NewStore(plan, store, True, lr_scheduler)
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            files = RunFiles(queue=queue, store=store, written=written)
-            parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
+            found = RunFiles(queue=queue, store=store, make=files.make, written=written)
+            parts = assemble(plan, model, optimizer, found, progress is not None, recorders, callbacks)
             # The timeline begins once the components are built: the filling of the tiers is not shown.
             timeline.start()
             return parts
@@ -299,11 +297,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(
-                *(() if queue is None else (queue.close,)),
-                # A resumed run keeps its files, and a new one leaves none.
-                *(() if store is None else (store.close if plan.resume else store.remove,)),
-            )
+            close_all(*(() if queue is None else (queue.close,)), files.undo)
         raise
     try:
         notices += tuple(core.state.notices())
