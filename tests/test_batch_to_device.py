@@ -51,7 +51,34 @@ class Frozen(collections.abc.Mapping[str, Any]):
         return len(self._items)
 
 
+class Settable(Frozen, collections.abc.MutableMapping[str, Any]):
+    """A mapping whose copies share their items, since it says nothing of copies."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+
+class Slots(collections.abc.MutableMapping[str, Any]):
+    """The same without a dict of attributes."""
+
+    __slots__ = "_items"
+
+    def __init__(self, items: dict[str, Any]) -> None:
+        self._items = items
+
+    __getitem__ = Settable.__getitem__
+    __iter__ = Settable.__iter__
+    __len__ = Settable.__len__
+    __setitem__ = Settable.__setitem__
+    __delitem__ = Settable.__delitem__
+
+
 BATCHES: dict[str, Any] = {
+    "a mapping that copies share": lambda: Settable({"x": x(), "inner": Settable({"y": x(), "name": "a"})}),
+    "a mapping of slots": lambda: Slots({"x": x(), "name": "a"}),
     "a frozen mapping": lambda: Frozen({"x": x(), "inner": Frozen({"y": x(), "name": "a"})}),
     "a proxy of a mapping": lambda: types.MappingProxyType({"x": x(), "name": "a"}),
     "a dict in a list": lambda: [{"x": x()}],

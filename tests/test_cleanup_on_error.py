@@ -5,14 +5,21 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import nn
 
+import offload
+from offload.aio.shared_queue import SharedQueue
+from offload.config import Config
 from offload.engine import core
 from offload.engine.setup import assembly, initialize
+from offload.errors import BudgetError, ConfigError, StoreError
+from offload.swapper.store import drives
 from tests.support import models
-from tests.support.oracle import start
+from tests.support.oracle import assert_same_tensors, config, start, train_step, weights_of
 
 DISK = ("nvme", "nvme")
 
@@ -49,6 +56,56 @@ def test_a_start_that_fails_late_leaves_nothing(
     assert not workers() and not list(tmp_path.rglob("states"))
     assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
     start(job, DISK, tmp_path).destroy(remove=True)
+
+
+def _without_json(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    made = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+    made.history = torch.zeros(3)  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("reason", ["the schedule's state", "memory", "room"])
+def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed run, which a start with "resume": "never" replaces."""
+    job = models.GPT2
+    engine = start(job, DISK, tmp_path)
+    train_step(engine, job, 0)
+    before = weights_of(engine)
+    engine.destroy()
+    content = config(job, DISK, tmp_path)
+    with monkeypatch.context() as patch, pytest.raises((ConfigError, BudgetError, StoreError)):
+        if reason == "memory":
+            patch.setattr(assembly, "DeviceArena", mock.Mock(side_effect=BudgetError("of the test")))
+        if reason == "room":
+            patch.setattr(drives, "_free_bytes", lambda paths: [(0, 0) for _ in paths])
+        schedule = _without_json if reason == "the schedule's state" else None
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)) if reason == "room" else job.model()
+        offload.initialize(model=model, lr_scheduler=schedule, config=content)
+    again = start(job, DISK, tmp_path, resume="must")
+    assert again.global_steps == 1
+    assert_same_tensors(weights_of(again), before)
+    again.destroy(remove=True)
+
+
+@pytest.mark.parametrize("name", ["_written", "_recorders", "Store"])
+def test_a_start_that_fails_early_leaves_no_queue_open(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: set[SharedQueue] = set()
+    make, close = initialize._queue, SharedQueue.close
+
+    def made(config: Config) -> SharedQueue:
+        opened.add(queue := make(config))
+        return queue
+
+    monkeypatch.setattr(initialize, "_queue", made)
+    monkeypatch.setattr(SharedQueue, "close", lambda queue: (close(queue), opened.discard(queue)))
+    monkeypatch.setattr(initialize, name, fails)
+    with pytest.raises(RuntimeError, match="of the test"):
+        start(models.GPT2, DISK, tmp_path)
+    assert not opened
 
 
 @pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])

@@ -44,6 +44,8 @@ STEPS: dict[str, Step] = {
     "sgd": SGDStep(1e-2, 0.9, 0.1, 0.05, False, False, 0.5),
     "sgd, first": SGDStep(1e-2, 0.9, 0.0, 0.0, False, True),
     "sgd, nesterov": SGDStep(1e-2, 0.9, 0.0, 0.05, True, False),
+    "sgd, momentum 0": SGDStep(1e-2, 0.0, 0.1, 0.05, False, False, 0.5),
+    "sgd, momentum 0, first": SGDStep(1e-2, 0.0, 0.1, 0.05, True, True, 0.5),
     "sgd without momentum": PlainSGDStep(1e-2, 0.05, 0.5),
     "sgd, nothing else": PlainSGDStep(1e-2, 0.0),
 }
@@ -77,7 +79,7 @@ def formula(step: Step, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
         return p * F(1 - step.lr * step.weight_decay) - F(step.lr) * np.sign(direction), m, v
     if step.weight_decay:
         g = g + F(step.weight_decay) * p
-    if isinstance(step, PlainSGDStep):
+    if isinstance(step, PlainSGDStep) or not step.momentum:
         return p + F(-step.lr) * g, m, v
     m = g if step.first else F(step.momentum) * m + F(1 - step.dampening) * g
     return p + F(-step.lr) * (g + F(step.momentum) * m if step.nesterov else m), m, v

@@ -222,3 +222,39 @@ def test_assert_same_can_fail(tmp_path: Path) -> None:
     one, other = (run(JOBS[name]._replace(steps=1), DISK, tmp_path / name) for name in ("AdamW", "Lion"))
     with pytest.raises(AssertionError):
         assert_same(one, other)
+
+
+@pytest.mark.parametrize("dampening", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_momentum_of_one_group_leaves_the_other_as_torch_does(dampening: float, dtype: str, tmp_path: Path) -> None:
+    """Bit for bit: without momentum nothing is dampened, and the buffer of before waits.
+
+    All products are by powers of two, so that torch, which may fuse them with a sum, rounds as the kernel does.
+    """
+
+    def make(model: torch.nn.Sequential) -> torch.optim.Optimizer:
+        groups = [{"params": list(part.parameters())} for part in model]
+        groups[0] |= {"momentum": 0.0}
+        return torch.optim.SGD(groups, lr=0.125, momentum=0.5, dampening=dampening)
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    settings = config(Job(_wide, _square, clip=0.0, dtype=dtype), DISK, tmp_path)
+    del settings["optimizer"]
+    optimizer, theirs = make(model), make(plain)
+    engine = offload.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    for step in range(6):
+        for each in (optimizer, theirs):
+            each.param_groups[1]["momentum"] = 0.0 if step in (2, 3) else 0.5
+        rows = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(rows.to(next(model.parameters()).dtype)).float().square().mean())
+        # The engine's own gradients, which a matrix product of 16 bits rounds otherwise than one of 32.
+        for name, parameter in plain.named_parameters():
+            parameter.grad = offload.safe_get_full_grad(engine.module.get_parameter(name))
+        engine.step()
+        theirs.step()
+        for name, parameter in plain.named_parameters():
+            master = offload.safe_get_full_fp32_param(engine.module.get_parameter(name))
+            assert torch.equal(master, parameter.detach()), (step, name)
+    engine.destroy(remove=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from tests.support import rounding_bounds
 from tests.support.module_kinds import Layers
 from tests.support.oracle import PlainEngine, assert_same_tensors, config, run, train_step, weights_of
 from tests.test_requires_grad_changes import AREA, DISK, JOB
+
+MISSING = object()
 
 
 def add(optimizer: Any) -> None:
@@ -172,4 +175,70 @@ def test_a_group_that_cannot_be(case: str, tmp_path: Path) -> None:
     assert [list(map(id, group["params"])) for group in optimizer.param_groups] == before
     for step in range(2):
         train_step(engine, JOB, step)
+    engine.destroy(remove=True)
+
+
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+NUMBERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any], str]] = {
+    "three betas": (ADAMW, {"betas": (0.9, 0.99, 0.9)}, r"betas of group 0 .*expected two finite numbers"),
+    "two rates": (ADAMW, {"lr": [0.1, 0.2]}, "lr of group 0 .*expected a finite number"),
+    "no dampening": (SGD, {"dampening": None}, "dampening of group 0 is None, expected a finite number"),
+    "a number taken out": (ADAMW, {"eps": MISSING}, "group 0 has no eps any more"),
+    "a flag taken out": (SGD, {"nesterov": MISSING}, "group 0 has no nesterov any more"),
+    "taken out of torch's own": (torch.optim.NAdam, {"momentum_decay": MISSING}, "has no momentum_decay any more"),
+}
+
+
+@pytest.mark.parametrize("case", NUMBERS)
+def test_a_group_that_no_step_can_read(case: str, tmp_path: Path) -> None:
+    """Nothing has changed then, and training goes on once the group is as it was."""
+    make, changes, message = NUMBERS[case]
+    content = config(JOB, DISK, tmp_path)
+    del content["optimizer"]
+    torch.manual_seed(JOB.seed)
+    model = Layers()
+    engine = offload.initialize(model=model, optimizer=make(model.parameters()), config=content)[0]
+    train_step(engine, JOB, 0)
+    group, before = engine.optimizer.param_groups[0], weights_of(engine)
+    good = {key: group.pop(key) for key in changes}
+    group.update({key: value for key, value in changes.items() if value is not MISSING})
+    engine.backward(JOB.loss(engine, 1, 0))
+    with pytest.raises(UsageError, match=message):
+        engine.step()
+    assert_same_tensors(weights_of(engine), before)
+    group.update(good)
+    engine.step()
+    assert engine.global_steps == 2
+    engine.destroy(remove=True)
+
+
+def test_the_optimizer_of_a_frozen_model_takes_its_own_state() -> None:
+    engine = offload.initialize(model=nn.Linear(2, 2).requires_grad_(False), config={"offload": {"device": "cpu"}})[0]
+    engine.optimizer.load_state_dict(engine.optimizer.state_dict())
+    engine.destroy()
+
+
+class Number(int):
+    """The number of a parameter, which counts how often it is hashed."""
+
+    hashed = 0
+
+    def __hash__(self) -> int:
+        Number.hashed += 1
+        return super().__hash__()
+
+
+def test_a_state_of_many_parameters_is_looked_through_once(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(20)))
+    content = config(JOB, ("none", "none"), tmp_path)
+    engine = offload.initialize(model=model, config=content)[0]
+    engine.backward(engine(torch.ones(1, 2)).sum())
+    engine.step()
+    state = engine.optimizer.state_dict()
+    numbers = [Number(number) for number in range(40)]
+    state["param_groups"][0]["params"] = numbers
+    state["state"] = {number: state["state"][int(number)] for number in numbers}
+    Number.hashed = 0
+    engine.optimizer.load_state_dict(state)
+    assert 40 <= Number.hashed <= 4 * 40
     engine.destroy(remove=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import random
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import offload
+from offload.engine.setup import initialize
 from offload.errors import ConfigError, NumericsError, RankError, UsageError
 from tests.support import models, rounding_bounds
 from tests.support.fault_injection import LateQueue, use_queue
@@ -283,6 +286,20 @@ def test_weights_of_rank_0_count(ranks: RankPool, tmp_path: Path) -> None:
 # -- what cannot be -----------------------------------------------------------------------------------
 
 
+def with_a_buffer() -> nn.Module:
+    model = gpt2()
+    model.register_buffer("seen", torch.zeros(3), persistent=False)
+    return model
+
+
+WRONG: dict[str, Any] = {
+    "buffers": lambda job: job._replace(model=with_a_buffer),
+    "buffer_dtype": lambda job: job._replace(buffers="same"),
+    "fp16": lambda job: job._replace(dtype="fp16", loss_scale=2 * job.loss_scale),
+}
+"""Changes of a job on one rank alone."""
+
+
 def wrong(folder: Path, what: str) -> str:
     """The error that this rank gets."""
     rank, _ = rank_and_size()
@@ -290,9 +307,15 @@ def wrong(folder: Path, what: str) -> str:
     try:
         if what == "model" and rank:
             job = JOBS["llama"]
+        if what in WRONG and rank:
+            job = WRONG[what](job)
+        elif what == "fp16":
+            job = job._replace(dtype="fp16")
         options = {"no such key": 1} if what == "config" and rank else {}
-        engine = start(job, DISK, folder, **options)
-    except (ConfigError, RankError) as error:
+        early = mock.patch.object(initialize, "load_config", side_effect=KeyboardInterrupt)
+        with early if what == "ctrl-c" and rank else contextlib.nullcontext():
+            engine = start(job, DISK, folder, **options)
+    except (ConfigError, RankError, KeyboardInterrupt) as error:
         return str(error)
     try:
         if what == "step":
@@ -334,11 +357,13 @@ def wrong(folder: Path, what: str) -> str:
     [
         ("model", ("the units of rank 1 and of rank 0 differ",) * 2),
         ("accumulation", ("the batch of rank 1 and of rank 0 differ",) * 2),
+        *((what, (f"the {what} of rank 1 and of rank 0 differ",) * 2) for what in WRONG),
         ("step", (r"rank 0 closes its engine; rank 1 is at step\(\)",) * 2),
         ("end", ("rank 0 keeps its store; rank 1 deletes its store: all ranks must do the same",) * 2),
         ("lr", (r"differ in their learning rates or other settings of the optimizer \(checksums\): \d+, \d+",) * 2),
         ("zero_grad", (r"rank 0 is at step\(\); rank 1 drops its gradients \(zero_grad\)",) * 2),
         ("config", ("rank 1 has ended before it created its engine: ConfigError", "unknown key")),
+        ("ctrl-c", ("rank 1 has ended before it created its engine: KeyboardInterrupt", "")),
         ("edit", ("rank 0 changes the weights of .*; rank 1 closes its engine",) * 2),
         ("micro-batches", ("the ranks differ in their micro-batches since the last boundary: 1, 2",) * 2),
     ],

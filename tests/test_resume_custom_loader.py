@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import offload
+from tests.support import user_script
 
 STEPS = 9
 
@@ -85,3 +86,21 @@ def test_nothing_is_put_back_in_a_new_run_and_after_a_step(tmp_path: Path) -> No
         assert torch.equal(before, torch.get_rng_state())
         script.step()
     script.engine.destroy()
+
+
+def test_a_checkpoint_of_a_run_without_a_loader_restores_the_generators(tmp_path: Path) -> None:
+    """Also where the loader has restored others, of an earlier resume."""
+    first = user_script.Script(tmp_path / "plain", user_script.Setup("plain 0"))
+    first.step()
+    first.engine.save_checkpoint(tmp_path / "saved")
+    rows = torch.ones(user_script.MICRO, 6)
+    expected = first.engine(rows)
+    first.engine.destroy()
+    second = user_script.Script(tmp_path / "ours")
+    second.step()
+    second.engine.destroy()
+    second = user_script.Script(tmp_path / "ours")
+    second.step()
+    second.engine.load_checkpoint(tmp_path / "saved")
+    assert torch.equal(second.engine(rows), expected)  # with the masks of the dropout
+    second.engine.destroy()

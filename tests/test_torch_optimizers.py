@@ -65,6 +65,17 @@ class ByAttribute(PlainOptimizer):
         p.sub_(group["lr"] * getattr(p, "lr_mult", 1.0) * p.grad)
 
 
+class DecayOrNone(PlainOptimizer):
+    """Decays by a number, or by None not at all; `times` is counted with."""
+
+    def __init__(self, params: Any, decay: float | None) -> None:
+        super().__init__(params, {"lr": 0.1, "decay": decay, "times": 2})
+
+    def update(self, p: Any, group: dict[str, Any], state: dict[str, Any]) -> None:
+        for _ in range(group["times"]):
+            p.sub_(group["lr"] * (p.grad + (group["decay"] or 0.0) * p))
+
+
 def _parts(model: nn.Module) -> list[dict[str, Any]]:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     return [
@@ -84,6 +95,13 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "Muon": lambda model: MuonForMatrices(_parts(model)),
     "states of many kinds": lambda model: HalfStates(model.parameters()),
     "attributes": lambda model: ByAttribute(model.parameters()),
+}
+
+NUMBERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "decay 0": lambda model: torch.optim.NAdam(model.parameters(), lr=1),  # torch's weight_decay is the integer 0
+    "decay 0.1": lambda model: torch.optim.NAdam(model.parameters(), lr=1, weight_decay=0.1),
+    "decay None": lambda model: DecayOrNone(model.parameters(), None),
+    "decay or not": lambda model: DecayOrNone(model.parameters(), 0.1),
 }
 
 
@@ -120,7 +138,7 @@ def _start(
         settings[dtype] = {"enabled": True}
     if dtype == "fp16":
         settings[dtype]["loss_scale"] = 256
-    return offload.initialize(model=model, optimizer=OPTIMIZERS[name](model), config=settings)[0]
+    return offload.initialize(model=model, optimizer=(OPTIMIZERS | NUMBERS)[name](model), config=settings)[0]
 
 
 def train(engine: offload.Engine, steps: Iterable[int]) -> list[float]:
@@ -218,6 +236,42 @@ def test_a_run_is_resumed_and_saved_with_its_states(name: str, tmp_path: Path) -
     loaded = _weights(engine)
     assert_same_tensors(resumed, unbroken)
     assert_same_tensors(loaded, unbroken)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("decay 0", "decay 0", {"lr": 0.01, "weight_decay": 0.2}),
+        ("decay 0", "decay 0.1", {"lr": 0.01, "weight_decay": 0.1}),
+        ("decay 0.1", "decay 0", {"lr": 0.01, "weight_decay": 0}),
+        ("decay None", "decay or not", {"lr": 0.01, "decay": 0.1, "times": 2}),
+        ("decay or not", "decay None", {"lr": 0.01, "decay": None, "times": 2}),
+    ],
+)
+def test_a_number_may_be_an_integer_or_none_at_the_start(
+    before: str, after: str, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    """A number that the run has moved is restored, and one that the new run configures otherwise is the new one."""
+    engine = _start(before, tmp_path / "run")
+    group = engine.optimizer.param_groups[0]
+    group["lr"] = 0.01
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.2
+    train(engine, range(2))
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    engine = _start(after, tmp_path / "run", resume="must")
+    resumed = dict(engine.optimizer.param_groups[0])
+    train(engine, range(2, 3))
+    engine.destroy(remove=True)
+    engine = _start(after, tmp_path / "other")
+    engine.load_checkpoint(tmp_path / "saved")
+    loaded = dict(engine.optimizer.param_groups[0])
+    train(engine, range(2, 3))
+    engine.destroy(remove=True)
+    for group in (resumed, loaded):
+        assert {key: group[key] for key in expected} == expected
+        assert type(group.get("times", 2)) is int
 
 
 def test_a_checkpoint_goes_into_another_division_of_units(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import offload
 from offload.errors import ConfigError
@@ -158,4 +161,30 @@ def test_an_error_in_a_step_is_raised_with_its_cause() -> None:
     with pytest.raises(offload.EngineFailed) as error:
         train(engine, range(1, 4))
     assert "of the optimizer" in f"{error.value} {error.value.__cause__}"
+    engine.destroy()
+
+
+class Draws(torch.optim.SGD):
+    """Draws from every generator, though no number of a step depends on it."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        torch.rand(3), random.random(), np.random.rand()
+        super().step()
+
+
+def test_a_dry_run_leaves_every_generator() -> None:
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), random.random(), np.random.rand()]
+
+    def seed() -> None:
+        for each in (torch.manual_seed, random.seed, np.random.seed):
+            each(3)
+
+    seed()
+    expected = drawn()
+    model = nn.Linear(3, 3)
+    optimizer = Draws(model.parameters(), lr=0.1)
+    seed()
+    engine = offload.initialize(model=model, optimizer=optimizer, config={"offload": {"device": "cpu"}})[0]
+    assert drawn() == expected
     engine.destroy()

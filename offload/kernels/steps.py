@@ -48,6 +48,7 @@ class SGDStep(NamedTuple):
 
     lr: float
     momentum: float
+    """0 leaves the momentum buffer as it is, and dampens nothing."""
     dampening: float
     weight_decay: float
     nesterov: bool

@@ -58,16 +58,16 @@ class Ranks:
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self._places = self._meet()
+            # Only after `_meet`: new_group blocks in C++ until every rank has called it.
+            self._control = dist.new_group(backend="gloo", timeout=_LONG)
+            # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+            backend, timeout = (device_backend(device.torch.type), None) if self._on_gpu else ("gloo", _LONG)
+            self._data = dist.new_group(backend=backend, timeout=timeout)
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
         """Number of ranks on this machine."""
-        # Only after `_meet`: new_group blocks in C++ until every rank has called it.
-        self._control = dist.new_group(backend="gloo", timeout=_LONG)
-        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-        backend = device_backend(device.torch.type)
-        self._data = dist.new_group(backend=backend) if self._on_gpu else dist.new_group(backend="gloo", timeout=_LONG)
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from offload import kernels
 from offload.engine.optim.torch_fallback import TorchStep
+from offload.errors import UsageError
 from offload.swapper.modes import ADAM, LAMB, TORCH
 
 _UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
 """Options of torch's optimizers that the kernels do not implement."""
+_FLAGS = ("decoupled", "nesterov")
+"""Keys of groups that a kernel reads as True or False."""
 
 
 class Rule(NamedTuple):
@@ -29,6 +33,8 @@ class Rule(NamedTuple):
 
     known_as: str = ""
     """Class name of an optimizer without a kernel; empty for rules that have one."""
+    defaults: tuple[str, ...] = ()
+    """Keys of an optimizer without a kernel that its defaults give to every group."""
 
     def title(self, group: Mapping[str, Any]) -> str:
         """Returns the name by which the config knows the optimizer of `group`."""
@@ -153,12 +159,14 @@ def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:
     """Returns the rule of an optimizer without a kernel.
 
-    Any float of a group may change between steps. Integers count as options, such as flags: `scheduled` omits them.
+    Any number of a group may change between steps, also one that is an integer now, such as torch's `weight_decay=0`.
+    Flags are no numbers.
     """
     scheduled = sorted(
         {key for group in optimizer.param_groups for key, value in group.items() if _is_number_of(key, value)}
     )
-    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__)
+    defaults = [key for key in optimizer.defaults if all(key in group for group in optimizer.param_groups)]
+    return Rule(TORCH, tuple(scheduled), (), _by_torch, type(optimizer).__name__, tuple(defaults))
 
 
 def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchStep:
@@ -168,8 +176,8 @@ def _by_torch(group: Mapping[str, Any], count: int, grad_scale: float) -> TorchS
 
 
 def _is_number_of(key: str, value: Any) -> bool:
-    """Returns True if a group's entry is or contains a float of the optimizer, not a parameter or its name."""
-    return key not in ("params", "param_names") and _is_float(value)
+    """Returns True if a group's entry is an integer, or is or contains a float, but no parameter, name or flag."""
+    return key not in ("params", "param_names") and (type(value) is int or _is_float(value))
 
 
 def _is_float(value: Any) -> bool:
@@ -177,3 +185,83 @@ def _is_float(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and value.is_floating_point()
     return isinstance(value, float) or (isinstance(value, tuple | list) and any(map(_is_float, value)))
+
+
+# -- numbers of groups ------------------------------------------------------------------------------
+
+
+def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
+    """Checks the groups before a step reads them.
+
+    Raises:
+        UsageError: a group lacks a key, or has a number that is not finite, or an option that its kernel lacks.
+    """
+    for number, group in enumerate(groups):
+        for key in (*rule.defaults, *(rule.keys if rule.name != TORCH else ())):
+            if key not in group:
+                raise UsageError(f"group {number} has no {key} any more; set it again; nothing was changed")
+        # A NaN in a group would reach every weight of the group with the next update.
+        for key in (key for key in rule.keys if key in group and key not in _FLAGS):
+            if not _is_valid(key, group[key], rule):
+                expected = "two finite numbers" if key == "betas" else "a finite number"
+                raise UsageError(f"{key} of group {number} is {group[key]!r}, expected {expected}; nothing was changed")
+        refused = rule.refused(group)
+        if refused is not None:
+            raise UsageError(
+                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
+                "option before offload.initialize, which then chooses another kernel or torch's own code"
+            )
+
+
+def _is_valid(key: str, value: Any, rule: Rule) -> bool:
+    """Returns True if a group's entry is a finite number, or as many of them as the rule reads."""
+    items = list(value) if isinstance(value, list | tuple) else [value]
+    if rule.name == TORCH:  # its own code knows how many it reads, and None may be one of them (Adafactor's eps)
+        return all(item is None or _is_finite(item) for item in items) and (key != "betas" or len(items) >= 2)
+    several = isinstance(value, list | tuple)
+    return all(map(_is_finite, items)) and (several and len(items) == 2 if key == "betas" else not several)
+
+
+def _is_finite(value: Any) -> bool:
+    """Returns True if `value` is a finite number; False for objects that are no number."""
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def merge_values(
+    committed: Sequence[Mapping[str, Any]],
+    then: Sequence[Mapping[str, Any]],
+    now: Sequence[Mapping[str, Any]],
+    scheduled: bool,
+) -> list[dict[str, Any]]:
+    """Returns the groups' values of a resumed run.
+
+    A value is the committed one, unless its configured value has changed between the runs: then it is the new one. So
+    is a value that the commit lacks, because it was None in that run.
+
+    Args:
+        committed: the values of each group in the commit.
+        then: the values as configured in the run that made the commit.
+        now: the values as configured in this run.
+        scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
+    """
+    merged = []
+    for values, old, new in zip(committed, then, now, strict=True):
+        kept = {key for key in old if key in new and (old[key] == new[key] or (scheduled and key == "lr"))}
+        group = {key: values[key] if key in kept and key in values else new[key] for key in new}
+        merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
+    return merged
+
+
+def plain(value: Any, rule_name: str) -> Any:
+    """Returns a group's number, which may be a tensor, as a float; several as a list of floats.
+
+    Args:
+        value: a number, a sequence of numbers, or None.
+        rule_name: name of the update rule. For torch's own code, which may count with it, an integer stays one.
+    """
+    if isinstance(value, list | tuple):
+        return [plain(item, "") for item in value]
+    return value if value is None or (rule_name == TORCH and type(value) is int) else float(value)

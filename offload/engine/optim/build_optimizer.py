@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from offload.config import OptimizerBlock
-from offload.engine.optim.algorithms import RULES, rule_of
-from offload.engine.optim.optimizer import Optimizer, plain
+from offload.engine.optim.algorithms import RULES, plain, rule_of
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
@@ -92,7 +92,8 @@ def _kind(item: Any) -> str:
 def _no_optimizer() -> Optimizer:
     """Returns the optimizer of a model that trains nothing."""
     # One empty group, because torch refuses an optimizer without any.
-    return Optimizer([{"params": []}], {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+    numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+    return Optimizer([{"params": []}], numbers)
 
 
 def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
@@ -144,7 +145,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
             group.setdefault("decoupled", decoupled)
         for key in rule.scheduled:
             if key in group:
-                value = plain(group[key])
+                value = plain(group[key], rule.name)
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)
@@ -160,7 +161,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
     """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name.
 
-    The result is empty for an optimizer with a kernel.
+    The result is empty for an optimizer with a kernel. The optimizer's own code may draw from any random generator.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import types
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from offload.engine.optim.algorithms import RULES, Rule
+from offload.engine.optim.algorithms import RULES, Rule, check_numbers, plain
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
 from offload.notices import announce
@@ -121,12 +120,13 @@ class Optimizer(torch.optim.Optimizer):
         given = param_group["params"]
         moved = [given] if isinstance(given, torch.Tensor) else list(given)
         # Other parameters have no states in the store, whose layout is fixed.
-        if {id(parameter) for parameter in moved} - self._taken:
+        ids = {id(parameter) for parameter in moved}
+        if ids - self._taken:
             raise UsageError(_OTHER_GROUPS)
         before = [(group, group["params"]) for group in self.param_groups]
         try:
             for group, parameters in before:
-                group["params"] = [p for p in parameters if all(p is not other for other in moved)]
+                group["params"] = [p for p in parameters if id(p) not in ids]
             group = (
                 {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
             )
@@ -199,7 +199,8 @@ class Optimizer(torch.optim.Optimizer):
         check_numbers([{**mine, **theirs} for mine, theirs in zip(self.param_groups, groups, strict=True)], self.rule)
         parameters = self._numbered()
         numbers = [number for group in groups for number in group["params"]]
-        if strangers := [number for number in states if number not in set(numbers)]:
+        known = set(numbers)
+        if strangers := [number for number in states if number not in known]:
             raise UsageError(
                 "load_state_dict expects states of parameters by their numbers in the groups, got "
                 f"{count_of(len(strangers), 'state')} of other numbers, the first is {strangers[0]!r}; pass the "
@@ -276,14 +277,15 @@ class Optimizer(torch.optim.Optimizer):
         )
 
     def values(self) -> list[dict[str, Any]]:
-        """Returns the numbers of each group that may change between steps: floats, and lists such as the betas."""
-        return [{key: plain(group[key]) for key in self.rule.scheduled if key in group} for group in self.param_groups]
+        """Returns the numbers of each group that may change between steps, also lists such as the betas."""
+        keys, name = self.rule.scheduled, self.rule.name
+        return [{key: plain(group[key], name) for key in keys if key in group} for group in self.param_groups]
 
     def configured(self) -> list[dict[str, Any]]:
         """Returns `values`, with learning rates as they were before a schedule moved them, if torch has noted them."""
         return [
             # torch's schedules store the learning rate under "initial_lr" before they change it.
-            {**values, "lr": plain(group.get("initial_lr", group["lr"]))} if "lr" in values else values
+            {**values, "lr": plain(group.get("initial_lr", group["lr"]), self.rule.name)} if "lr" in values else values
             for values, group in zip(self.values(), self.param_groups, strict=True)
         ]
 
@@ -336,61 +338,3 @@ def _checked(state_dict: Any, sizes: Sequence[int]) -> tuple[list[dict[str, Any]
             f"the state contains groups of {theirs} parameters, this optimizer contains groups of {list(sizes)}"
         )
     return state_dict["param_groups"], state_dict["state"]
-
-
-def check_numbers(groups: Iterable[Mapping[str, Any]], rule: Rule) -> None:
-    """Raises `UsageError` if a group has a number that is not finite, or an option that its kernel lacks."""
-    for number, group in enumerate(groups):
-        # A NaN in a group would reach every weight of the group with the next update.
-        for key in (key for key in rule.scheduled if key in group):
-            value = group[key]
-            items = list(value) if isinstance(value, list | tuple) else [value]
-            numbers = [item for item in items if item is not None or rule.name != TORCH]  # Adafactor's eps may be None
-            if not all(_is_finite(item) for item in numbers) or (key == "betas" and len(items) < 2):
-                expected = "two finite numbers" if key == "betas" else "a finite number"
-                raise UsageError(f"{key} of group {number} is {value!r}, expected {expected}; nothing was changed")
-        refused = rule.refused(group)
-        if refused is not None:
-            raise UsageError(
-                f"group {number} has {refused}={group[refused]!r} now, which its kernel does not support; set the "
-                "option before offload.initialize, which then chooses another kernel or torch's own code"
-            )
-
-
-def _is_finite(value: Any) -> bool:
-    """Returns True if `value` is a finite number; False for objects that are no number."""
-    try:
-        return math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def merge_values(
-    committed: Sequence[Mapping[str, Any]],
-    then: Sequence[Mapping[str, Any]],
-    now: Sequence[Mapping[str, Any]],
-    scheduled: bool,
-) -> list[dict[str, Any]]:
-    """Returns the groups' values of a resumed run.
-
-    A value is the committed one, unless its configured value has changed between the runs: then it is the new one.
-
-    Args:
-        committed: the values of each group in the commit.
-        then: the values as configured in the run that made the commit.
-        now: the values as configured in this run.
-        scheduled: True if a schedule sets the learning rates, which then always are the committed ones.
-    """
-    merged = []
-    for values, old, new in zip(committed, then, now, strict=True):
-        kept = {key: old[key] == new[key] or (scheduled and key == "lr") for key in new}
-        group = {key: values[key] if kept[key] else new[key] for key in new}
-        merged.append({key: tuple(value) if isinstance(value, list) else value for key, value in group.items()})
-    return merged
-
-
-def plain(value: Any) -> Any:
-    """Returns a group's number, which may be a tensor, as a float; several as a list of floats."""
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return None if value is None else float(value)

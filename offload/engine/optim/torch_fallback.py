@@ -80,7 +80,7 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     """Returns the states that `optimizer` keeps of each parameter, by name.
 
     Memory of a parameter's size is allocated, for one at a time, only if the optimizer's code does not run on meta
-    tensors.
+    tensors. A dry run may draw from any random generator, and the caller restores them.
 
     Args:
         optimizer: the user's optimizer, which stays unchanged.
@@ -91,19 +91,17 @@ def find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     """
     found: dict[str, tuple[StateField, ...]] = {}
     known: dict[str, tuple[StateField, ...]] = {}
-    # A dry run may draw from torch's CPU generator, whose state is restored afterwards.
-    with torch.random.fork_rng(devices=[]):
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            for parameter in (p for p in group["params"] if id(p) in names):
-                name, shape, attributes = names[id(parameter)], tuple(parameter.shape), attributes_of(parameter)
-                # Layers of a model repeat shapes, so one dry run serves many parameters.
-                key = f"{shape} {options} {attributes}"
-                if key not in known:
-                    with _explained(optimizer, name):
-                        _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
-                        known[key] = _dry_run(optimizer, options, shape, attributes)
-                found[name] = known[key]
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key != "params"}
+        for parameter in (p for p in group["params"] if id(p) in names):
+            name, shape, attributes = names[id(parameter)], tuple(parameter.shape), attributes_of(parameter)
+            # Layers of a model repeat shapes, so one dry run serves many parameters.
+            key = f"{shape} {options} {attributes}"
+            if key not in known:
+                with _explained(optimizer, name):
+                    _check_apart(optimizer, options, [min(size, _SMALL) for size in shape], attributes)
+                    known[key] = _dry_run(optimizer, options, shape, attributes)
+            found[name] = known[key]
     return found
 
 

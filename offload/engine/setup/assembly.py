@@ -103,7 +103,7 @@ def assemble(
         # Each component that owns memory or a thread registers how it is closed; an error closes them in reverse order.
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, files.store)
-        _fill(plan, model, held, resume)
+        _fill(plan, model, held, files, resume)
         trainable = tuple(share[0] for share in plan.shares)
         gradients = _gradients(plan, trainable, host, arena, files, pager, rounds, callbacks, recorders, compute)
         undo.callback(gradients.close)
@@ -211,8 +211,9 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
     )
 
 
-def _fill(plan: Plan, model: nn.Module, held: LocalShards, resume: bool) -> None:
-    """Writes every weight to its tier; the parameters of the model are left empty."""
+def _fill(plan: Plan, model: nn.Module, held: LocalShards, files: RunFiles, resume: bool) -> None:
+    """Writes every weight to its tier, into new files or none; the parameters of the model are left empty."""
+    files.make()
     filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:

@@ -43,8 +43,8 @@ def check_same(
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
-    # Facts that decide the layout, the collectives or the numbers; buffers are not among them. Paths may differ: each
-    # machine has its own drives.
+    # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
+    # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
     facts = {
         "batch": list(batch),
         "weights": config.weight_tier,
@@ -52,7 +52,10 @@ def check_same(
         "mode": mode.name,
         "accumulation dtype": config.data_types.grad_accum_dtype,
         "clip": config.gradient_clipping,
-        "torch_autocast": config.torch_autocast.enabled,
+        "torch_autocast": config.torch_autocast.model_dump(),
+        "auto_cast": config.casts_inputs is not False,
+        "fp16": config.fp16.model_dump(exclude={"auto_cast"}) if config.dtype == "fp16" else None,
+        "buffer_dtype": config.data_types.buffer_dtype,
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
         "run": config.offload.run,
@@ -60,6 +63,7 @@ def check_same(
         "resume": config.offload.resume,
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [
             name for name, parameter in model.named_parameters() if origin_of(parameter) is not None

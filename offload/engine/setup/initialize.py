@@ -38,12 +38,12 @@ from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
-from offload.engine.setup.run_files import RunFiles
+from offload.engine.setup.run_files import NewStore, RunFiles
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.loss_scale import LossScaler
-from offload.engine.training.snapshot import Snapshot
+from offload.engine.training.snapshot import Snapshot, keep_generators
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
 from offload.layout.fingerprint import about, describe
@@ -128,12 +128,13 @@ def initialize(
         check_data(training_data, collate_fn)
         let_segments_grow(loaded.offload.device)  # before CUDA is used
         device = open_device(compute_device(loaded.offload.device))
-    except Exception as error:
+    except BaseException as error:  # a Ctrl-C too: the process may live on, and the others would wait for it
         # The process group of this engine does not exist yet, so the reason goes through torch's store.
         stay_away(f"{type(error).__name__}: {error}")
         raise
-    ranks = join_ranks(device)
+    ranks: Ranks | None = None
     try:
+        ranks = join_ranks(device)
         with _starting:
             return _initialize(
                 loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
@@ -159,7 +160,8 @@ def _initialize(
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `_starting`."""
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
-    kept = optimizer_choice.kept_by(chosen, model)
+    with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
+        kept = optimizer_choice.kept_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = (*_as_trained(loaded, plan.world_size, model), *let_segments_grow(loaded.offload.device))
@@ -251,28 +253,26 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
     if plan.rank == 0:
         check_monitor(plan.config)
-    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     written = _written(plan)
+    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
     store: Store | None = None
+    files = NewStore(plan, None, False, lr_scheduler)
     try:
         recorders = _recorders(plan, timeline, queue, written)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
             where = (plan.config.drives, plan.config.offload.run, plan.rank)
             store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
+            files = NewStore(plan, store, False, lr_scheduler)
             at = _last_commit_of_all(plan, store)
             if at is not None:
                 progress = Snapshot.unpack(store.open(at))
                 check_fits(progress, model, optimizer)
-            else:
-                store.create(over=plan.resume or plan.replace)
-                if plan.ranks is not None:
-                    # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-                    plan.ranks.share(None, "create its store")
+                files = NewStore(plan, store, True, lr_scheduler)
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
-            files = RunFiles(queue=queue, store=store, written=written)
-            parts = assemble(plan, model, optimizer, files, progress is not None, recorders, callbacks)
+            found = RunFiles(queue=queue, store=store, make=files.make, written=written)
+            parts = assemble(plan, model, optimizer, found, progress is not None, recorders, callbacks)
             # The timeline begins once the components are built: the filling of the tiers is not shown.
             timeline.start()
             return parts
@@ -297,11 +297,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
         )
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is the one that is raised
-            close_all(
-                *(() if queue is None else (queue.close,)),
-                # A resumed run keeps its files, and a new one leaves none.
-                *(() if store is None else (store.close if plan.resume else store.remove,)),
-            )
+            close_all(*(() if queue is None else (queue.close,)), files.undo)
         raise
     try:
         notices += tuple(core.state.notices())

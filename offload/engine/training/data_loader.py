@@ -117,8 +117,8 @@ class Loader(DataLoader[Any]):
         """True if this run was resumed, or loaded a checkpoint, and has made no step since."""
         self._loads = 0
         """Number of calls of `go_on`, so that an iteration in progress notices them."""
-        self.restored = False
-        """True if the generators passed to `go_on` were restored, because a batch was loaded since."""
+        self.restored: Mapping[str, torch.Tensor] | None = None
+        """The states last passed to `go_on` that were restored, before a batch was loaded; None if none were."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
         """States of the generators before the first load of a batch since the last step; None if there was none."""
 
@@ -162,7 +162,7 @@ class Loader(DataLoader[Any]):
             # of a resumed run, the generators are therefore restored as they were when that batch was first loaded.
             if begins and self._resuming and self.before_next is not None:
                 write_generators(self.before_next, self._device)
-                self.restored = True
+                self.restored = self.before_next
             begins = False
             noted = self.before_next is None
             # Only before the first batch since the last step: a run resumed from there loads all later batches again.
@@ -238,7 +238,7 @@ class Loader(DataLoader[Any]):
         if batch >= len(self):
             epoch, batch = epoch + 1, 0
         self._next = self._handed_out = Position(epoch, batch)
-        self.before_next, self._resuming, self.restored = generators, generators is not None, False
+        self.before_next, self._resuming = generators, generators is not None
         self._loads += 1
         return notice
 

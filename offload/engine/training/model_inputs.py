@@ -105,8 +105,7 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
             places = (each if each is None else each.to(data.device) for each in value[2:])
             return PackedSequence(data, value.batch_sizes, *places)
         if isinstance(value, MutableMapping):
-            # A copy keeps the class, so that a `BatchEncoding` stays one.
-            moved = copy.copy(value)
+            moved = _copied(value)
             for key, inner in value.items():
                 moved[key] = _each_tensor(do, inner)
             return moved
@@ -123,3 +122,16 @@ def _each_tensor(do: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
 
     # `tree_map` knows lists, tuples and dicts; the leaf function searches all other classes.
     return tree_map(leaf, batch, is_leaf=lambda value: isinstance(value, PackedSequence))
+
+
+def _copied(batch: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
+    """Returns a copy whose items can be set without a change of `batch`; it keeps the class (a `BatchEncoding`)."""
+    copied = copy.copy(batch)
+    given = [vars(kind).get("__slots__", ()) for kind in type(batch).__mro__]
+    slots = [name for names in given for name in ([names] if isinstance(names, str) else names)]
+    for name in (*getattr(copied, "__dict__", ()), *slots):
+        held = getattr(copied, name, None)
+        # A class without a `__copy__` of its own shares with its copies the container in which its items are.
+        if isinstance(held, list | MutableMapping) and held is getattr(batch, name, None):
+            object.__setattr__(copied, name, copy.copy(held))
+    return copied

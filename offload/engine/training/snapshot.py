@@ -5,10 +5,11 @@ The commit of a step contains it as its blob, a file in the safetensors format, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,16 @@ def write_generators(states: Mapping[str, torch.Tensor], device: torch.device) -
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
     if device.type not in ("cpu", "meta") and device.type in states:
         torch.get_device_module(device).set_rng_state(states[device.type], device)
+
+
+@contextlib.contextmanager
+def keep_generators(device: torch.device) -> Iterator[None]:
+    """Restores the generators of torch, Python, numpy and `device` at the end of the block, also after an error."""
+    before = read_generators(device)
+    try:
+        yield
+    finally:
+        write_generators(before, device)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.optim.optimizer import Optimizer, merge_values
+from offload.engine.optim.algorithms import merge_values
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
@@ -221,8 +222,9 @@ class TrainingState:
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""
         if self._generators is not None:
-            # A loader that was iterated meanwhile has restored them, and its batch may have drawn numbers since.
-            if self.loader is None or not self.loader.restored:
+            # If the loader was iterated meanwhile, it has restored them, and its batch may have drawn numbers since.
+            # Those of an earlier resume do not count: a checkpoint without a position of data is no news to the loader.
+            if self.loader is None or self.loader.restored is not self._before_next:
                 write_generators(self._generators, self._device)
             self._generators = None
         if self.after_step_is_due:

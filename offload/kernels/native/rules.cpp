@@ -77,6 +77,7 @@ struct Lion {
 // torch.optim.SGD with momentum (Sutskever et al., 2013); the moment is the momentum buffer:
 //     g = g + weight_decay * p;  b = momentum b + (1 - dampening) g, or g at the first step;
 //     p = p - lr * (nesterov ? g + momentum b : b)
+// A group or a step may have no momentum. Then torch leaves the buffer as it is: p = p - lr * g
 struct Sgd {
     static constexpr int kMoments = 1;
     static constexpr bool kBf16Moments = false;
@@ -90,7 +91,8 @@ struct Sgd {
               grad_scale(static_cast<float>(s[6])),
               nesterov(choice(s[4] != 0.0)),
               first(choice(s[5] != 0.0)),
-              decays(choice(s[3] != 0.0)) {}
+              decays(choice(s[3] != 0.0)),
+              moves(choice(s[1] != 0.0)) {}
 
         float minus_lr;
         float momentum;
@@ -100,6 +102,7 @@ struct Sgd {
         Choice nesterov;
         Choice first;
         Choice decays;
+        Choice moves;
     };
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& buffer, float&) {
@@ -107,9 +110,9 @@ struct Sgd {
         const float with_decay = g + k.weight_decay * p;
         g = choose(k.decays, with_decay, g);
         const float next = k.momentum * buffer + k.one_minus_dampening * g;
-        buffer = choose(k.first, g, next);
+        buffer = choose(k.moves, choose(k.first, g, next), buffer);
         const float ahead = g + k.momentum * buffer;
-        return p + k.minus_lr * choose(k.nesterov, ahead, buffer);
+        return p + k.minus_lr * choose(k.moves, choose(k.nesterov, ahead, buffer), g);
     }
 };
 

@@ -112,6 +112,8 @@ class Store:
         """
         try:
             recovery.check_startable(self.folders, over)
+            if was_committed(self.folders[0]):  # before the run is lost
+                self._files.check_room()
         except BaseException:
             self.close()  # the files found stay
             raise

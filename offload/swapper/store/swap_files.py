@@ -17,6 +17,7 @@ from offload.sizes import PAGE
 from offload.swapper.store.drives import Shortage, find_drive_shortage, find_shortage, new_manifest, no_room
 from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare
 from offload.swapper.store.format.run_notes import RunNotes
+from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.rank_folder import (
     close_in_children,
     lock_folders,
@@ -69,6 +70,13 @@ class SwapFiles:
         return self._locks[0].held
 
     # -- making and opening -------------------------------------------------------------------------
+
+    def check_room(self) -> None:
+        """Raises `StoreError` if there is no room even without the files of an earlier start. Changes nothing."""
+        taken = allocated_nbytes(self.folders)
+        short = find_shortage([folder.parent.parent for folder in self.folders], self._spec.nbytes - taken)
+        if short is not None:
+            raise no_room(short._replace(need=self._spec.nbytes, free=short.free + taken), self._spec.slots)
 
     def create(self) -> None:
         """Deletes the remainders of an earlier start, reserves all room and writes empty records and the manifests.
