@@ -478,7 +478,7 @@ MUTANTS = (
     ),
     Mutant(
         "run a backward where no signal comes",
-        "offload.engine.engine",
+        "offload.engine.core",
         "torch.autograd.set_multithreading_enabled(False)",
         "torch.autograd.set_multithreading_enabled(True)",
         "tests/test_interrupted_backward.py",
