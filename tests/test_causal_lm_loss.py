@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import offload
+from offload.engine.params.paged_parameter import ParamHandle
 from offload.losses import causal_lm
 from tests.support import models
 from tests.support.oracle import Job, plain_loop, same_bits, start
@@ -241,15 +242,19 @@ def test_the_head_is_brought_once(tmp_path: Path) -> None:
 
 def test_a_loss_outside_of_the_model_trains_the_head(tmp_path: Path) -> None:
     """The engine returns hidden states, and the loss is computed from them and the model's own head."""
-    gradients = []
+    gradients, reads, read = [], list[str](), ParamHandle.read
     for inside in (True, False):
         engine = start(CHUNKED, ("cpu", "cpu"), tmp_path / str(inside))
         ids, head = tokens_for(0, 0), engine.module.inner.lm_head
-        engine.backward(engine(ids, ids) if inside else causal_lm(engine(ids), head, ids, chunk_tokens=5))
+        hidden = engine(ids)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ParamHandle, "read", lambda handle: (reads.append(handle.name), read(handle))[1])
+            engine.backward(engine(ids, ids) if inside else causal_lm(hidden, head, ids, chunk_tokens=5))
         gradients.append(offload.safe_get_full_grad(head.weight).clone())
         engine.step()
         engine.destroy(remove=True)
     assert torch.equal(*gradients) and gradients[0].any()
+    assert reads == ["inner.lm_head.weight"], "one copy for all chunks"
 
 
 @pytest.mark.parametrize(
