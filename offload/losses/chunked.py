@@ -2,7 +2,7 @@
 
 The logits of 128 thousand words take 512 KiB of fp32 a token, and cross entropy holds them two or three times: for long
 sequences more than the rest of the model. `causal_lm` computes them for a chunk of tokens, then the loss and the
-gradients of the chunk, and reuses their memory for the next. The weights of the head are brought once a step: all that
+gradients of the chunk, and reuses their memory for the next. The weights of the head are brought once: all that
 its backward needs is computed in the forward, which leaves the gradients of the hidden states and of the head.
 
     bytes = chunk_tokens * words * (4 + s)     one chunk: logits in fp32, and in the model's dtype
@@ -27,8 +27,6 @@ from torch.nn import functional as F
 
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
-
-__all__ = ["causal_lm"]
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
