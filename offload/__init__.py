@@ -33,6 +33,7 @@ __all__ = [
     "init",
     "initialize",
     "load_pretrained",
+    "losses",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -94,6 +95,7 @@ _PARTS = {
     "engine": "offload.engine.setup.initialize",
     "errors": "offload.errors",
     "kernels": "offload.kernels",
+    "losses": "offload.losses",
     "planner": "offload.planner.deepspeed_estimates",
     "schedules": "offload.schedules",
     "sizes": "offload.sizes",
@@ -114,7 +116,7 @@ _OF_DEEPSPEED = {
 
 # Type checkers do not execute `__getattr__`, so they need the imports.
 if TYPE_CHECKING:
-    from offload import schedules
+    from offload import losses, schedules
     from offload.engine.engine import Engine
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered

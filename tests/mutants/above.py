@@ -6,6 +6,34 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "divide small gradients before they leave the chunk",
+        "offload.losses.chunked",
+        "    share = torch.where(counts, 1.0, 0.0).unsqueeze(-1)",
+        "    share = torch.where(counts, 1e-9, 0.0).unsqueeze(-1)",
+        "tests/test_causal_lm_loss.py",
+    ),
+    Mutant(
+        "keep a chunk's logits beside those of the next",
+        "offload.losses.chunked",
+        "            del gradient  # otherwise it would be in memory beside the next chunk's logits\n",
+        "",
+        "tests/test_causal_lm_loss.py",
+    ),
+    Mutant(
+        "fetch a copy of the head's weights for each chunk",
+        "offload.losses.chunked",
+        "    return parameter.clone()",
+        "    return parameter",
+        "tests/test_causal_lm_loss.py",
+    ),
+    Mutant(
+        "scale the gradients of a retained graph in place",
+        "offload.losses.chunked",
+        "None if each is None else (each * scale).to(dtype)",
+        "None if each is None else each.mul_(scale).to(dtype)",
+        "tests/test_causal_lm_loss.py",
+    ),
+    Mutant(
         "give the GPU what the host arena has of a memory that both share",
         "offload.planner.recommend",
         "return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory",

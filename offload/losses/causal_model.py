@@ -1,0 +1,193 @@
+"""The chunked loss for a model of transformers, whose own forward computes logits and loss.
+
+A model of transformers ends in two lines: `logits = self.lm_head(hidden_states)` and `self.loss_function(logits,
+labels, …)`. With labels, in training, `chunk_loss_of` makes the first compute the logits of no token, and the second
+the loss of the hidden states that the head received. Nothing else of the model is touched: inputs, router losses of
+mixtures, adapters. Models that scale or cap their logits in between are refused, since their loss would be another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.errors import UsageError
+from offload.losses.chunked import CHUNK_TOKENS, causal_lm
+
+
+def chunk_loss_of(model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[], None]:
+    """Makes a causal language model of transformers compute its training loss by `causal_lm`.
+
+    In training, a call with labels returns the loss and the logits of no token, (..., 0, words). Calls without labels,
+    under `torch.no_grad()` or in evaluation are as before. Call it before `offload.initialize`.
+
+    Args:
+        model: a causal language model of transformers, or a model of peft around one.
+        chunk_tokens: tokens whose logits are in memory at a time.
+
+    Returns:
+        A function that makes the model compute all logits again.
+
+    Raises:
+        UsageError: if the model is no causal language model of transformers, its head no linear layer, or if it changes
+            its logits before the loss.
+    """
+    inner: Any = getattr(model, "get_base_model", lambda: model)()
+    head = _plain_head(inner)
+    loss = _LossOfModel(inner, head, chunk_tokens)
+    removers = [
+        inner.register_forward_pre_hook(loss.before_model, with_kwargs=True).remove,
+        inner.register_forward_hook(loss.after_model, always_call=True).remove,
+        head.register_forward_pre_hook(loss.before_head).remove,
+        head.register_forward_hook(loss.after_head).remove,
+    ]
+    before = inner.__dict__.get("_loss_function")
+    inner.loss_function = loss
+
+    def undo() -> None:
+        for remove in removers:
+            remove()
+        if before is None:
+            del inner._loss_function
+        else:
+            inner.loss_function = before
+
+    return undo
+
+
+class _LossOfModel:
+    """The hooks and the loss function of one model. All run on the thread that runs the model."""
+
+    def __init__(self, model: nn.Module, head: nn.Linear, chunk_tokens: int) -> None:
+        self._model, self._head, self._chunk_tokens = model, head, chunk_tokens
+        self._usual: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
+        self._signature = inspect.signature(type(model).forward)
+        self._has_labels = False
+        self._hidden: torch.Tensor | None = None
+        self._logits: torch.Tensor | None = None
+
+    def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Notes whether the call will compute a loss to train with."""
+        if model is not self._model:  # a deep copy has the same hooks
+            return
+        bound = self._signature.bind_partial(model, *args, **kwargs).arguments
+        self._has_labels = model.training and torch.is_grad_enabled() and bound.get("labels") is not None
+
+    def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Drops what an exception between head and loss left behind."""
+        if model is self._model:
+            self._has_labels, self._hidden, self._logits = False, None, None
+
+    def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Gives the head no token, and keeps the hidden states for the loss."""
+        if head is not self._head or not self._has_labels:
+            return None
+        self._hidden = args[0]
+        return (args[0][..., :0, :], *args[1:])
+
+    def after_head(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        """Keeps the logits of no token, by which the loss knows that nothing has changed them."""
+        if head is self._head and self._has_labels:
+            self._logits = output
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Returns the loss of the hidden states that the head received; arguments as in transformers."""
+        if self._hidden is None:
+            usual: torch.Tensor = self._usual(
+                logits,
+                labels,
+                vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                ignore_index=ignore_index,
+                shift_labels=shift_labels,
+                **kwargs,
+            )
+            return usual
+        if logits is not self._logits:
+            raise UsageError(
+                f"{type(self._model).__name__} changes its logits before the loss, so its loss cannot be computed in "
+                "chunks; do not call offload.losses.chunk_loss_of for it"
+            )
+        hidden, self._hidden, self._logits = self._hidden, None, None
+        wanted = labels if shift_labels is None else shift_labels
+        assert wanted is not None, "a call without labels computes all logits"
+        return causal_lm(
+            hidden,
+            self._head,
+            wanted.reshape(hidden.shape[:-1]),
+            shift=shift_labels is None,
+            ignore_index=ignore_index,
+            num_items_in_batch=num_items_in_batch,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+
+def _plain_head(model: nn.Module) -> nn.Linear:
+    """Returns the head of a model whose loss is the cross entropy of the head's own output.
+
+    Raises:
+        UsageError: if the model's loss is another one, or its forward cannot be read.
+    """
+    name = type(model).__name__
+    embeddings: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
+    head = None if embeddings is None else embeddings()
+    if type(head) is not nn.Linear:
+        what = "has no head" if head is None else f"has the head {type(head).__name__}"
+        raise UsageError(f"{name} {what}; a loss in chunks needs a causal language model with a linear head")
+    usual = getattr(model, "loss_function", None)
+    if getattr(usual, "__name__", "") != "ForCausalLMLoss":
+        raise UsageError(
+            f"the loss of {name} is {getattr(usual, '__name__', usual)}, not that of a causal language model"
+        )
+    mine = [path for path, module in model.named_modules() if module is head]
+    if not any(_ends_in_loss_of(type(model), path) for path in mine):
+        raise UsageError(
+            f"{name} does not compute its loss from the output of {' or '.join(mine)} itself: it scales or caps its "
+            "logits, or its forward has another form; compute its loss with offload.losses.causal_lm"
+        )
+    return head
+
+
+def _ends_in_loss_of(model: type, head: str) -> bool:
+    """Returns True if the class's forward has `logits = self.<head>(…)`, and gives these to the loss unchanged.
+
+    Decided by the text of the forward, since a run would need a batch and the model's weights.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))  # type: ignore[attr-defined]
+    except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
+        return False
+    calls, assignments = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(each, ast.Name) and each.id == "logits" for each in targets):
+                assignments.append(node.value)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "self.loss_function":
+            calls.append(
+                node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "logits"), None)
+            )
+    return (
+        len(calls) == len(assignments) == 1
+        and isinstance(calls[0], ast.Name)
+        and calls[0].id == "logits"
+        and isinstance(assignments[0], ast.Call)
+        and ast.unparse(assignments[0].func) == f"self.{head}"
+        and len(assignments[0].args) == 1
+        and isinstance(assignments[0].args[0], ast.Name)
+    )

@@ -1,0 +1,266 @@
+"""The loss of a causal language model, without its logits.
+
+The logits of 128 thousand words take 512 KiB of fp32 a token, and cross entropy holds them two or three times: for long
+sequences more than the rest of the model. `causal_lm` computes them for a chunk of tokens, then the loss and the
+gradients of the chunk, and reuses their memory for the next. The weights of the head are brought once: all that
+its backward needs is computed in the forward, which leaves the gradients of the hidden states and of the head.
+
+    bytes = chunk_tokens * words * (4 + s)     one chunk: logits in fp32, and in the model's dtype
+          + tokens * features * size           gradient of the hidden states
+          + words * features * (4 + s)         gradient of the head, summed in fp32
+
+with `size` the bytes of an element of the model's dtype, and s the same, but 0 in fp32. A softcap takes another
+chunk_tokens * words * 4.
+
+Gradients are stored without the division by the number of tokens and without the loss scale. So in fp16 they do not
+vanish, and the same numbers serve any scale.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from offload.engine.params.paged_parameter import handle_of
+from offload.errors import UsageError
+
+CHUNK_TOKENS = 1024
+"""Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
+
+
+class _Terms(NamedTuple):
+    """The terms of the loss of one token."""
+
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+
+
+class _Gradients(NamedTuple):
+    """Gradients of a sum of losses; None for those that nobody needs."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def causal_lm(
+    hidden: torch.Tensor,
+    head: nn.Module | torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    shift: bool = True,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> torch.Tensor:
+    """Returns the mean loss of predicting `labels`, without holding more logits than those of one chunk of tokens.
+
+    With c = softcap * tanh(x / softcap) for the logits x of a token (c = x without a softcap), lse = logsumexp(c) and
+    label y, the loss of the token is lse - (1 - label_smoothing) * c[y] - label_smoothing * mean(c) + z_loss * lse**2:
+    cross entropy as in `torch.nn.functional.cross_entropy`, and PaLM's z-loss (arXiv 2204.02311, section 5).
+
+    Args:
+        hidden: (..., tokens, features) hidden states that the head would receive.
+        head: the head, a linear layer, or its (words, features) weight.
+        labels: (..., tokens) int64 labels, `ignore_index` for a token without one.
+        shift: True if `labels` are the input, so that each token predicts the label after its own, as in transformers.
+            False if `labels` are those that the tokens of the same place predict.
+        ignore_index: the label of tokens that do not count.
+        label_smoothing: share of the loss that is the mean over all words, 0 to 1.
+        z_loss: factor of the squared logsumexp.
+        softcap: limit of the logits' absolute values; None for no limit.
+        num_items_in_batch: divisor of the summed loss, as transformers passes it; None for the tokens that count here.
+        chunk_tokens: tokens whose logits are in memory at a time. Gradients of the head are summed chunk by chunk in
+            fp32, so another number may change their last bit.
+
+    Returns:
+        The loss, a fp32 scalar. NaN if no token counts and `num_items_in_batch` is None, as in torch.
+
+    Raises:
+        UsageError: if shapes or dtypes do not fit together, or a number is out of its range.
+    """
+    weight, bias = _weight_and_bias(head)
+    _check(hidden, weight, labels, label_smoothing, softcap, chunk_tokens)
+    labels = labels.to(hidden.device)
+    if shift:
+        labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    labels = labels.reshape(-1)
+    counts = labels != ignore_index
+    divisor = counts.sum() if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+    terms = _Terms(label_smoothing, z_loss, softcap)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    # torch disables gradients inside of a Function's forward, so the forward is told whether they are wanted.
+    with_gradients = torch.is_grad_enabled()
+    total = _Loss.apply(flat, weight, bias, labels, counts, terms, chunk_tokens, with_gradients)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = total / divisor.to(total.device)
+    return result
+
+
+class _Loss(torch.autograd.Function):
+    """The sum of the losses of all tokens, computed chunk by chunk together with its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        counts: torch.Tensor,
+        terms: _Terms,
+        chunk_tokens: int,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        # A view of paged weights keeps them on the device for as long as it lives: they are brought once.
+        weight, bias = weight.detach(), None if bias is None else bias.detach()
+        needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        sums = _Gradients(
+            torch.empty_like(hidden) if needs[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if needs[2] and bias is not None else None,
+        )
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), chunk_tokens):
+            of = slice(start, start + chunk_tokens)
+            losses, gradient = _losses(F.linear(hidden[of], weight, bias), labels[of], counts[of], terms, any(needs))
+            total += losses.sum()
+            if gradient is not None:
+                _add(sums, gradient, hidden[of], weight, of)
+            del gradient  # otherwise it would be in memory beside the next chunk's logits
+        ctx.save_for_backward(*sums)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Not in place: a graph that is retained may be walked again.
+        scaled = [
+            None if each is None else (each * scale).to(dtype)
+            for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        ]
+        return *scaled, None, None, None, None, None
+
+
+def _losses(
+    logits: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor, terms: _Terms, with_gradient: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the losses of a chunk's tokens, and the gradient of their sum by the logits.
+
+    Args:
+        logits: (tokens, words) logits.
+        labels: (tokens,) int64 labels.
+        counts: (tokens,) bool, False for tokens whose loss and gradient are 0.
+        terms: the terms of the loss.
+        with_gradient: False returns None as gradient.
+
+    Returns:
+        (tokens,) fp32 losses, and the (tokens, words) gradient in the dtype of the logits, whose memory it may be.
+    """
+    dtype, values = logits.dtype, logits.float()
+    del logits  # in 16 bits nobody needs them any more; in fp32 `values` are the logits
+    slope = None
+    if terms.softcap is not None:
+        values = values.div_(terms.softcap).tanh_()
+        slope = 1 - values.square() if with_gradient else None
+        values *= terms.softcap
+    words = values.shape[-1]
+    chosen = torch.where(counts, labels, 0).unsqueeze(-1)
+    at_label = values.gather(-1, chosen).squeeze(-1)
+    average = values.mean(-1) if terms.label_smoothing else 0.0
+    # From here on the logits' memory becomes that of the probabilities, then that of the gradient.
+    largest = values.amax(-1, keepdim=True)
+    exponentials = values.sub_(largest).exp_()
+    sums = exponentials.sum(-1, keepdim=True)
+    lse = (largest + sums.log()).squeeze(-1)
+    losses = (
+        lse - (1 - terms.label_smoothing) * at_label - terms.label_smoothing * average + terms.z_loss * lse.square()
+    )
+    losses = torch.where(counts, losses, 0.0)
+    if not with_gradient:
+        return losses, None
+    share = torch.where(counts, 1.0, 0.0).unsqueeze(-1)
+    gradient = exponentials.mul_(share * (1 + 2 * terms.z_loss * lse.unsqueeze(-1)) / sums)
+    if terms.label_smoothing:
+        gradient -= share * (terms.label_smoothing / words)
+    gradient.scatter_add_(-1, chosen, share * (terms.label_smoothing - 1))
+    if slope is not None:
+        gradient *= slope
+    return losses, gradient.to(dtype)
+
+
+def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight: torch.Tensor, of: slice) -> None:
+    """Adds what one chunk contributes to the gradients.
+
+    Args:
+        sums: the gradients so far; rows `of` of those of the hidden states are set.
+        gradient: (tokens, words) gradient by the chunk's logits.
+        hidden: (tokens, features) hidden states of the chunk.
+        weight: (words, features) weight of the head.
+        of: rows of the chunk.
+    """
+    if sums.hidden is not None:
+        sums.hidden[of] = gradient @ weight
+    if sums.weight is not None:
+        if gradient.dtype == hidden.dtype == torch.float32 and not torch.is_autocast_enabled(hidden.device.type):
+            sums.weight.addmm_(gradient.t(), hidden)
+        else:
+            sums.weight.add_(gradient.t() @ hidden)
+    if sums.bias is not None:
+        sums.bias.add_(gradient.sum(0, dtype=torch.float32))
+
+
+def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias of a head; copies of them, which autograd follows, if they are paged out and stay so."""
+    if isinstance(head, torch.Tensor):
+        return _brought(head), None
+    weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
+    if not isinstance(weight, torch.Tensor):
+        raise UsageError(
+            f"the head is a {type(head).__name__} without a weight; pass a linear layer or its weight, and compute "
+            "the loss of another head from its logits"
+        )
+    return _brought(weight), None if bias is None else _brought(bias)
+
+
+def _brought(parameter: torch.Tensor) -> torch.Tensor:
+    """Returns the parameter with its weights, which are fetched in a running module and copied outside of one."""
+    handle = handle_of(parameter)
+    if handle is None or (parameter is handle.parameter and handle.engine.fetch(handle.unit)):
+        return parameter
+    return parameter.clone()
+
+
+def _check(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    label_smoothing: float,
+    softcap: float | None,
+    chunk_tokens: int,
+) -> None:
+    """Raises `UsageError` if the arguments of `causal_lm` do not fit together."""
+    if weight.ndim != 2 or hidden.ndim < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise UsageError(
+            f"the hidden states are {list(hidden.shape)} and the head's weight {list(weight.shape)}; expected "
+            "(..., tokens, features) and (words, features)"
+        )
+    if labels.shape != hidden.shape[:-1] or labels.dtype != torch.int64:
+        raise UsageError(
+            f"the labels are {list(labels.shape)} {labels.dtype}; expected {list(hidden.shape[:-1])} torch.int64, one "
+            "for each token"
+        )
+    if not 0 <= label_smoothing <= 1:
+        raise UsageError(f"label_smoothing is a share from 0 to 1, not {label_smoothing}")
+    if softcap is not None and softcap <= 0:
+        raise UsageError(f"softcap is positive, or None for no limit, not {softcap}")
+    if chunk_tokens < 1:
+        raise UsageError(f"chunk_tokens is at least 1, not {chunk_tokens}")
