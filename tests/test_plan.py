@@ -113,6 +113,8 @@ def test_help_has_an_example() -> None:
         ((*MACHINE, "--parameters", "1", "--layers", "1"), "too few"),
         ((*MACHINE, "--parameters", "100", "--layers", "40"), "too few"),
         ((*MACHINE, "--parameters", "0.1", "--layers", "1"), "1.5B or 2T"),
+        ((*MACHINE, "--parameters", "1e30", "--layers", "4"), "at most 1e15"),
+        ((*MACHINE, "--parameters", "13B", "--layers", "1000000"), "at most 1e15"),
         ((*COUNT, "--gpu", "24GB", "--nvme-path", "/x"), "describe drives by --drive"),
         ((*COUNT, *MACHINE, "--batch-size", "0"), "at least 1"),
         ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),

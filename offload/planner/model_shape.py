@@ -23,6 +23,9 @@ from offload.presets import PRESETS, check_folder, check_name, check_positions, 
 from offload.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves
 
 _VOCABULARY = 32000
+_MOST_PARAMETERS = 10**15
+_MOST_LAYERS = 100_000
+"""Far more than any model has, and few enough for torch's sizes and for a simulation."""
 
 
 class Use(NamedTuple):
@@ -76,11 +79,16 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         itemsize: bytes per element of weights and activations; the loss is always in fp32.
 
     Raises:
-        ConfigError: a number is less than 1, or the parameters are too few for the layers.
+        ConfigError: a number is less than 1 or too large, or the parameters are too few for the layers.
     """
     if parameters < 1 or layers < 1 or sequence < 1:
         raise ConfigError(
             f"expected parameters, layers and tokens of at least 1, got {parameters}, {layers}, {sequence}"
+        )
+    if parameters > _MOST_PARAMETERS or layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"expected at most 1e15 parameters and {_MOST_LAYERS:,} layers, got {float(min(parameters, 1e300)):.3g} "
+            f"and {float(min(layers, 1e300)):.3g}"
         )
     hidden = _hidden(parameters, layers)
     outer = _VOCABULARY * hidden
