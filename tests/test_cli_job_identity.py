@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,14 @@ def test_passes_over_the_data_are_steps() -> None:
     of_a_pass = math.ceil((nbytes - nbytes // 32 // 20 * 32) / 64)
     found = facts(call("--epochs", "0.5", "--batch-size", "1", "--accumulation", "2", "--json"))
     assert found["total_steps"] == found["steps"] == math.ceil(of_a_pass / 2)
+
+
+def test_a_warm_up_is_compared_with_the_steps_of_the_passes() -> None:
+    """They are known only when the data are packed; before, nothing is said of the default of 200 steps."""
+    refused = call("--epochs", "1", "--warmup", "250")
+    assert refused.exit_code == 2 and re.search(r"--warmup 250 is more than the \d\d? steps", refused.stderr)
+    goes_on = call("--epochs", "300", "--warmup", "250", "--resume", "must")
+    assert "holds no committed step" in goes_on.stderr and "--warmup" not in goes_on.stderr, goes_on.stderr
 
 
 def test_names_of_hugging_face_are_taken() -> None:

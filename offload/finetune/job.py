@@ -130,7 +130,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
     content, lines = _content(options, file, folder)
-    config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
+    config = load_config(schedule(content, options, _steps_before_data(options))[0])
     # torchrun sets both variables. No process group exists yet.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     batch = resolve_batch(config, world_size)
@@ -180,6 +180,14 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
         always=always,
         predicted=predicted,
     )
+
+
+def _steps_before_data(options: Options) -> int:
+    """Returns the number of steps for the check of the config before the data are read; exact without --epochs."""
+    if options.epochs is None:
+        return options.steps or DEFAULT_STEPS
+    # The number depends on the data. The warm-up is compared with the real number later, so it must pass here.
+    return max(DEFAULT_STEPS, int(options.warmup or 0))
 
 
 def _require_packages(lora: Lora | None) -> None:
