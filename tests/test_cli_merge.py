@@ -103,6 +103,16 @@ def test_the_rate_rises_in_three_of_a_hundred_steps_and_never_is_nothing(kind: s
     assert rates(100, schedule=kind, warmup=0.5) == long
 
 
+def test_a_number_in_quotes_is_that_number() -> None:
+    """Programs that turn YAML into JSON write "1e-3"; the weight decay decides about the groups of parameters."""
+    quoted = {**FILE, "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "weight_decay": "0.1"}}}
+    for typed in ({}, {"schedule": "constant", "warmup": 5}, {"lr": 1e-3}):
+        assert merge(quoted, Options(**typed)) == merge(FILE, Options(**typed))
+        assert scheduled(quoted, **typed) == scheduled(FILE, **typed)
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr should be a number, got \[1\]"):
+        scheduled({"optimizer": {"params": {"lr": [1]}}}, schedule="constant", warmup=5)
+
+
 def test_a_typed_schedule_overrules_the_files() -> None:
     file = {**FILE, "scheduler": {"type": "WarmupLR", "params": {}}}
     block, lines = scheduled(file, schedule="cosine", warmup=5)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.config.blocks.values import spelled_number
 from offload.errors import ConfigError
 
 DEFAULT_BATCH_SIZE = 8
@@ -127,6 +128,8 @@ def merge(
     """
     # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
+    if isinstance(params := _get(merged, ("optimizer", "params")), dict):
+        params.update({name: spelled_number(value) for name, value in params.items()})
     lines: list[str] = []
     for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
         # None is an option that was not given.
@@ -264,7 +267,9 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     if options.schedule == "constant":
         if rise < 2:
             return None
-        return {"type": "WarmupLR", "params": params | {"warmup_min_lr": first * lr, "warmup_max_lr": lr}}
+        if isinstance(lr, int | float):  # else `load_config` refuses the learning rate
+            params |= {"warmup_min_lr": first * lr, "warmup_max_lr": lr}
+        return {"type": "WarmupLR", "params": params}
     ends = {"warmup_min_ratio": first, "cos_min_ratio": 0.0}
     return {"type": "WarmupCosineLR", "params": params | ends | {"total_num_steps": steps}}
 

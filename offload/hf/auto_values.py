@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES, read_json
+from offload.config.blocks.values import spelled_number
 from offload.errors import ConfigError
 from offload.sizes import count_of
 
@@ -68,11 +69,12 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
 
 
 def _equal(mine: Any, theirs: Any) -> bool:
-    """Returns True if two JSON values are equal. A list and a tuple with equal items are; True and 1 are not."""
+    """Returns True if two values of JSON mean the same: a list and a tuple, "1e-3" and 0.001, but not True and 1."""
     if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        return list(mine) == list(theirs)
+        return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+    same = mine == theirs or spelled_number(mine) == spelled_number(theirs)
     # In Python True == 1; in a config they are different values.
-    return bool(mine == theirs) and isinstance(mine, bool) == isinstance(theirs, bool)
+    return bool(same) and isinstance(mine, bool) == isinstance(theirs, bool)
 
 
 def value_of(content: Mapping[str, Any], key: str) -> Any:
