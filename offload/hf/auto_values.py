@@ -53,13 +53,18 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
         *path, last = key.split(".")
         block: Any = result
         for name in path:
-            # A block may be missing or null in JSON; both become a new block. Python assigns from left to right: first
-            # the copy is stored in its parent, then `block` becomes the copy.
-            block[name] = block = dict(block.get(name) or {})
-        if block.get(last) in (None, "auto"):
-            block[last] = value
-        elif not _equal(block[last], value):
-            wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
+            inner = block.get(name)
+            # A block may be missing, null or "auto" in JSON; each becomes a new block.
+            inner = {} if inner in (None, "auto") else inner
+            if not isinstance(inner, Mapping):
+                break  # such as "bf16": true, which `load_config` refuses with the right spelling
+            # Python assigns from left to right: first the copy is stored in its parent, then `block` becomes the copy.
+            block[name] = block = dict(inner)
+        else:
+            if block.get(last) in (None, "auto"):
+                block[last] = value
+            elif not _equal(block[last], value):
+                wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
     if wrong:
         raise ConfigError(
             f"the config and the script disagree: {'; '.join(wrong)}. Make them equal, or set the key in "
