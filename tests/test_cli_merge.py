@@ -240,10 +240,21 @@ def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int]
 
 def test_batch_size_names_what_it_overrides() -> None:
     assert merge(FILE, Options(batch_size=16))[1] == ("--batch-size 16 overrules train_micro_batch_size_per_gpu 4",)
-    assert merge(FILE, Options(batch_size=16, accumulation=2))[1] == (
+    assert merge(FILE, Options(batch_size=16, accumulation=4))[1] == (
         "--batch-size 16 overrules train_micro_batch_size_per_gpu 4",
         "--batch-size and --accumulation overrule train_batch_size 32",
     )
+
+
+def test_a_total_that_stays_is_not_overruled() -> None:
+    for ranks, accumulation in ((1, 8), (2, 4)):
+        content, lines = merge(FILE, Options(accumulation=accumulation), world_size=ranks)
+        assert lines == () and resolve_batch(load_config(content), ranks).total == 32
+        assert merge(FILE, Options(accumulation=accumulation), world_size=3)[1] == (
+            "--accumulation overrules train_batch_size 32",
+        )
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        load_config(merge({**FILE, "train_micro_batch_size_per_gpu": [4]}, Options(accumulation=8))[0])
 
 
 @pytest.mark.parametrize("lr", ["auto", None])

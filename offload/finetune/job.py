@@ -129,10 +129,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
-    content, lines = _content(options, file, folder)
-    config = load_config(schedule(content, options, _steps_before_data(options))[0])
     # torchrun sets both variables. No process group exists yet.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    content, lines = _content(options, file, folder, world_size)
+    config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
@@ -208,10 +208,10 @@ def _with_dtype(content: dict[str, Any], say: Callable[[str], None]) -> dict[str
 
 
 def _content(
-    options: Options, file: Mapping[str, Any] | None, folder: Path | None
+    options: Options, file: Mapping[str, Any] | None, folder: Path | None, world_size: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the config of the job, without its schedule, and lines for the user."""
-    content, lines = merge(file, options, Start.of(folder, options.lora is not None))
+    content, lines = merge(file, options, Start.of(folder, options.lora is not None), world_size)
     lines += keep(content) if options.keep else ()
     # The log and the summary need the phases; the command prints its own line per step.
     return content | {"steps_per_print": 0, "wall_clock_breakdown": True}, lines

@@ -105,7 +105,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
 
 
 def merge(
-    file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH
+    file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH, world_size: int = 1
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Merges a config file's content with the options.
 
@@ -118,6 +118,7 @@ def merge(
         file: content of the config file, which stays as it is; None without one.
         options: the options; they override the file.
         start: determines the default learning rate.
+        world_size: number of ranks, by which a line tells a total batch size that changes from one that stays.
 
     Returns:
         The merged config, and lines for the user: one for each key of the file that an option overrides, and one if
@@ -143,7 +144,7 @@ def merge(
     elif file is None:
         _set(merged, ("bf16", "enabled"), "auto")
     _merge_paths(merged, list(options.nvme_path), lines)
-    _merge_batch(merged, options, lines)
+    _merge_batch(merged, options, world_size, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         # A value that is not a block is left for `load_config` to refuse.
@@ -189,7 +190,7 @@ def chooses_dtype(merged: Mapping[str, Any]) -> bool:
     return any(_get(merged, (mode, "enabled")) == "auto" for mode in ("bf16", "bfloat16"))
 
 
-def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> None:
+def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, lines: list[str]) -> None:
     """Merges --batch-size, sequences of a micro-batch per rank, and --accumulation, micro-batches of a step.
 
     If an option was given and both keys now have a value, the file's train_batch_size follows from them and is removed.
@@ -204,8 +205,10 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
             _overrule(merged, (key,), value, flag, lines)
     micro, accumulation, total = (merged.get(key) not in (None, "auto") for key in (*typed, "train_batch_size"))
     if total and micro and accumulation and (flags := [flag for flag, value in typed.values() if value is not None]):
-        words = f"{' and '.join(flags)} {_overrules(flags)}"
-        lines.append(f"{words} train_batch_size {_format(merged.pop('train_batch_size'))}")
+        before, (each, count) = merged.pop("train_batch_size"), (merged[key] for key in typed)
+        numbers = isinstance(each, int | float) and isinstance(count, int | float)  # else `load_config` refuses them
+        if not numbers or each * count * world_size != before:
+            lines.append(f"{' and '.join(flags)} {_overrules(flags)} train_batch_size {_format(before)}")
     if not total and not micro:
         merged["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH_SIZE
 
