@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -34,6 +35,7 @@ DONE = ("--steps", "1", "--resume", "auto")
         (("--lr", "0.1"), "optimizer.params.lr was 0.0003, is 0.1"),
         (("--dtype", "fp32"), "bf16.enabled was auto, is False"),
         (("--seed", "7"), "offload.seed was 0, is 7"),
+        (("--schedule", "constant"), 'the schedule was {"type": "WarmupCosineLR", '),
         (("--accumulation", "3"), "gradient_accumulation_steps was None, is 3"),
     ],
 )
@@ -53,11 +55,24 @@ def test_a_finished_job_is_reported_with_every_field() -> None:
     assert "ended at step 1" in again.stderr and "nothing to do" in again.stderr
     assert facts(again).keys() == first.keys()
     assert facts(again)["losses"] == [] and facts(again)["saved"] == first["saved"]
+    assert (facts(again)["steps"], facts(again)["total_steps"]) == (1, 1)
     for path in Path("a").iterdir():
         path.unlink()
     gone = call(*DONE, "--output", "a")
     assert gone.exit_code == 2 and "does not exist any more; --resume restart trains it again" in gone.stderr
     assert call(*DONE, "--output", "a", "--resume", "restart").exit_code == 0
+
+
+def test_fewer_steps_than_a_run_has_made_and_a_note_without_a_schedule() -> None:
+    """The schedule follows from the number of steps; notes of earlier versions have none."""
+    assert call("--steps", "2", "--resume", "auto").exit_code == 0
+    shorter = call(*DONE, "--json")
+    assert "ended at step 2" in shorter.stderr and (facts(shorter)["steps"], facts(shorter)["total_steps"]) == (2, 1)
+    note = Path("swap/default/finished.json")
+    content = json.loads(note.read_text())
+    del content["job"]["schedule"]
+    note.write_text(json.dumps(content))
+    assert "nothing to do" in call("--steps", "2", "--resume", "auto", "--schedule", "constant").stdout
 
 
 def test_another_models_run_is_not_gone_on_with() -> None:

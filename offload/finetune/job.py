@@ -60,7 +60,10 @@ class Finished(NamedTuple):
 
     message: str
     run: str
-    steps: int
+    steps: int | None
+    """Steps that the run has made; None if its note does not say."""
+    total_steps: int
+    """Steps that were requested now: at most those that the run has made."""
     output: Path | None
 
 
@@ -148,7 +151,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = schedule(content, options, steps)
     for line in lines:
         say(line)
-    mine = _identity(options, folder, data, steps, settings_of(content))
+    mine = _identity(options, folder, data, steps, content)
     done = _finished(config, mine)
     if done is not None:
         return done
@@ -266,13 +269,22 @@ def _groups(model: nn.Module, decay: Any) -> Any:
     return decay_groups(model.parameters(), decay)
 
 
-def _identity(options: Options, folder: Path | None, data: Data, steps: int, settings: Mapping[str, Any]) -> Identity:
+def _identity(options: Options, folder: Path | None, data: Data, steps: int, content: Mapping[str, Any]) -> Identity:
     """Returns the identity of this job, with absolute paths: a later process may have another working directory."""
     batches = data.batches
     text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())
     output = None if options.output is None else str(options.output.absolute())
-    return Identity(model, weights_of(folder), options.lora, text, output, steps, settings)
+    return Identity(
+        model=model,
+        weights=weights_of(folder),
+        lora=options.lora,
+        text=text,
+        output=output,
+        steps=steps,
+        settings=settings_of(content),
+        schedule=content.get("scheduler"),
+    )
 
 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
@@ -295,7 +307,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"or --resume restart"
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
-            kept = before | {"settings": mine.settings, "steps": mine.steps}
+            kept = before | {"settings": mine.settings, "steps": mine.steps, "schedule": mine.schedule}
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
         if (before is None or before.get("output") != mine.output) and not marked:
@@ -360,4 +372,10 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
             )
     output = None if mine.output is None else Path(mine.output)
     again = "--resume restart starts it again" + (", with another --output" if output is not None else "")
-    return Finished(f"{ended}; nothing to do. {again}", run, mine.steps, output)
+    return Finished(
+        message=f"{ended}; nothing to do. {again}",
+        run=run,
+        steps=status.finished.get("steps"),
+        total_steps=mine.steps,
+        output=output,
+    )
