@@ -161,3 +161,23 @@ def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[S
 def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Returns the config without the blocks `names`."""
     return {key: value for key, value in content.items() if key not in names}
+
+
+def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Returns the config of a model that does not train.
+
+    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
+    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
+
+    Args:
+        config: the config of the model that trains.
+        index: number of such models before this one.
+    """
+    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
+    block = dict(config.get("offload") or {})
+    for name in ("device_memory", "trace", "log", "drive_tbw"):
+        block.pop(name, None)
+    name = "reference" if index == 0 else f"reference{index + 1}"
+    block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
+    content = {key: config[key] for key in kept if key in config}
+    return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}
