@@ -230,6 +230,42 @@ def test_a_model_without_its_optimizer(tmp_path: Path) -> None:
     accelerator.engine.destroy(remove=True)
 
 
+def test_a_second_engine_does_not_take_the_place_of_the_first(tmp_path: Path) -> None:
+    engines = []
+    for name in ("one", "two"):
+        model = seeded()
+        mine = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        engines.append(offload.initialize(model=model, optimizer=mine, config=config(tmp_path / name)).engine)
+    one, two = engines
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(offload.UsageError, match="has an engine already"):
+        accelerator.prepare(one, two)
+    assert accelerator.engine is None
+    _, optimizer = accelerator.prepare(one, one.optimizer)
+    with pytest.raises(offload.UsageError, match="has an engine already"):
+        accelerator.prepare(two)
+    assert accelerator.engine is one and accelerator.prepare(one, one.optimizer)[1] is optimizer, "a repeated call"
+    for engine in engines:
+        engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize(("splits", "micro"), [(False, 2), (True, 1)])
+def test_a_batch_that_is_split_among_the_ranks(splits: bool, micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def build(config: Any, **_: Any) -> Any:
+        asked.append(config)
+        raise offload.UsageError("seen")
+
+    monkeypatch.setattr("offload.hf.accelerator.initialize", build)
+    monkeypatch.setattr(Accelerator, "num_processes", 2)
+    given = accelerate.DataLoaderConfiguration(split_batches=splits)
+    accelerator = Accelerator(cpu=True, offload_config={}, dataloader_config=given)
+    with pytest.raises(offload.UsageError, match="seen"):
+        accelerator.prepare(*parts())
+    assert asked[0]["train_micro_batch_size_per_gpu"] == micro
+
+
 def test_clips_that_cannot_be(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, offload_config=config(tmp_path))
     model, _, _, _ = accelerator.prepare(*parts())

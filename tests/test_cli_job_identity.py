@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,7 @@ DONE = ("--steps", "1", "--resume", "auto")
         (("--lr", "0.1"), "optimizer.params.lr was 0.0003, is 0.1"),
         (("--dtype", "fp32"), "bf16.enabled was auto, is False"),
         (("--seed", "7"), "offload.seed was 0, is 7"),
+        (("--schedule", "constant"), 'the schedule was {"type": "WarmupCosineLR", '),
         (("--accumulation", "3"), "gradient_accumulation_steps was None, is 3"),
     ],
 )
@@ -52,11 +55,24 @@ def test_a_finished_job_is_reported_with_every_field() -> None:
     assert "ended at step 1" in again.stderr and "nothing to do" in again.stderr
     assert facts(again).keys() == first.keys()
     assert facts(again)["losses"] == [] and facts(again)["saved"] == first["saved"]
+    assert (facts(again)["steps"], facts(again)["total_steps"]) == (1, 1)
     for path in Path("a").iterdir():
         path.unlink()
     gone = call(*DONE, "--output", "a")
     assert gone.exit_code == 2 and "does not exist any more; --resume restart trains it again" in gone.stderr
     assert call(*DONE, "--output", "a", "--resume", "restart").exit_code == 0
+
+
+def test_fewer_steps_than_a_run_has_made_and_a_note_without_a_schedule() -> None:
+    """The schedule follows from the number of steps; notes of earlier versions have none."""
+    assert call("--steps", "2", "--resume", "auto").exit_code == 0
+    shorter = call(*DONE, "--json")
+    assert "ended at step 2" in shorter.stderr and (facts(shorter)["steps"], facts(shorter)["total_steps"]) == (2, 1)
+    note = Path("swap/default/finished.json")
+    content = json.loads(note.read_text())
+    del content["job"]["schedule"]
+    note.write_text(json.dumps(content))
+    assert "nothing to do" in call("--steps", "2", "--resume", "auto", "--schedule", "constant").stdout
 
 
 def test_another_models_run_is_not_gone_on_with() -> None:
@@ -129,6 +145,14 @@ def test_passes_over_the_data_are_steps() -> None:
     of_a_pass = math.ceil((nbytes - nbytes // 32 // 20 * 32) / 64)
     found = facts(call("--epochs", "0.5", "--batch-size", "1", "--accumulation", "2", "--json"))
     assert found["total_steps"] == found["steps"] == math.ceil(of_a_pass / 2)
+
+
+def test_a_warm_up_is_compared_with_the_steps_of_the_passes() -> None:
+    """They are known only when the data are packed; before, nothing is said of the default of 200 steps."""
+    refused = call("--epochs", "1", "--warmup", "250")
+    assert refused.exit_code == 2 and re.search(r"--warmup 250 is more than the \d\d? steps", refused.stderr)
+    goes_on = call("--epochs", "300", "--warmup", "250", "--resume", "must")
+    assert "holds no committed step" in goes_on.stderr and "--warmup" not in goes_on.stderr, goes_on.stderr
 
 
 def test_names_of_hugging_face_are_taken() -> None:

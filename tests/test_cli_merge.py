@@ -103,6 +103,16 @@ def test_the_rate_rises_in_three_of_a_hundred_steps_and_never_is_nothing(kind: s
     assert rates(100, schedule=kind, warmup=0.5) == long
 
 
+def test_a_number_in_quotes_is_that_number() -> None:
+    """Programs that turn YAML into JSON write "1e-3"; the weight decay decides about the groups of parameters."""
+    quoted = {**FILE, "optimizer": {"type": "AdamW", "params": {"lr": "1e-3", "weight_decay": "0.1"}}}
+    for typed in ({}, {"schedule": "constant", "warmup": 5}, {"lr": 1e-3}):
+        assert merge(quoted, Options(**typed)) == merge(FILE, Options(**typed))
+        assert scheduled(quoted, **typed) == scheduled(FILE, **typed)
+    with pytest.raises(ConfigError, match=r"optimizer.params.lr should be a number, got \[1\]"):
+        scheduled({"optimizer": {"params": {"lr": [1]}}}, schedule="constant", warmup=5)
+
+
 def test_a_typed_schedule_overrules_the_files() -> None:
     file = {**FILE, "scheduler": {"type": "WarmupLR", "params": {}}}
     block, lines = scheduled(file, schedule="cosine", warmup=5)
@@ -230,10 +240,21 @@ def test_batch_size_is_a_micro_batch(file: dict[str, Any], typed: dict[str, int]
 
 def test_batch_size_names_what_it_overrides() -> None:
     assert merge(FILE, Options(batch_size=16))[1] == ("--batch-size 16 overrules train_micro_batch_size_per_gpu 4",)
-    assert merge(FILE, Options(batch_size=16, accumulation=2))[1] == (
+    assert merge(FILE, Options(batch_size=16, accumulation=4))[1] == (
         "--batch-size 16 overrules train_micro_batch_size_per_gpu 4",
         "--batch-size and --accumulation overrule train_batch_size 32",
     )
+
+
+def test_a_total_that_stays_is_not_overruled() -> None:
+    for ranks, accumulation in ((1, 8), (2, 4)):
+        content, lines = merge(FILE, Options(accumulation=accumulation), world_size=ranks)
+        assert lines == () and resolve_batch(load_config(content), ranks).total == 32
+        assert merge(FILE, Options(accumulation=accumulation), world_size=3)[1] == (
+            "--accumulation overrules train_batch_size 32",
+        )
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        load_config(merge({**FILE, "train_micro_batch_size_per_gpu": [4]}, Options(accumulation=8))[0])
 
 
 @pytest.mark.parametrize("lr", ["auto", None])

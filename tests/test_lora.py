@@ -78,6 +78,14 @@ def test_a_target_that_the_model_has_not() -> None:
         adapt(llama(), Lora(4, 8.0, 0.0, ("q_proj", "c_attn")))
 
 
+def test_the_layers_of_gpt2_count_as_linear() -> None:
+    """They are of transformers' class Conv1D."""
+    linear = {"c_attn", "c_fc", "c_proj"}
+    assert trained(adapt(gpt2(), Lora(4, 8.0, 0.0, ("all-linear",)))) == linear
+    with pytest.raises(ConfigError, match="has no q_proj; its linear layers are c_attn, c_fc, c_proj, lm_head, or"):
+        adapt(gpt2(), Lora(4, 8.0, 0.0, ("q_proj",)))
+
+
 def test_without_peft_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'offload\[hf\]'"):

@@ -64,6 +64,11 @@ def test_a_tokenizer_that_begins_and_ends_all_it_is_given() -> None:
     )
     assert one(Completion("", "p", "c"), both) == ("<s>pc</s>", "c</s>")
     assert one(Text("", "t"), both) == ("<s>t</s>", "<s>t</s>")
+    assert one(Completion("", "p</s>", "c"), both) == ("<s>p</s>c</s>", "c</s>")
+
+
+def test_a_prompt_keeps_an_end_of_its_own() -> None:
+    assert one(Completion("", "p</s>", "c"), tokenizer()) == ("p</s>c</s>", "c</s>")
 
 
 def test_without_a_tokenizer_tokens_are_bytes() -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 import offload
 from offload import schedules
-from offload.config import SCHEDULES
+from offload.config import SCHEDULES, load_config
+from offload.engine.training import build_scheduler as schedule_choice
 from tests.support import rounding_bounds
 from tests.support.user_script import Script, Setup, assert_equal, train
 
@@ -190,6 +191,39 @@ def test_defaults_of_class_and_block_are_the_same(name: str) -> None:
 
 
 # -- groups -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("WarmupLR", {"warmup_min_lr": 1e-3, "warmup_max_lr": [1e-2], "warmup_num_steps": 4}),
+        ("OneCycle", {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "cycle_min_mom": 0.5}),
+        ("StepLR", {"step_size": 2, "gamma": 0.5}),
+        ("MultiStepLR", {"milestones": [1, 3], "gamma": 0.5}),
+        (
+            "CyclicLR",
+            {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 2, "cycle_momentum": False, "mode": "triangular"},
+        ),
+    ],
+)
+def test_a_number_in_quotes_is_that_number(name: str, params: dict[str, Any]) -> None:
+    """Programs that turn YAML into JSON write "1e-3", and torch's schedules would fail at the first step."""
+
+    def quoted(value: Any) -> Any:
+        if isinstance(value, list):
+            return [quoted(each) for each in value]
+        return value if isinstance(value, bool) else str(value)
+
+    found: list[list[float]] = [[], []]
+    for at, given in enumerate((params, {key: quoted(value) for key, value in params.items()})):
+        block = load_config({"scheduler": {"type": name, "params": given}}).scheduler
+        theirs = optimizer()
+        schedule = schedule_choice.choose(block, None, theirs).schedule
+        for _ in range(6):
+            found[at] += schedule.get_last_lr()
+            theirs.step()
+            schedule.step()
+    assert found[0] == found[1] and len({*found[0]}) > 1
 
 
 def test_each_group_has_its_own() -> None:

@@ -15,6 +15,7 @@ from offload.errors import IoError, StoreError
 from offload.swapper.store import Store, inspection, run_status
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format import commit_record
+from offload.swapper.store.format import manifest as manifest_module
 from offload.swapper.store.format.manifest import read_manifest
 from offload.swapper.store.rank_folder import read_whole
 from tests.test_store import SPEC, blob, created, opened
@@ -91,6 +92,50 @@ def test_a_run_whose_commits_cannot_be_read_is_not_taken_for_none(
             assert caught.value.errno == number
     store.close()
     assert (rank / "states").stat().st_size == SPEC.nbytes
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_blob_that_cannot_be_read_is_not_damaged(
+    number: int, rank: Path, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit before would be resumed, and the newest written over."""
+    store, _ = opened(tmp_path, queue)
+    store.commit(2, blob("two"))
+    store.close()
+    store = Store([tmp_path], "run", 0, SPEC, queue)
+    with monkeypatch.context() as patch:
+        for module in (inspection, commit_record):
+            unreadable(patch, module, "blob.1", number)
+        with pytest.raises(IoError, match=f"cannot read {rank / 'blob.1'}: ") as caught:
+            store.newest_serial()
+        assert caught.value.errno == number
+    store.close()
+    store, text = opened(tmp_path, queue)
+    store.close()
+    assert text == "two" and not store.notices
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
+    number: int, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the second drive of another run, which a start would write over."""
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    theirs = Store([one, two], "run", 0, SPEC, queue)
+    theirs.create()
+    theirs.commit(1, blob("theirs"))
+    theirs.close()
+    manifest = two / "run" / "rank0" / "manifest.json"
+    before = manifest.read_bytes()
+    for start in (lambda: Store([three, two], "run", 0, SPEC, queue), lambda: Store([one, two], "run", 0, SPEC, queue)):
+        mine = start()
+        with monkeypatch.context() as patch:
+            for module in (inspection, commit_record, manifest_module):
+                unreadable(patch, module, "manifest.json", number)
+            with pytest.raises(IoError, match=r"cannot read .*manifest\.json: "):
+                mine.create() if mine.newest_serial() is None else mine.open(mine.newest_serial())
+        mine.close()
+        assert manifest.read_bytes() == before
 
 
 def test_a_run_that_is_not_there_is_none(tmp_path: Path) -> None:

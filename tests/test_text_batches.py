@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from offload.errors import ConfigError
+from offload.finetune.corpus.data import steps_of
 from offload.finetune.corpus.token_stream import Batches, find_files, read_bytes, read_tokens, standard_library
+from offload.finetune.options import Options
 
 TEXT = np.arange(1000, dtype=np.uint8)
 
@@ -48,6 +50,21 @@ def test_files_and_folders(tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(ConfigError):
             find_files([missing])
+
+
+@pytest.mark.parametrize("name", ["data.jsonl", "data.ndjson"])
+def test_documents_are_not_learned_as_text(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"text": "words"}\n')
+    with pytest.raises(ConfigError, match="give the file by --data"):
+        find_files([tmp_path / name])
+
+
+def test_passes_are_of_the_decimal_number_that_was_given() -> None:
+    """As floats, 0.07 * 100 is more than 7."""
+    batches = Batches(TEXT, 1, 10, seed=0)
+    assert batches.steps_of_a_pass == 100
+    for epochs, steps in ((0.07, 7), (0.071, 8), (0.55, 55), (1e-9, 1), (2.0, 200)):
+        assert steps_of(Options(epochs=epochs), 5, batches) == steps
 
 
 def test_a_tokenizer_makes_the_tokens_of_a_text(tmp_path: Path) -> None:

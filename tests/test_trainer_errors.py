@@ -77,6 +77,21 @@ def test_all_differences_are_reported_at_once() -> None:
         filled({"a": {"b": 1}, "c": 3}, [ScriptValue("a.b", 2, "one"), ScriptValue("c", 4, "two")])
 
 
+@pytest.mark.parametrize("blocks", [{"bf16": True}, {"bf16": False}, {"fp16": 1}, {"offload": [1]}, {"offload": "x"}])
+def test_a_value_in_the_place_of_a_block(blocks: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(offload.ConfigError, match=f"{next(iter(blocks))} should be a block"):
+        made(tmp_path, blocks).train()
+    assert filled({"offload": "auto"}, [ScriptValue("offload.device", "cpu", "one")]) == {"offload": {"device": "cpu"}}
+
+
+def test_a_number_in_quotes_is_that_number() -> None:
+    content = {"lr": "1e-3", "betas": ["0.9", 0.99]}
+    assert filled(content, [ScriptValue("lr", 1e-3, "one"), ScriptValue("betas", (0.9, 0.99), "two")]) == content
+    for wrong in (2e-3, "words", True):
+        with pytest.raises(offload.ConfigError, match="lr is '1e-3' in the config"):
+            filled(content, [ScriptValue("lr", wrong, "one")])
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

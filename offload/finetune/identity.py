@@ -6,6 +6,7 @@ therefore neither resumes from the states of another job, nor counts as finished
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ class Identity(NamedTuple):
     steps: int
     settings: Mapping[str, Any]
     """Settings of learning in the config, by key."""
+    schedule: Mapping[str, Any] | None = None
+    """The block of the schedule in the config; None for a constant rate."""
 
 
 def weights_of(folder: Path | None) -> str:
@@ -78,6 +81,10 @@ def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
     for name in dict.fromkeys((*settings, *mine.settings)):
         if settings.get(name) != mine.settings.get(name):
             yield f"{name} was {settings.get(name)}, is {mine.settings.get(name)}"
+    # The block contains the number of steps, so the schedules of two lengths differ in any case. An identity that an
+    # earlier version has stored contains no schedule.
+    if before.get("steps") == mine.steps and before.get("schedule", mine.schedule) != mine.schedule:
+        yield f"the schedule was {json.dumps(before['schedule'])}, is {json.dumps(mine.schedule)}"
     if before.get("output") != mine.output:
         yield f"--output was {before.get('output')}, is {mine.output}"
     if before.get("steps", mine.steps) < mine.steps:

@@ -60,7 +60,10 @@ class Finished(NamedTuple):
 
     message: str
     run: str
-    steps: int
+    steps: int | None
+    """Steps that the run has made; None if its note does not say."""
+    total_steps: int
+    """Steps that were requested now: at most those that the run has made."""
     output: Path | None
 
 
@@ -129,10 +132,10 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model)
-    content, lines = _content(options, file, folder)
-    config = load_config(schedule(content, options, options.steps or DEFAULT_STEPS)[0])
     # torchrun sets both variables. No process group exists yet.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    content, lines = _content(options, file, folder, world_size)
+    config = load_config(schedule(content, options, _steps_before_data(options))[0])
     batch = resolve_batch(config, world_size)
     for line in lines:
         say(line)
@@ -148,7 +151,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     content, lines = schedule(content, options, steps)
     for line in lines:
         say(line)
-    mine = _identity(options, folder, data, steps, settings_of(content))
+    mine = _identity(options, folder, data, steps, content)
     done = _finished(config, mine)
     if done is not None:
         return done
@@ -182,6 +185,14 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     )
 
 
+def _steps_before_data(options: Options) -> int:
+    """Returns the number of steps for the check of the config before the data are read; exact without --epochs."""
+    if options.epochs is None:
+        return options.steps or DEFAULT_STEPS
+    # The number depends on the data. The warm-up is compared with the real number later, so it must pass here.
+    return max(DEFAULT_STEPS, int(options.warmup or 0))
+
+
 def _require_packages(lora: Lora | None) -> None:
     """Raises `ConfigError` if a package that the job needs is missing."""
     require_transformers()
@@ -200,10 +211,10 @@ def _with_dtype(content: dict[str, Any], say: Callable[[str], None]) -> dict[str
 
 
 def _content(
-    options: Options, file: Mapping[str, Any] | None, folder: Path | None
+    options: Options, file: Mapping[str, Any] | None, folder: Path | None, world_size: int
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Returns the config of the job, without its schedule, and lines for the user."""
-    content, lines = merge(file, options, Start.of(folder, options.lora is not None))
+    content, lines = merge(file, options, Start.of(folder, options.lora is not None), world_size)
     lines += keep(content) if options.keep else ()
     # The log and the summary need the phases; the command prints its own line per step.
     return content | {"steps_per_print": 0, "wall_clock_breakdown": True}, lines
@@ -258,13 +269,22 @@ def _groups(model: nn.Module, decay: Any) -> Any:
     return decay_groups(model.parameters(), decay)
 
 
-def _identity(options: Options, folder: Path | None, data: Data, steps: int, settings: Mapping[str, Any]) -> Identity:
+def _identity(options: Options, folder: Path | None, data: Data, steps: int, content: Mapping[str, Any]) -> Identity:
     """Returns the identity of this job, with absolute paths: a later process may have another working directory."""
     batches = data.batches
     text = {"seq-len": options.seq_len, "tokens": batches.token_count, "checksum": batches.checksum}
     model = options.model if folder is None else str(folder.absolute())
     output = None if options.output is None else str(options.output.absolute())
-    return Identity(model, weights_of(folder), options.lora, text, output, steps, settings)
+    return Identity(
+        model=model,
+        weights=weights_of(folder),
+        lora=options.lora,
+        text=text,
+        output=output,
+        steps=steps,
+        settings=settings_of(content),
+        schedule=content.get("scheduler"),
+    )
 
 
 def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
@@ -287,7 +307,7 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                     f"or --resume restart"
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
-            kept = before | {"settings": mine.settings, "steps": mine.steps}
+            kept = before | {"settings": mine.settings, "steps": mine.steps, "schedule": mine.schedule}
             lines += [f"resumed, and {words}" for words in differences(mine, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
         if (before is None or before.get("output") != mine.output) and not marked:
@@ -352,4 +372,10 @@ def _finished(config: Config, mine: Identity) -> Finished | None:
             )
     output = None if mine.output is None else Path(mine.output)
     again = "--resume restart starts it again" + (", with another --output" if output is not None else "")
-    return Finished(f"{ended}; nothing to do. {again}", run, mine.steps, output)
+    return Finished(
+        message=f"{ended}; nothing to do. {again}",
+        run=run,
+        steps=status.finished.get("steps"),
+        total_steps=mine.steps,
+        output=output,
+    )

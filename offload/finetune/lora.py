@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from offload.errors import ConfigError
+from offload.presets import require_transformers
 
 _EXAMPLE = "--lora r=16,alpha=32,dropout=0.05,targets=q_proj+v_proj"
 
@@ -117,13 +118,13 @@ def adapt(model: nn.Module, lora: Lora) -> nn.Module:
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
     """Raises `ConfigError` for a target that is not the last part of any module's name."""
+    # The layers of GPT-2 are of transformers' own class, which peft adapts too.
+    kinds = (nn.Linear, require_transformers().pytorch_utils.Conv1D)
     names = [name for name, _ in model.named_modules()]
     for target in targets if targets != ("all-linear",) else ():
         # peft matches names by the same rule, but its error does not list the choices.
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            linear = {
-                name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)
-            }
+            linear = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, kinds)}
             raise ConfigError(
                 f"--lora targets: {type(model).__name__} has no {target}; its linear layers are "
                 f"{', '.join(sorted(linear))}, or give all-linear"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload.config.blocks.values import spelled_number
 from offload.errors import ConfigError
 
 DEFAULT_BATCH_SIZE = 8
@@ -104,7 +105,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
 
 
 def merge(
-    file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH
+    file: Mapping[str, Any] | None, options: Options, start: Start = Start.SCRATCH, world_size: int = 1
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Merges a config file's content with the options.
 
@@ -117,6 +118,7 @@ def merge(
         file: content of the config file, which stays as it is; None without one.
         options: the options; they override the file.
         start: determines the default learning rate.
+        world_size: number of ranks, by which a line tells a total batch size that changes from one that stays.
 
     Returns:
         The merged config, and lines for the user: one for each key of the file that an option overrides, and one if
@@ -127,6 +129,8 @@ def merge(
     """
     # A deep copy of plain JSON: the caller's content must not change.
     merged: dict[str, Any] = json.loads(json.dumps(dict(file or {})))
+    if isinstance(params := _get(merged, ("optimizer", "params")), dict):
+        params.update({name: spelled_number(value) for name, value in params.items()})
     lines: list[str] = []
     for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
         # None is an option that was not given.
@@ -140,7 +144,7 @@ def merge(
     elif file is None:
         _set(merged, ("bf16", "enabled"), "auto")
     _merge_paths(merged, list(options.nvme_path), lines)
-    _merge_batch(merged, options, lines)
+    _merge_batch(merged, options, world_size, lines)
     zero = merged.setdefault("zero_optimization", {})
     if isinstance(zero, dict):
         # A value that is not a block is left for `load_config` to refuse.
@@ -186,7 +190,7 @@ def chooses_dtype(merged: Mapping[str, Any]) -> bool:
     return any(_get(merged, (mode, "enabled")) == "auto" for mode in ("bf16", "bfloat16"))
 
 
-def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> None:
+def _merge_batch(merged: dict[str, Any], options: Options, world_size: int, lines: list[str]) -> None:
     """Merges --batch-size, sequences of a micro-batch per rank, and --accumulation, micro-batches of a step.
 
     If an option was given and both keys now have a value, the file's train_batch_size follows from them and is removed.
@@ -201,8 +205,10 @@ def _merge_batch(merged: dict[str, Any], options: Options, lines: list[str]) -> 
             _overrule(merged, (key,), value, flag, lines)
     micro, accumulation, total = (merged.get(key) not in (None, "auto") for key in (*typed, "train_batch_size"))
     if total and micro and accumulation and (flags := [flag for flag, value in typed.values() if value is not None]):
-        words = f"{' and '.join(flags)} {_overrules(flags)}"
-        lines.append(f"{words} train_batch_size {_format(merged.pop('train_batch_size'))}")
+        before, (each, count) = merged.pop("train_batch_size"), (merged[key] for key in typed)
+        numbers = isinstance(each, int | float) and isinstance(count, int | float)  # else `load_config` refuses them
+        if not numbers or each * count * world_size != before:
+            lines.append(f"{' and '.join(flags)} {_overrules(flags)} train_batch_size {_format(before)}")
     if not total and not micro:
         merged["train_micro_batch_size_per_gpu"] = DEFAULT_BATCH_SIZE
 
@@ -264,7 +270,9 @@ def _schedule(options: Options, lr: Any, steps: int) -> dict[str, Any] | None:
     if options.schedule == "constant":
         if rise < 2:
             return None
-        return {"type": "WarmupLR", "params": params | {"warmup_min_lr": first * lr, "warmup_max_lr": lr}}
+        if isinstance(lr, int | float):  # else `load_config` refuses the learning rate
+            params |= {"warmup_min_lr": first * lr, "warmup_max_lr": lr}
+        return {"type": "WarmupLR", "params": params}
     ends = {"warmup_min_ratio": first, "cos_min_ratio": 0.0}
     return {"type": "WarmupCosineLR", "params": params | ends | {"total_num_steps": steps}}
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import accelerate
@@ -24,7 +24,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import handle_of
 from offload.engine.setup.initialize import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
-from offload.hf.auto_values import ScriptValue, content_of, filled, value_of
+from offload.hf.auto_values import ScriptValue, as_reference, content_of, filled, value_of
 from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")
@@ -103,8 +103,12 @@ class Accelerator(accelerate.Accelerator):
         """Builds the engine if `given` contains a model that trains, or takes the engine that it contains."""
         engines = [item for item in given if isinstance(item, Engine)]
         if engines:
+            if any(each is not (engines[0] if self.engine is None else self.engine) for each in engines):
+                raise _second_engine()
             _check_accumulation(engines[0], self.gradient_accumulation_steps)
-            self.use(engines[0])
+            # The wrapper of an engine that was prepared before is in the user's loop, and must stay.
+            if self.engine is None:
+                self.use(engines[0])
             return
         models = [item for item in given if isinstance(item, nn.Module) and not self._is_mine(item)]
         # A frozen model, such as a reference, may come in the same call and is prepared as in Accelerate.
@@ -113,7 +117,7 @@ class Accelerator(accelerate.Accelerator):
         if self.offload_config is None or not models:
             return
         if self.engine is not None:
-            raise UsageError("this Accelerator has an engine already; make another Accelerator for a second model")
+            raise _second_engine()
         if len(models) != 1 or len(optimizers) != 1:
             raise UsageError(
                 f"prepare expects one model that trains and one optimizer in one call, got {len(models)} and "
@@ -122,8 +126,14 @@ class Accelerator(accelerate.Accelerator):
             )
         loaders = [item for item in given if isinstance(item, torch.utils.data.DataLoader)]
         # References were built first and share the device memory of the config with the model that trains.
-        config = self.beside_references(self._config(loaders[0].batch_size if loaders else None))
+        config = self.beside_references(self._config(self._micro_batch(loaders[0]) if loaders else None))
         self.use(initialize(model=models[0], optimizer=optimizers[0], config=config).engine, optimizers[0])
+
+    def _micro_batch(self, loader: torch.utils.data.DataLoader[Any]) -> int | None:
+        """Returns the samples of a batch on each rank; None if the loader has a batch sampler of the user's own."""
+        size: int | None = loader.batch_size
+        # With `split_batches` Accelerate divides each batch of the loader among the ranks.
+        return size // self.num_processes if size and self.split_batches else size
 
     def use(self, engine: Engine, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Trains by `engine` from now on.
@@ -154,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
                 'evaluation_mode=True) before prepare, or take "device_memory" out of the "offload" block'
             )
         model.requires_grad_(False)
-        engine = initialize(model=model, config=_as_reference(config, len(self.references))).engine
+        engine = initialize(model=model, config=as_reference(config, len(self.references))).engine
         self.references = (*self.references, engine)
 
     def beside_references(self, config: Any) -> dict[str, Any]:
@@ -375,20 +385,9 @@ class Accelerator(accelerate.Accelerator):
         raise UsageError("weights and states are in the engine: call accelerator.engine.load_checkpoint(folder)")
 
 
-def _as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Returns the config of a model that does not train.
-
-    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
-    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
-    """
-    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
-    block = dict(config.get("offload") or {})
-    for name in ("device_memory", "trace", "log", "drive_tbw"):
-        block.pop(name, None)
-    name = "reference" if index == 0 else f"reference{index + 1}"
-    block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
-    content = {key: config[key] for key in kept if key in config}
-    return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}
+def _second_engine() -> UsageError:
+    """Returns the error for a second model that trains."""
+    return UsageError("this Accelerator has an engine already; make another Accelerator for a second model")
 
 
 def _check_accumulation(engine: Engine, accumulation: int) -> None:

@@ -121,7 +121,8 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
     Raises:
         ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
     """
-    _check_resume(content.get("offload") or {})
+    block = content.get("offload")
+    _check_resume(block if isinstance(block, Mapping) else {})
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
     values += optimizer_values(content, args)
     values.append(ScriptValue("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm"))

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from offload.config import OPTIMIZER_DEFAULTS, SCHEDULES, read_json
+from offload.config.blocks.values import spelled_number
 from offload.errors import ConfigError
 from offload.sizes import count_of
 
@@ -52,13 +53,18 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
         *path, last = key.split(".")
         block: Any = result
         for name in path:
-            # A block may be missing or null in JSON; both become a new block. Python assigns from left to right: first
-            # the copy is stored in its parent, then `block` becomes the copy.
-            block[name] = block = dict(block.get(name) or {})
-        if block.get(last) in (None, "auto"):
-            block[last] = value
-        elif not _equal(block[last], value):
-            wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
+            inner = block.get(name)
+            # A block may be missing, null or "auto" in JSON; each becomes a new block.
+            inner = {} if inner in (None, "auto") else inner
+            if not isinstance(inner, Mapping):
+                break  # such as "bf16": true, which `load_config` refuses with the right spelling
+            # Python assigns from left to right: first the copy is stored in its parent, then `block` becomes the copy.
+            block[name] = block = dict(inner)
+        else:
+            if block.get(last) in (None, "auto"):
+                block[last] = value
+            elif not _equal(block[last], value):
+                wrong.append(f"{key} is {block[last]!r} in the config, and {argument} is {value!r} in the script")
     if wrong:
         raise ConfigError(
             f"the config and the script disagree: {'; '.join(wrong)}. Make them equal, or set the key in "
@@ -68,11 +74,12 @@ def filled(content: Mapping[str, Any], values: Iterable[ScriptValue]) -> dict[st
 
 
 def _equal(mine: Any, theirs: Any) -> bool:
-    """Returns True if two JSON values are equal. A list and a tuple with equal items are; True and 1 are not."""
+    """Returns True if two values of JSON mean the same: a list and a tuple, "1e-3" and 0.001, but not True and 1."""
     if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        return list(mine) == list(theirs)
+        return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+    same = mine == theirs or spelled_number(mine) == spelled_number(theirs)
     # In Python True == 1; in a config they are different values.
-    return bool(mine == theirs) and isinstance(mine, bool) == isinstance(theirs, bool)
+    return bool(same) and isinstance(mine, bool) == isinstance(theirs, bool)
 
 
 def value_of(content: Mapping[str, Any], key: str) -> Any:
@@ -154,3 +161,23 @@ def schedule_values(content: Mapping[str, Any], args: Any, steps: int) -> list[S
 def without(content: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Returns the config without the blocks `names`."""
     return {key: value for key, value in content.items() if key not in names}
+
+
+def as_reference(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Returns the config of a model that does not train.
+
+    Weights have the tiers of the model that trains; keys that concern steps are dropped. The run has a name of its own
+    and is never resumed. Without `device_memory` the engine takes no more device memory than it needs.
+
+    Args:
+        config: the config of the model that trains.
+        index: number of such models before this one.
+    """
+    kept = ("zero_optimization", "aio", "bf16", "fp16", "torch_autocast")
+    block = dict(config.get("offload") or {})
+    for name in ("device_memory", "trace", "log", "drive_tbw"):
+        block.pop(name, None)
+    name = "reference" if index == 0 else f"reference{index + 1}"
+    block |= {"run": f"{value_of(block, 'run') or 'default'}-{name}", "durability": "none", "resume": "never"}
+    content = {key: config[key] for key in kept if key in config}
+    return {**content, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0, "offload": block}

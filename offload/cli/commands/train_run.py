@@ -169,7 +169,9 @@ class Training:
                 # `prepare` found an identical job that has ended: the JSON line appears in this case too.
                 if isinstance(job, Finished):
                     self.console.print(job.message, markup=False)
-                    self._result(_Result(run=job.run, saved=_path(job.output), total_steps=job.steps))
+                    self._result(
+                        _Result(run=job.run, saved=_path(job.output), steps=job.steps, total_steps=job.total_steps)
+                    )
                     return
                 self._train(job, options, signals)
         except Stopped as stopped:

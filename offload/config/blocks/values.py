@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -22,6 +23,17 @@ def _number(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def spelled_number(value: Any) -> Any:
+    """Returns the number that a string spells, such as "1e-3"; any other value unchanged.
+
+    Files that a program has made from YAML contain such strings, since YAML takes `1e-3` for one.
+    """
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
+
+
 def _strings(value: Any) -> Any:
     """Wraps a single string or path in a tuple."""
     return (value,) if isinstance(value, str | os.PathLike) else value
@@ -34,7 +46,7 @@ def expanded(value: Any) -> Any:
 
 def _rates(value: Any) -> Any:
     """Returns a number for all groups of parameters, or a tuple with one for each. Raises `ValueError` otherwise."""
-    numbers = value if isinstance(value, list | tuple) else (value,)
+    numbers = [spelled_number(each) for each in (value if isinstance(value, list | tuple) else (value,))]
     if not numbers or not all(_is_rate(number) for number in numbers):
         raise ValueError("should be a number of at least 0, or a list of such, one for each group of parameters")
     rates = tuple(float(number) for number in numbers)

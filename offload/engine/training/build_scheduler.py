@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.config import SchedulerBlock
+from offload.config.blocks.values import spelled_number
 from offload.errors import ConfigError
 from offload.schedules import MADE_BY
 from offload.schedules.base import Schedule
@@ -79,14 +80,20 @@ def _check_given(schedule: Any, optimizer: torch.optim.Optimizer) -> None:
 def _of_torch(block: SchedulerBlock, optimizer: torch.optim.Optimizer) -> Any:
     """Returns the schedule of torch that the block names."""
     params = {name: value for name, value in block.params.items() if not (value is None or value == "auto")}
-    # JSON may spell a number of steps as 1e3, which is a float.
-    whole = {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value for name, value in params.items()
-    }
+    arguments = {name: _argument(value) for name, value in params.items()}
     try:
-        return getattr(torch.optim.lr_scheduler, block.type)(optimizer, **whole)
+        return getattr(torch.optim.lr_scheduler, block.type)(optimizer, **arguments)
     except Exception as error:  # constructors raise any class
         raise ConfigError(f"scheduler.params {params} do not make a torch {block.type}: {error}") from error
+
+
+def _argument(value: Any) -> Any:
+    """Returns a value of the file as torch's schedules expect it; they check no types until they are stepped."""
+    if isinstance(value, list):
+        return [_argument(each) for each in value]
+    number = spelled_number(value)
+    # JSON may spell a number of steps as 1e3, which is a float.
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _unused_rates(schedule: Schedule) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ def _evaluation_lines(options: Options, held_out: HeldOut | None) -> tuple[str, 
 def steps_of(options: Options, default: int, batches: token_stream.Batches | packing.Rows) -> int:
     """Returns the number of steps: the option, or the steps of the requested passes over the data, or the default."""
     if options.epochs is not None:
-        # A fraction of a step counts as one step, so that the last rows are seen too.
-        return max(1, math.ceil(options.epochs * batches.steps_of_a_pass))
+        # A fraction of a step counts as one step, so that the last rows are seen too. The product is of the decimal
+        # number that was given: as floats, 0.07 * 100 is more than 7.
+        return max(1, math.ceil(Fraction(str(options.epochs)) * batches.steps_of_a_pass))
     return default if options.steps is None else options.steps

@@ -137,8 +137,13 @@ def _ended(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def _begun(ids: list[int], tokenizer: Any) -> list[int]:
-    """Returns tokens without a last end-of-text token, which some tokenizers append to every input."""
-    return ids[:-1] if tokenizer is not None and ids[-1:] == [_end(tokenizer)] else ids
+    """Returns tokens without the end-of-text token that some tokenizers append to every input.
+
+    An end that the text itself contains stays; a word tells the two apart, since it contains none.
+    """
+    if tokenizer is None or ids[-1:] != [_end(tokenizer)] or _ids("word", tokenizer)[-1:] != ids[-1:]:
+        return ids
+    return ids[:-1]
 
 
 # -- rows ---------------------------------------------------------------------------------------------

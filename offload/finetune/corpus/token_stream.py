@@ -36,7 +36,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     """
     found: list[Path] = []
     for path in paths:
-        if path.suffix == ".jsonl":
+        if path.suffix in (".jsonl", ".ndjson"):
             raise ConfigError(
                 f"{path} contains documents, and --text would learn their JSON syntax; give the file by --data"
             )

@@ -196,7 +196,9 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     path = folder / "commit"
     data, missing = _read(path)
     found = unpack_records(data or b"")
-    commits = tuple(Commit(record, read_blob(folder, record)) for record in found.valid)
+    commits = tuple(
+        Commit(record, blob_of(record, _bytes(folder / f"blob.{record.blob}") or b"")) for record in found.valid
+    )
     wrong: list[Wrong] = []
     if data is None:
         wrong.append(Wrong(str(path), missing))
@@ -222,10 +224,10 @@ def _commits(folder: Path) -> tuple[tuple[Commit, ...], list[Wrong]]:
     return commits, wrong
 
 
-def read_blob(folder: Path, record: Record) -> Blob | None:
-    """Returns the blob of a record; None if the file does not match the record's length and checksum."""
+def blob_of(record: Record, data: bytes) -> Blob | None:
+    """Returns the blob of a record in the bytes of its file; None if they do not match its length and checksum."""
     # The file may be longer than the blob, since room is reserved in advance.
-    data = (_bytes(folder / f"blob.{record.blob}") or b"")[: record.blob_nbytes]
+    data = data[: record.blob_nbytes]
     if len(data) != record.blob_nbytes or crc32c(data) != record.blob_crc:
         return None
     return Blob(data)
@@ -286,7 +288,12 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
         The id of the store, the index of the drive, and the rank's folder on the first drive. Without a readable
         manifest: None, 0 and None.
     """
-    notes = _notes(folder / "manifest.json")
+    return place_in(_bytes(folder / "manifest.json") or b"", folder)
+
+
+def place_in(manifest: bytes, folder: Path) -> tuple[str | None, int, Path | None]:
+    """Returns the identity that the bytes of a manifest claim for the rank's folder, as `place_of` does."""
+    notes = _object_in(manifest)
     drives, drive = notes.get("drives"), notes.get("drive") or 0
     if not isinstance(drive, int):
         return None, 0, None
@@ -297,9 +304,14 @@ def place_of(folder: Path) -> tuple[str | None, int, Path | None]:
 
 def _notes(path: Path) -> dict[str, Any]:
     """Returns the JSON object in a file; empty if the file cannot be read or holds no object."""
+    return _object_in(_bytes(path) or b"")
+
+
+def _object_in(data: bytes) -> dict[str, Any]:
+    """Returns the JSON object in `data`; empty if there is none."""
     try:
-        notes = json.loads(read_whole(path))
-    except (OSError, ValueError):
+        notes = json.loads(data)
+    except ValueError:
         return {}
     return notes if isinstance(notes, dict) else {}
 

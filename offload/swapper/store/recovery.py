@@ -18,10 +18,10 @@ from offload.aio import DirectFile
 from offload.errors import StoreError
 from offload.sizes import count_of
 from offload.swapper.store.format.blob import Blob
-from offload.swapper.store.format.commit_record import Record, Records, was_committed
+from offload.swapper.store.format.commit_record import Record, Records, read_if_any, was_committed
 from offload.swapper.store.format.manifest import Manifest, read_manifest
 from offload.swapper.store.format.run_notes import FINISHED
-from offload.swapper.store.inspection import place_of, read_blob
+from offload.swapper.store.inspection import blob_of, place_in
 from offload.swapper.store.verify import Damage
 
 
@@ -40,11 +40,14 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
     Args:
         folders: The rank's folder on each drive, in order.
         over: True if commits of this run may be deleted.
+
+    Raises:
+        IoError: If a file exists and cannot be read: it may belong to another run.
     """
     first, ended = folders[0], (folders[0].parent / FINISHED).exists()
-    mine = place_of(first)[0]
+    mine = _place_of(first)[0]
     for drive, folder in enumerate(folders):
-        its, number, at = place_of(folder)
+        its, number, at = _place_of(folder)
         if its is not None and number and (number != drive or its != mine):
             # A run that ended may have left this drive, if its removal was interrupted. Otherwise its first drive may
             # be missing.
@@ -59,6 +62,16 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
                 f"{folder} holds a run that did not end; resume the run with --resume auto and its drives in their "
                 f"former order, or choose another run name, or delete the run with `offload rm {folder.parent}`"
             )
+
+
+def _place_of(folder: Path) -> tuple[str | None, int, Path | None]:
+    """Returns the identity that a rank's folder claims. Raises `IoError` if its manifest exists and cannot be read."""
+    return place_in(read_if_any(folder / "manifest.json"), folder)
+
+
+def _read_blob(folder: Path, record: Record) -> Blob | None:
+    """Returns the blob of a record, None if damaged. Raises `IoError` if the file exists and cannot be read."""
+    return blob_of(record, read_if_any(folder / f"blob.{record.blob}"))
 
 
 def find_newest(
@@ -79,6 +92,7 @@ def find_newest(
 
     Raises:
         StoreError: If there is no record, if a record is of another model, or if every commit is damaged.
+        IoError: If a blob cannot be read, which is no damage: the next start may be able to.
     """
     records = found.valid
     if not records:
@@ -91,7 +105,7 @@ def find_newest(
     wrong: list[str] = []
     for record in records:
         _check_units(folder, record, units)
-        held = read_blob(folder, record)
+        held = _read_blob(folder, record)
         if held is None:
             wrong.append(f"blob.{record.blob} of step {record.step} is damaged")
             continue
@@ -133,7 +147,7 @@ def record_at(folder: Path, serial: int, records: Sequence[Record]) -> Record:
 
 def load_blob(folder: Path, record: Record) -> Blob:
     """Returns the blob of the record that was chosen; raises `StoreError` if the blob is damaged."""
-    held = read_blob(folder, record)
+    held = _read_blob(folder, record)
     if held is None:
         raise StoreError(
             f"{folder}/blob.{record.blob} is damaged: step {record.step} cannot be resumed, and there is no other "
@@ -155,6 +169,7 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
 
     Raises:
         StoreError: If the number of drives differs, or if a drive belongs to another store or has another index.
+        IoError: If a manifest exists and cannot be read: the drive may belong to another store.
     """
     if len(copy.weights) != len(folders):
         raise StoreError(
@@ -163,12 +178,12 @@ def check_drives(folders: Sequence[Path], copy: Manifest, step: int) -> list[str
         )
     notices: list[str] = []
     for drive, folder in enumerate(folders):
+        number = _place_of(folder)[1]
         try:
             found = read_manifest(folder / "manifest.json")
         except StoreError as error:
             notices.append(f"{error}; the file is written anew from the copy in step {step} holds")
             continue
-        number = place_of(folder)[1]
         if (found.id, number) != (copy.id, drive):
             raise StoreError(
                 f"{folder} holds drive {number} of store {found.id}, expected drive {drive} of store {copy.id}: "

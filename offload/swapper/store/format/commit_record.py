@@ -114,7 +114,7 @@ def read_records(path: Path) -> Records:
     Raises:
         IoError: if the file exists and cannot be read.
     """
-    return unpack_records(_read_if_any(path))
+    return unpack_records(read_if_any(path))
 
 
 def unpack_records(data: bytes) -> Records:
@@ -143,15 +143,16 @@ def was_committed(folder: Path) -> bool:
     found = read_records(folder / "commit")
     if found.valid or 1 in found.invalid_pages or found.other_format is not None:
         return True
-    return any(_read_if_any(folder / "blob.1")[:8])
+    return any(read_if_any(folder / "blob.1")[:8])
 
 
-def _read_if_any(path: Path) -> bytes:
+def read_if_any(path: Path) -> bytes:
     """Returns the bytes of a file, none if it does not exist. Raises `IoError` if the file cannot be read."""
     try:
         return read_whole(path)
     except (FileNotFoundError, NotADirectoryError):
         return b""
     except OSError as error:
-        # Not a missing file: a start would otherwise take a run for none and delete its commits.
+        # Not a missing file: a start would otherwise take a run for none and delete its commits, and a resume would
+        # take a commit for damaged.
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "read") from error
