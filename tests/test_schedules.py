@@ -362,3 +362,24 @@ def test_the_current_block_counts_after_a_resume(tmp_path: Path) -> None:
     assert "schedule WarmupCosineLR is now WarmupLR" in notice and "total_num_steps" not in notice
     assert script.engine.get_lr() == [0.002], "another kind begins at its start"
     script.engine.destroy(remove=True)
+
+
+def test_a_new_group_has_the_values_of_the_cycle_at_once() -> None:
+    adam = optimizer()
+    cycle = offload.schedules.OneCycle(adam, **CYCLE)
+    cycle.step()
+    adam.param_groups[0]["lr"] = 0.5  # the user's own: only the new group is set
+    adam.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))], "lr": 1e-3})
+    cycle.take_in()
+    first, new = adam.param_groups
+    assert (first["lr"], new["betas"], new["lr"]) == (0.5, first["betas"], cycle.get_lr()[0])
+
+
+def test_a_state_of_another_number_of_groups_changes_nothing() -> None:
+    one, two = (offload.schedules.WarmupLR(optimizer(*[1.0] * groups), warmup_num_steps=8) for groups in (1, 2))
+    for _ in range(3):
+        two.step()
+    before = one.state_dict(), one.get_last_lr()
+    with pytest.raises(offload.UsageError, match="has 2 learning rates, and the optimizer 1 group"):
+        one.load_state_dict(two.state_dict())
+    assert (one.state_dict(), one.get_last_lr()) == before

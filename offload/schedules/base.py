@@ -81,7 +81,7 @@ class Schedule(abc.ABC):
             raise
 
     def take_in(self) -> None:
-        """Sets the learning rate of the last group, which was just added to the optimizer.
+        """Sets the values of the last group, which was just added to the optimizer. Other groups keep theirs.
 
         Raises:
             UsageError: if the params have no value for the group.
@@ -89,7 +89,7 @@ class Schedule(abc.ABC):
         before = self.base_lrs
         self._record_rates()
         try:
-            self.optimizer.param_groups[-1]["lr"] = self.get_lr()[-1]
+            self.optimizer.param_groups[-1].update(self._values()[-1])
         except ConfigError as error:
             self.base_lrs = before
             raise UsageError(f"{type(self).__name__} has no learning rate for a new group: {error}") from error
@@ -111,16 +111,35 @@ class Schedule(abc.ABC):
 
         Args:
             state: the result of `state_dict`, or a state of DeepSpeed, which holds only the iteration.
+
+        Raises:
+            UsageError: if the state has learning rates for another number of groups. Nothing changes.
+            ConfigError: if a value of the next step is invalid. Nothing changes.
         """
-        self.last_batch_iteration = state["last_batch_iteration"]
         # A resumed run scales the learning rates that were saved, not those of the script.
-        self.base_lrs = list(state.get("base_lrs", self.base_lrs))
-        self.apply()
+        rates = list(state.get("base_lrs", self.base_lrs))
+        if len(rates) != len(self.base_lrs):
+            raise UsageError(
+                f"the state of {type(self).__name__} has {count_of(len(rates), 'learning rate')}, and the optimizer "
+                f"{count_of(len(self.base_lrs), 'group')} of parameters; add the groups of that run first"
+            )
+        before = self.last_batch_iteration, self.base_lrs
+        self.last_batch_iteration, self.base_lrs = state["last_batch_iteration"], rates
+        try:
+            self.apply()
+        except ConfigError:
+            self.last_batch_iteration, self.base_lrs = before
+            raise
 
     def apply(self) -> None:
         """Sets the values of the next step in the groups."""
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
+        # All values are computed before the first is set, so that an invalid one changes nothing.
+        for group, values in zip(self.optimizer.param_groups, self._values(), strict=True):
+            group.update(values)
+
+    def _values(self) -> list[dict[str, Any]]:
+        """Returns what the schedule sets for the next step, by group and key."""
+        return [{"lr": rate} for rate in self.get_lr()]
 
     def _begin(self) -> None:
         """Checks the params against the groups. Called once, before the first `apply`."""

@@ -98,14 +98,16 @@ class OneCycle(Schedule):
         """
         return self._momenta(self.last_batch_iteration + 1) if self._moves_momentum else None
 
-    def apply(self) -> None:
-        """Sets the learning rate of each group, and betas[0] if the momentum is changed."""
-        # Computed before anything is set: an invalid momentum must leave the learning rates unchanged.
-        momenta = self.get_mom()
-        super().apply()
-        # Without momenta there is nothing to set.
-        for group, momentum in zip(self.optimizer.param_groups, momenta or (), strict=False):
-            group["betas"] = (momentum, *group["betas"][1:])
+    def _values(self) -> list[dict[str, Any]]:
+        """Returns the learning rate of each group, and its betas if the momentum is changed."""
+        values, momenta = super()._values(), self.get_mom()
+        if momenta is None:
+            return values
+        groups = self.optimizer.param_groups
+        return [
+            each | {"betas": (momentum, *group["betas"][1:])}
+            for each, momentum, group in zip(values, momenta, groups, strict=True)
+        ]
 
     def _lrs(self, steps: int) -> list[float]:
         height, decay = self._height(steps), 1 + self._params.decay_lr_rate * self._intervals(steps)
