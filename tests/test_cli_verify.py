@@ -15,6 +15,7 @@ import offload
 from offload.aio import Bandwidth
 from offload.cli.main import app
 from offload.errors import OffloadError
+from offload.runs.verify import RankReport, resumable_step
 from offload.states import State
 from offload.swapper.modes import MODES
 from offload.swapper.store import drives as drives_module
@@ -314,3 +315,30 @@ def test_of_many_damages_some_are_listed_and_all_counted(run: Path, swap: Path) 
     count = len(report["ranks"][0]["damages"])
     assert code == 1 and count > 20
     assert f"and {count - 20} more" in output_of(run) and f"damaged in {count} places" in output_of(run)
+
+
+def test_the_step_of_a_run_is_that_of_the_common_commit() -> None:
+    """Rank 0 has lost its newest commit, so its report is about the one before."""
+
+    def report(rank: int, serial: int | None) -> RankReport:
+        step = None if serial is None else serial + 10
+        return RankReport(
+            folder=Path(f"rank{rank}"),
+            rank=rank,
+            serial=serial,
+            step=step,
+            nbytes=0,
+            wrong=(),
+            damages=(),
+            places=(),
+            before=None,
+        )
+
+    assert resumable_step([report(0, 1), report(1, 2)], 2) == 12
+    assert resumable_step([report(0, None), report(1, 2)], 2) is None
+
+
+def test_a_rank_with_a_damaged_file_is_not_called_intact(run: Path) -> None:
+    flip_bit(run / "rank0" / "manifest.json", 20)
+    lines = output_of(run)
+    assert "damaged: " in lines and ": intact" not in lines

@@ -6,7 +6,7 @@ A run is verified without importing torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -75,7 +75,8 @@ class Report(NamedTuple):
             if each.step is None:
                 found.append(f"rank {each.rank}: no commit is complete; the run cannot be resumed: load a checkpoint")
             else:
-                state = "intact" if each.compared else "could not be read"
+                # A rank with a damaged file is not intact, although its states are.
+                state = ("states intact" if each.wrong else "intact") if each.compared else "could not be read"
                 state = f"damaged in {count_of(len(each.damages), 'place')}" if each.damages else state
                 before = f"; {each.before}" if each.before else ""
                 words = f"step {each.step}, commit {each.serial}, {format_size(each.nbytes)}"
@@ -244,13 +245,23 @@ class RunChecking:
         # A kill may leave ranks at different commits; a run resumes from the newest that all ranks hold.
         serial = last_of_all(each.whole[0].record.serial for each in self._found if each.whole) or 0
         ranks = [_check(each, serial, queue, progress) for each in self._found]
-        # If one rank has no complete commit, the run cannot be resumed from any step.
-        lost = any(rank.step is None for rank in ranks)
-        return Report(self._run, None if lost else ranks[0].step, tuple(ranks))
+        return Report(self._run, resumable_step(ranks, serial), tuple(ranks))
 
     def close(self) -> None:
         """Releases the locks; idempotent."""
         self._open.close()
+
+
+def resumable_step(ranks: Sequence[RankReport], serial: int) -> int | None:
+    """Returns the step of commit `serial`, from which a run resumes; None if a rank has no complete commit.
+
+    Args:
+        ranks: the reports of all ranks. A rank that misses the commit was compared with another of its own.
+        serial: number of the newest commit that is complete on all ranks that have one.
+    """
+    if any(rank.step is None for rank in ranks):
+        return None
+    return next((rank.step for rank in ranks if rank.serial == serial), None)
 
 
 def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], None]) -> RankReport:
@@ -306,7 +317,8 @@ def _check(found: Found, serial: int, queue: Queue, progress: Callable[[int], No
             reserve(found.folder / "suspect", 1)
     except IoError as error:
         # An error at a path that `wrong` names already, such as a missing file, is not reported twice.
-        if not any(each.path.startswith(error.path) or error.path.startswith(each.path) for each in wrong):
+        here = Path(error.path)
+        if not any(here.is_relative_to(each.path) or Path(each.path).is_relative_to(here) for each in wrong):
             wrong.append(Wrong(error.path, str(error)))
     return RankReport(
         folder=found.folder,
