@@ -206,7 +206,7 @@ class EngineCore(EngineCallbacks):
 
     def enter_forward(self) -> None:
         # Before any event is recorded: one more would spoil the user's capture with an error that names no cause.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if self.components.shards.device.capturing():
             raise UsageError(
                 "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
                 "in each pass: run the model without torch.cuda.graph and make_graphed_callables"

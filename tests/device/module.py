@@ -44,6 +44,14 @@ def current_stream(which: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
+capturing = False
+"""True while the current stream is to look as if it recorded a graph."""
+
+
+def is_current_stream_capturing() -> bool:
+    return capturing
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 
