@@ -40,13 +40,14 @@ def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path / "swap", job)
     state = engine.module.state_dict()
     assert_same_tensors(state, given)
-    assert torch.equal(family.logits(engine).cpu(), family.logits(family.auto.from_pretrained(tmp_path / "given")))
+    assert torch.equal(family.logits(engine), family.logits(family.auto.from_pretrained(tmp_path / "given")))
     engine.train()
     assert all(train_step(engine, job, step) > 0 for step in range(2))
     engine.eval()
     expected = family.logits(engine)
     if engine.module.can_generate():
-        assert engine.generate(models.tokens(9, 9)[:, :4], max_new_tokens=2, do_sample=False).shape[0] == 2
+        ids = models.tokens(9, 9)[:, :4].to(engine.device)
+        assert engine.generate(ids, max_new_tokens=2, do_sample=False).shape[0] == 2
     engine.save_pretrained(tmp_path / "out")
     engine.destroy(remove=True)
     back, report = family.auto.from_pretrained(tmp_path / "out", output_loading_info=True)
