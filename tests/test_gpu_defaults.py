@@ -84,7 +84,7 @@ def test_the_memory_report_has_the_figures_of_torchs_allocator(tmp_path: Path, m
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     found = reports._allocator(torch.device("cuda", 0))
     assert list(found.values()) == list(stats.values())
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
+    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path, device="cpu")
     report = engine.memory_report()
     assert report["allocator"] == {} and "allocator" not in str(report), "a CPU has none"
     words = str(reports.MemoryReport(report | {"allocator": found}))
@@ -127,7 +127,7 @@ def test_only_an_engine_on_another_device_leaves_cores(tmp_path: Path, monkeypat
     monkeypatch.setattr(kernels, "available_cores", lambda: 6)
     before = kernels.thread_count()
     try:
-        start(models.GPT2, ("cpu", "cpu"), tmp_path / "cpu").destroy(remove=True)
+        start(models.GPT2, ("cpu", "cpu"), tmp_path / "cpu", device="cpu").destroy(remove=True)
         assert kernels.thread_count() == before
         use_device(monkeypatch, LateDevice(0, 0.0))
         start(models.GPT2, ("cpu", "cpu"), tmp_path / "late").destroy(remove=True)
