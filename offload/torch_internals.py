@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -58,16 +59,22 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
     its identity, attributes and hooks, and receives everything else from a new parameter.
 
     Raises:
-        RuntimeError: if torch refuses the assignment while a graph or a weak reference holds the parameter.
+        RuntimeError: if torch refuses the assignment while a graph holds the parameter.
     """
     try:
         parameter.data = memory
     except RuntimeError:
         if SHALLOW_COPY_QUERY(parameter, memory):
             raise
-        attributes = dict(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, torch.nn.Parameter(memory, parameter.requires_grad))
-        parameter.__dict__.update(attributes)
+        fresh = torch.nn.Parameter(memory, parameter.requires_grad)
+        if weakref.getweakrefs(parameter) and parameter._use_count() == 1:  # type: ignore[attr-defined]
+            # torch.utils.swap_tensors refuses such a parameter, and each of an nn.GRU is one. But a weak reference is
+            # to the object of Python, which stays; no graph refers to the tensor that is swapped away.
+            torch._C._swap_tensor_impl(parameter, fresh)
+        else:
+            attributes = dict(parameter.__dict__)
+            torch.utils.swap_tensors(parameter, fresh)
+            parameter.__dict__.update(attributes)
         # Python's lists of hooks stay with the parameter, but torch calls those of the tensor that was swapped away.
         # Each assignment makes torch call the list again.
         parameter._backward_hooks = parameter._backward_hooks

@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     sampling.select(config, items)
     device_process.leave_time(config, items)
+    device_process.leave_out(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)

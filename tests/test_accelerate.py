@@ -163,6 +163,7 @@ def test_stock_accelerate_raises_an_error_that_names_the_call(tmp_path: Path) ->
     engine.destroy(remove=True)
 
 
+@pytest.mark.cpu_only("Accelerator(cpu=True) moves the model to the CPU")
 @pytest.mark.parametrize("blocks", [{"gradient_accumulation_steps": 2}, {"fp16": {"enabled": True}}], ids=str)
 def test_stock_accelerate_counts_and_scales_otherwise(blocks: dict[str, Any], tmp_path: Path) -> None:
     model, optimizer, loader, _ = parts()
@@ -176,6 +177,7 @@ def test_stock_accelerate_counts_and_scales_otherwise(blocks: dict[str, Any], tm
     engine.destroy(remove=True)
 
 
+@pytest.mark.cpu_only("gloo knows no other device")
 def test_a_model_of_an_engine_is_not_for_ddp(tmp_path: Path) -> None:
     """Stock Accelerate wraps it so on several ranks."""
     model, optimizer, _, _ = parts()

@@ -387,6 +387,21 @@ def test_a_parameter_keeps_all_that_is_its_own_where_torch_refuses_its_new_devic
     assert frozen.shape == (3,) and not frozen.requires_grad
 
 
+def test_a_parameter_with_a_weak_reference_moves_too() -> None:
+    """As those of an nn.GRU, which torch itself does not swap."""
+    gru = nn.GRU(2, 3)
+    weight = gru.weight_ih_l0
+    weight.mark = "mine"  # type: ignore[attr-defined]
+    set_data(weight, torch.zeros(9, 2, device="meta"))
+    assert weight.is_meta and weight.requires_grad and weight.mark == "mine"  # type: ignore[attr-defined]
+    assert gru.weight_ih_l0 is weight and gru._flat_weights[0] is weight
+    assert next(gru.parameters()) is weight and type(weight) is nn.Parameter
+    held = (gru.weight_hh_l0 * 2).sum()
+    with pytest.raises(RuntimeError):
+        set_data(gru.weight_hh_l0, torch.zeros(9, 3, device="meta"))
+    assert held is not None and not gru.weight_hh_l0.is_meta
+
+
 @pytest.mark.parametrize("hold", [lambda p: (p * p).sum(), lambda p: p.view(-1)], ids=["a graph", "a view"])
 def test_a_parameter_that_a_graph_holds_is_an_error_of_torch(hold: Callable[[nn.Parameter], Any]) -> None:
     parameter = nn.Parameter(torch.ones(2))

@@ -104,9 +104,9 @@ def test_under_a_context_of_the_users_own(recomputed: bool, tmp_path: Path) -> N
     norms = []
     for step in range(job.steps):
         for micro in range(job.accumulation):
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(engine.device.type, torch.bfloat16):
                 loss = job.loss(engine, step, micro)
-                assert torch.is_autocast_cache_enabled() and torch.is_autocast_enabled("cpu")
+                assert torch.is_autocast_cache_enabled() and torch.is_autocast_enabled(engine.device.type)
             engine.backward(loss)
             engine.step()
         norms.append(engine.get_global_grad_norm())
@@ -118,7 +118,7 @@ def test_under_a_context_of_the_users_own(recomputed: bool, tmp_path: Path) -> N
 
 def test_after_an_error_in_a_forward_torch_keeps_casts_again(tmp_path: Path) -> None:
     engine = start(models.MIXTURE, DISK, tmp_path)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(engine.device.type, torch.bfloat16):
         with pytest.raises(RuntimeError):
             engine(torch.zeros(1, 2))
         assert torch.is_autocast_cache_enabled()
@@ -145,12 +145,12 @@ def test_it_is_on_inside_of_the_engine_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     settings = config(models.MIXTURE, DISK, tmp_path) | {"torch_autocast": ON}
     engine = offload.initialize(model=models.Mixture(), config=settings)[0]
-    ids = models.tokens(0, 0, (2, 4), 61)
+    ids = models.tokens(0, 0, (2, 4), 61).to(engine.device)
     assert engine(ids).dtype == torch.bfloat16 and engine.module(ids).dtype == torch.float32
-    assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()
+    assert not torch.is_autocast_enabled(engine.device.type) and torch.is_autocast_cache_enabled()
     with pytest.raises(RuntimeError), torch.no_grad():
         engine(ids.float())
-    assert not torch.is_autocast_enabled("cpu")
+    assert not torch.is_autocast_enabled(engine.device.type)
     assert engine.config["torch_autocast"] == {"enabled": True, "dtype": "bf16"}
     engine.destroy(remove=True)
 

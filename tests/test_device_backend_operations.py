@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -184,3 +185,66 @@ def test_a_storage_by_dlpack_shows_the_same_memory() -> None:
     assert view.device == memory.device and view.untyped_storage().data_ptr() == memory.data_ptr() + 16
     view.view(torch.float32).fill_(1.0)
     assert memory.cpu().view(torch.float32).tolist() == [0.0] * 4 + [1.0] * 4 + [0.0] * 8
+
+
+def test_the_gradient_of_a_sparse_embedding_becomes_dense() -> None:
+    found = []
+    for where in ("cpu", "test"):
+        weight = torch.ones(5, 3, device=where, requires_grad=True)
+        rows = F.embedding(torch.tensor([4, 1, 4], device=where), weight, sparse=True)
+        rows.backward(torch.arange(9.0, device=where).view(3, 3))
+        assert weight.grad is not None and weight.grad.is_sparse
+        found.append(weight.grad.to_dense().cpu())
+    assert torch.equal(*found)
+
+
+def test_autocast_computes_in_the_dtypes_of_the_cpu() -> None:
+    for where in ("cpu", "test"):
+        x = torch.ones(2, 2, device=where)
+        with torch.autocast(where, torch.bfloat16):
+            product = x @ x
+            found = [
+                product,
+                F.linear(x, x),
+                F.mse_loss(product, product),
+                torch.cat((product, x)),
+                product.softmax(-1),
+            ]
+        assert [each.dtype for each in found] == [
+            torch.bfloat16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float32,
+            torch.bfloat16,
+        ]
+        assert (x @ x).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [torch.nn.GRU, torch.nn.LSTM])
+def test_recurrent_modules_compute_what_the_cpu_computes(kind: type[torch.nn.RNNBase]) -> None:
+    found = []
+    for where in ("cpu", "test"):
+        torch.manual_seed(0)
+        module = kind(3, 4, num_layers=2, bidirectional=True).to(where)
+        rows = torch.randn(5, 2, 3).to(where).requires_grad_()
+        module(rows)[0].square().sum().backward()
+        gradients = [rows.grad, *(each.grad for each in module.parameters())]
+        found.append([each.cpu() for each in gradients if each is not None])
+    assert len(found[0]) == len(found[1]) > 16
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found, strict=True))
+
+
+def test_a_kernel_of_which_torch_knows_nothing_runs_on_the_stream() -> None:
+    device.seed(0, 1.0)
+    values = torch.arange(4.0, device="test")
+    read = device.read_by_address(values.data_ptr() + 4, 2, torch.float32)
+    values.zero_()
+    assert read.tolist() == [1.0, 2.0]
+
+
+def test_a_saved_tensor_is_loaded_onto_the_device() -> None:
+    buffer = io.BytesIO()
+    torch.save(torch.ones(3, device="test"), buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=True)
+    assert loaded.device.type == "test" and loaded.cpu().tolist() == [1.0] * 3

@@ -15,10 +15,13 @@ import pytest
 import torch
 
 from offload.engine.training.model_inputs import to_device
+from offload.errors import UsageError
 from offload.sizes import MIB
-from offload.swapper.memory import device_choice
+from offload.swapper.memory import device_choice, torch_allocator
+from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_side import TorchHostSide
 from tests import device
+from tests.device import module
 from tests.support import models
 from tests.support.oracle import (
     PLACEMENTS,
@@ -30,6 +33,7 @@ from tests.support.oracle import (
     run,
     small_pieces,
     start,
+    train_step,
     trained,
 )
 from tests.test_device_stream_random import JOBS, Plan, budget, draw
@@ -149,3 +153,57 @@ def test_memory_is_unpinned_when_the_copies_out_of_it_have_ended() -> None:
     source.fill_(4)
     torch.accelerator.synchronize()
     assert there.cpu().unique().tolist() == [3]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_memory_of_the_arena_is_not_written_before_compute_that_still_reads_it(kept: bool) -> None:
+    """torch hands out memory that was freed while compute that reads it is queued."""
+    device.seed(0, 1.0)
+    accelerator = device_choice.open_device(torch.device("test", 0))
+    source = torch.frombuffer(accelerator.allocate_host(4 * MIB).buffer, dtype=torch.uint8).fill_(3)
+    freed = torch.ones(4 * MIB, dtype=torch.uint8, device="test")
+    accelerator.synchronize()
+    address, total = freed.data_ptr(), freed.sum()
+    del freed
+    arena = DeviceArena(4 * MIB, accelerator)
+    assert arena.blocks[0][1].data_ptr() == address, "or this shows nothing"
+    if kept:
+        accelerator.copy(arena.keep(4 * MIB), source)
+    else:
+        buffer = arena.take_at(0, 4 * MIB)
+        accelerator.upload(arena.view(buffer), source, buffer.after).wait()
+    assert total.item() == 4 * MIB and arena.blocks[0][1].cpu().unique().tolist() == [3]
+
+
+def test_the_counters_and_the_figures_of_torchs_allocator_are_the_devices(tmp_path: Path) -> None:
+    where = torch.device("test", 0)
+    before = torch_allocator.shortages(where)
+    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
+    train_step(engine, models.GPT2, 0)
+    report = engine.memory_report()
+    assert report["allocator"]["allocated"] == report["device"]["allocated"] == device.memory()["allocated"]
+    assert 0 < report["device"]["arena"] <= report["device"]["allocated"]
+    assert "torch's allocator: " in str(report)
+    engine.destroy(remove=True)
+    device.set_total_memory(max(device.memory()["reserved"], MIB))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 30, dtype=torch.uint8, device="test")
+    assert torch_allocator.shortages(where) == (before.retries + 1, before.errors + 1)
+
+
+def test_memory_that_torch_keeps_is_the_devices_again() -> None:
+    torch.empty(64 * MIB, dtype=torch.uint8, device="test")
+    accelerator = device_choice.open_device(torch.device("test", 0))
+    assert accelerator.room().kept >= 64 * MIB
+    torch_allocator.empty_cache(torch.device("test", 0))
+    assert accelerator.room().kept < 64 * MIB
+
+
+def test_a_capture_of_a_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "capturing", True)
+        with pytest.raises(UsageError, match="graph cannot be captured"):
+            models.GPT2.loss(engine, 0, 0)
+    train_step(engine, models.GPT2, 0)
+    engine.destroy(remove=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 import offload
 from offload.engine.training import device_growth
+from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import UsageError
 from offload.layout.device_need import ArenaHistory, DeviceNeed, growth, next_growth
 from offload.sizes import GIB, MIB, PAGE
@@ -452,8 +453,8 @@ def test_nothing_is_read_before_a_forward_that_could_not_be_repeated(
     """Generators and buffers are read only while there is memory to give back."""
     engine, *_ = small(monkeypatch, tmp_path)
     reads: list[str] = []
-    real = device_growth.read_generators
-    monkeypatch.setattr(device_growth, "read_generators", lambda device: reads.append("") or real(device))
+    real = GeneratorStates.of
+    monkeypatch.setattr(GeneratorStates, "of", lambda device: reads.append("") or real(device))
     train_step(engine, JOB, 0)
     assert not reads
     train_step(engine, JOB, 1)

@@ -62,7 +62,7 @@ def test_libraries_that_look_for_themselves_are_no_reason(tmp_path: Path, caplog
     engine.optimizer.zero_grad()
     engine.module.zero_grad()
     engine.backward(JOB.loss(engine, 0, 0))
-    engine.module.to("cpu")
+    engine.module.to(engine.device)
     engine.step()
     assert not lines(caplog)
     engine.destroy(remove=True)

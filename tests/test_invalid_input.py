@@ -251,6 +251,7 @@ def test_a_graph_from_before_the_step_is_refused(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.cpu_only("kernels of other devices take statistics in fp32")
 def test_statistics_that_torch_cannot_use_are_named(tmp_path: Path) -> None:
     job = models.GPT2._replace(model=models.resnet, dtype="bf16")
     with pytest.raises(ConfigError, match=r'normalization is a BatchNorm.*"buffer_dtype": "bf16"'):

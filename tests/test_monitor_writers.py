@@ -76,6 +76,7 @@ def test_a_writer_that_fails_is_one_warning_and_the_others_go_on(caplog: pytest.
     assert 'closing "whole" failed' in last
 
 
+@pytest.mark.cpu_only("on a device without kernels of ours a line more says so")
 def test_training_goes_on_when_its_folder_is_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     plain = run(JOB, DISK, tmp_path / "plain")
@@ -234,6 +235,7 @@ def test_the_line_has_phases_and_what_was_waited_for() -> None:
     assert line(idle, idle.values, 8, memory=False).endswith("; waited for nothing")
 
 
+@pytest.mark.cpu_only("on a device without kernels of ours a line more says so")
 def test_the_line_goes_where_somebody_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

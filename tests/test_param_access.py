@@ -99,7 +99,7 @@ def by_deepcopy(module: nn.Module) -> Any:
     other = copy.deepcopy(module)
     assert not any(isinstance(p, PagedParameter) for p in other.parameters())
     assert other.lm_head.weight is other.transformer.wte.weight
-    ids = models.tokens(7, 0)
+    ids = models.tokens(7, 0).to(other.lm_head.weight.device)
     loss = other(input_ids=ids, labels=ids).loss
     loss.backward()
     return [float(loss.detach()), *_sums(other), float(other.lm_head.weight.grad.double().sum())]
@@ -195,14 +195,16 @@ def gathers(module: nn.Module) -> Any:
         seen = float(weight.view(-1)[:7].detach().double().sum())
     with offload.gathered([weight, module.lm_head.weight], modify=True), torch.no_grad():
         weight.view(-1)[5:9] = 0.5
-        weight.detach().view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32).numpy()[2] = 0
+        values = weight.detach().view(torch.int16 if weight.dtype is torch.bfloat16 else torch.int32)
+        (values.numpy() if values.is_cpu else values)[2] = 0
         module.lm_head.weight[0].zero_()
     return [seen, *_sums(module)]
 
 
 def nothing_to_move(module: nn.Module) -> Any:
-    dtype = module.transformer.ln_f.weight.dtype
-    assert module.to("cpu") is module and module.to(dtype) is module and module.cpu() is module
+    dtype, device = module.transformer.ln_f.weight.dtype, module.transformer.ln_f.weight.device
+    assert module.to(device) is module and module.to(dtype) is module
+    assert device.type != "cpu" or module.cpu() is module
     return float(module.transformer.ln_f.weight.detach().to(torch.float64).sum())
 
 
@@ -212,7 +214,7 @@ def hooks_of_the_user(module: nn.Module) -> Any:
     weight = module.transformer.ln_f.weight
     first = weight.register_hook(lambda gradient: gradient * 0.5)
     second = weight.register_post_accumulate_grad_hook(lambda p: seen.append(float(p.grad.double().sum())))
-    ids = models.tokens(8, 0)
+    ids = models.tokens(8, 0).to(weight.device)
     loss = module(input_ids=ids, labels=ids).loss
     loss.backward()
     first.remove()
@@ -222,7 +224,7 @@ def hooks_of_the_user(module: nn.Module) -> Any:
 
 
 def gradients_asked_for(module: nn.Module) -> Any:
-    ids = models.tokens(9, 0)
+    ids = models.tokens(9, 0).to(module.lm_head.weight.device)
     loss = module(input_ids=ids, labels=ids).loss
     return [float(g.double().sum()) for g in torch.autograd.grad(loss, list(module.parameters()))]
 
@@ -354,7 +356,7 @@ def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path
     before = {name: value.clone() for name, value in norm.state_dict().items()}
     for error in (ZeroDivisionError, UsageError):
         with pytest.raises(error), offload.gathered(norm, modify=modify):
-            norm.weight.data = torch.zeros(3)
+            norm.weight.data = torch.zeros(3, device=norm.weight.device)
             norm.bias.data.fill_(7.0)
             if error is ZeroDivisionError:
                 raise ZeroDivisionError

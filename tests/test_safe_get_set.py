@@ -42,6 +42,7 @@ from tests.support.param_states import (
     everything_local,
     everything_of_torch,
     little_room,
+    on_cpu,
     same_but_for_roundings,
 )
 
@@ -122,13 +123,14 @@ def test_the_master_has_the_bits_beyond_bf16(tmp_path: Path) -> None:
     exact = dict(job.model().named_parameters())
     engine = start(job, DISK, tmp_path)
     for name, parameter in engine.module.named_parameters():
-        assert torch.equal(offload.safe_get_full_fp32_param(parameter), exact[name].detach())
+        assert torch.equal(offload.safe_get_full_fp32_param(parameter).cpu(), exact[name].detach())
     train_step(engine, job, 0)
     weight = engine.module.transformer.h[0].mlp.c_fc.weight
     master = offload.safe_get_full_fp32_param(weight)
     assert master.dtype is torch.float32 and not torch.equal(master, weight.detach().float())
     computed = engine.state_dict()["transformer.h.0.mlp.c_fc.weight"]
-    assert torch.equal(((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16), computed.view(torch.int16))
+    rounded = ((master.cpu().view(torch.int32) + 0x8000) >> 16).to(torch.int16)
+    assert torch.equal(rounded, computed.view(torch.int16))
     engine.destroy(remove=True)
 
 
@@ -259,10 +261,10 @@ def test_a_gradient_that_is_set_is_stepped_with(placement: tuple[str, str], tmp_
             for mine, theirs in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
                 if not mine.requires_grad:
                     continue
-                gradient = offload.safe_get_full_grad(mine)
+                gradient = on_cpu(offload.safe_get_full_grad(mine))
                 wanted = torch.full(mine.shape, 0.01) if gradient is None else gradient * 2
                 offload.safe_set_full_grad(mine, wanted)
-                assert torch.equal(offload.safe_get_full_grad(mine), wanted)
+                assert torch.equal(offload.safe_get_full_grad(mine).cpu(), wanted)
                 theirs.grad = torch.full(theirs.shape, 0.01) if theirs.grad is None else theirs.grad * 2
             for each in (engine, plain):
                 each.step()
@@ -293,9 +295,9 @@ def test_a_master_that_was_set_outlives_the_weight_that_it_rounds_to(tmp_path: P
     offload.safe_set_full_fp32_param(weight, master)
     with torch.no_grad():
         weight.copy_(rounded)
-    assert torch.equal(weight.detach(), rounded)
+    assert torch.equal(weight.detach().cpu(), rounded)
     master[0] = 2.0
-    assert torch.equal(offload.safe_get_full_fp32_param(weight), master)
+    assert torch.equal(offload.safe_get_full_fp32_param(weight).cpu(), master)
     engine.destroy(remove=True)
 
 
@@ -382,7 +384,7 @@ def test_state_dicts_of_the_engine(tmp_path: Path) -> None:
     assert list(state) == names == list(engine.module_state_dict())
     assert all(type(value) is torch.Tensor and value.device.type == "cpu" for value in state.values())
     assert state["head.weight"] is state["embedding.weight"] and state["calls"] == job.accumulation
-    assert torch.equal(state["head.weight"], offload.safe_get_full_fp32_param(engine.module.head.weight))
+    assert torch.equal(state["head.weight"], offload.safe_get_full_fp32_param(engine.module.head.weight).cpu())
     other = job.model()
     other.load_state_dict(state)
     before = engine.io_bytes().read

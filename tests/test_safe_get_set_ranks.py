@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import offload
 from offload.errors import OffloadError, RankError
@@ -33,7 +32,7 @@ from tests.test_safe_get_set import halved
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     rank, size = rank_and_size()
     ids = models.tokens(step, micro, (4, 16), 61).chunk(size)[rank]
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    return models.token_loss(model(ids), ids)
 
 
 ROWS = MIXTURE._replace(loss=rows_loss)

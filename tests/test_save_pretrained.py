@@ -58,7 +58,7 @@ def test_every_placement_gives_its_weights_and_masters(placement: tuple[str, str
     for name, parameter in engine.module.named_parameters():
         master = offload.safe_get_full_fp32_param(parameter)
         exact = engine.module.state_dict()[name] if wanted is torch.bfloat16 else master
-        assert exact is not None and torch.equal(found[name], exact.to(wanted)), name
+        assert exact is not None and torch.equal(found[name], exact.cpu().to(wanted)), name
     assert found.keys() == set(engine.module.state_dict())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == str(wanted)[6:]
     engine.destroy(remove=True)

@@ -46,7 +46,7 @@ CRITIC = JOB._replace(model=Critic, lr=3e-3, clip=0.3)
 def log_probabilities(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """(rows,) of whole sequences."""
     logits = model(input_ids=ids).logits[:, :-1].float()
-    return functional.log_softmax(logits, -1).gather(-1, ids[:, 1:, None]).squeeze(-1).sum(-1)
+    return functional.log_softmax(logits, -1).gather(-1, ids[:, 1:, None].to(logits.device)).squeeze(-1).sum(-1)
 
 
 def dpo_step(engines: Sequence[Any], step: int) -> float:
@@ -65,9 +65,9 @@ def ppo_step(engines: Sequence[Any], step: int) -> float:
     """Old values and log-probabilities first; then two epochs over them, in which actor and critic take turns."""
     actor, critic = engines
     ids = models.tokens(step, 0)
-    rewards = (ids % 7).float() / 7
     with torch.no_grad():
         before, values = log_probabilities(actor, ids), critic(input_ids=ids)
+    rewards = (ids.to(values.device) % 7).float() / 7
     advantages = (rewards - values).mean(-1)
     losses = []
     for _ in range(2):

@@ -223,7 +223,7 @@ class EngineCore(EngineCallbacks):
 
     def enter_forward(self) -> None:
         # Checked before any event is recorded: an event would end the user's capture by an error that names no cause.
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if self.components.shards.device.capturing():
             raise UsageError(
                 "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
                 "in each pass: run the model without torch.cuda.graph and make_graphed_callables"

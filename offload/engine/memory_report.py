@@ -11,6 +11,7 @@ from offload.aio import resident_bytes
 from offload.engine.training.components import EngineComponents
 from offload.sizes import count_of, format_size
 from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.torch_allocator import memory_stats
 
 
 class MemoryReport(dict[str, Any]):
@@ -63,8 +64,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
-    allocator of the GPU, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget in
-    the host arena, the bytes in use now, and the peak.
+    allocator of the device, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget
+    in the host arena, the bytes in use now, and the peak.
 
     Args:
         components: components of the engine.
@@ -103,13 +104,13 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
 
 
 def _allocator(device: torch.device) -> dict[str, int]:
-    """Returns bytes and counts of torch's allocator of a GPU since the start of the process; empty on a CPU.
+    """Returns bytes and counts of torch's allocator of a device since the start of the process; empty on a CPU.
 
     A retry means that torch had to give its cache back to the driver before an allocation succeeded: memory is short.
     """
-    if device.type != "cuda":
+    found = memory_stats(device)
+    if not found:
         return {}
-    found = torch.cuda.memory_stats(device)
     return {
         "allocated": found.get("allocated_bytes.all.current", 0),
         "allocated_peak": found.get("allocated_bytes.all.peak", 0),

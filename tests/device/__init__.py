@@ -44,6 +44,7 @@ def _library() -> ctypes.CDLL:
     library.td_set_pin_limit.argtypes = [ctypes.c_int64]
     library.td_register.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
     library.td_unregister.argtypes = [ctypes.c_uint64]
+    library.td_copy.argtypes = [ctypes.c_uint64] * 3
     library.td_memory.argtypes = [ctypes.POINTER(ctypes.c_int64)]
     return library
 
@@ -101,6 +102,16 @@ def register(start: int, nbytes: int) -> int:
 def unregister(start: int) -> int:
     """Unpins what was registered at an address. Returns 0, or 713 where nothing was."""
     return int(_library().td_unregister(start))
+
+
+def read_by_address(address: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a copy of (numel,) values at an address of the device, made by a kernel of which torch knows nothing.
+
+    It is queued on the stream that is current.
+    """
+    values = torch.empty(numel, dtype=dtype, device=NAME)
+    _library().td_copy(values.data_ptr(), address, values.nbytes)
+    return values
 
 
 def memory() -> dict[str, int]:

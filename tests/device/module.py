@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests import device
+from tests import device as backend
 
 Stream = torch.Stream
 Event = torch.Event
@@ -36,6 +36,19 @@ def set_device(which: Any) -> None:
     pass
 
 
+class device:
+    """A context in which this device is the current one: it always is."""
+
+    def __init__(self, which: Any) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
 def synchronize(which: Any = None) -> None:
     torch.accelerator.synchronize()
 
@@ -44,36 +57,44 @@ def current_stream(which: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream()
 
 
+capturing = False
+"""True while the current stream is to look as if it recorded a graph."""
+
+
+def is_current_stream_capturing() -> bool:
+    return capturing
+
+
 # -- memory ------------------------------------------------------------------------------------------
 
 
 def memory_allocated(which: Any = None) -> int:
-    return device.memory()["allocated"]
+    return backend.memory()["allocated"]
 
 
 def memory_reserved(which: Any = None) -> int:
-    return device.memory()["reserved"]
+    return backend.memory()["reserved"]
 
 
 def max_memory_allocated(which: Any = None) -> int:
-    return device.memory()["max_allocated"]
+    return backend.memory()["max_allocated"]
 
 
 def max_memory_reserved(which: Any = None) -> int:
-    return device.memory()["max_reserved"]
+    return backend.memory()["max_reserved"]
 
 
 def reset_peak_memory_stats(which: Any = None) -> None:
-    device.reset_peak_memory()
+    backend.reset_peak_memory()
 
 
 def mem_get_info(which: Any = None) -> tuple[int, int]:
-    counts = device.memory()
+    counts = backend.memory()
     return max(counts["total"] - counts["reserved"], 0), counts["total"]
 
 
 def memory_stats(which: Any = None) -> dict[str, int]:
-    counts = device.memory()
+    counts = backend.memory()
     return {
         "allocated_bytes.all.current": counts["allocated"],
         "allocated_bytes.all.peak": counts["max_allocated"],

@@ -76,6 +76,36 @@ MUTANTS = (
         "if False)",
     ),
     _waits(
+        "write to a new arena under compute that reads its memory",
+        "offload.swapper.memory.device_arena",
+        "self._readers = [(0, nbytes, self._earlier_compute())]",
+        "self._readers = []",
+    ),
+    _waits(
+        "fill what stays on the device under compute that reads its memory",
+        "offload.swapper.memory.device_arena",
+        "        for event in device_buffer.after:\n            event.wait()\n        return self.view",
+        "        return self.view",
+    ),
+    _waits(
+        "count no shortages of memory",
+        "offload.swapper.memory.torch_allocator",
+        'int(stats.get("num_ooms", 0))',
+        "0",
+    ),
+    _waits(
+        "give no memory that torch keeps back",
+        "offload.swapper.memory.torch_allocator",
+        "        torch.get_device_module(device).empty_cache()",
+        "        pass",
+    ),
+    _waits(
+        "run a model in a capture of a graph",
+        _ACCELERATOR,
+        "return asked is not None and bool(asked())",
+        "return False",
+    ),
+    _waits(
         "let a gradient leave before it is computed",
         "offload.engine.gradients.device_to_host",
         "(sent.computed,)",

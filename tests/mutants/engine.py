@@ -276,7 +276,7 @@ MUTANTS = (
     Mutant(
         "repeat a forward with other random numbers",
         "offload.engine.training.device_growth",
-        "write_generators(before.generators, self._device.torch)",
+        "before.generators.restore(self._device.torch)",
         "pass",
         "tests/test_device_shrink.py",
     ),

@@ -57,7 +57,7 @@ MUTANTS = (
     Mutant(
         "upload into memory that the arena got while compute still uses it",
         "offload.swapper.memory.device_arena",
-        "self._readers.append((start, start + nbytes, self._device.record_event()))",
+        "self._readers.append((start, start + nbytes, self._earlier_compute()))",
         "pass",
         "tests/test_device_memory.py",
     ),

@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from tests import device
 from tests.support.module_kinds import WIDTH, Layers
 
 # -- functions of the user ----------------------------------------------------------------------------
@@ -92,6 +93,14 @@ class BorrowingData(Borrowing):
     as_data = True
 
 
+def _at(address: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of (numel,) values at an address, which a kernel on the device of `like` makes."""
+    if like.device.type == device.NAME:
+        return device.read_by_address(address, numel, like.dtype)
+    memory = (ctypes.c_char * (numel * like.element_size())).from_address(address)
+    return torch.frombuffer(memory, dtype=like.dtype).clone()
+
+
 class ReadsAddress(nn.Module):
     """A module that reads memory by address, as a kernel does, after its own module has run beside."""
 
@@ -104,8 +113,7 @@ class ReadsAddress(nn.Module):
         weight = self.lenders[0].weight
         address = weight.data_ptr()
         hidden = self.own(hidden)
-        memory = (ctypes.c_char * (weight.numel() * weight.element_size())).from_address(address)
-        return hidden @ torch.frombuffer(memory, dtype=weight.dtype).clone().view(weight.shape).t()
+        return hidden @ _at(address, weight.numel(), weight).view(weight.shape).t()
 
 
 class ReadingAddresses(Borrowing):
@@ -120,9 +128,7 @@ def _read(tensor: torch.Tensor, strides_first: bool) -> torch.Tensor:
     step, next_column = strides or (tensor.stride(0), tensor.stride(1))
     assert tensor.is_contiguous() == (next_column == 1)
     room = (rows - 1) * step + (columns - 1) * next_column + 1
-    memory = (ctypes.c_char * (room * tensor.element_size())).from_address(address)
-    values = torch.frombuffer(memory, dtype=tensor.dtype)
-    return values.as_strided((rows, columns), (step, next_column)).clone()
+    return _at(address, room, tensor).as_strided((rows, columns), (step, next_column)).clone()
 
 
 class Kernel(torch.autograd.Function):

@@ -33,6 +33,7 @@ def add_options(parser: pytest.Parser) -> None:
 
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
+    config.addinivalue_line("markers", "cpu_only(reason): presumes that the device is the CPU; not run on another")
     if config.getoption("--device") == "test":
         from offload.swapper.memory import device_choice
         from tests.device.host_side import DeviceHostSide
@@ -44,6 +45,14 @@ def configure(config: pytest.Config) -> None:
 def engine_device() -> str:
     """Returns the device of engines in tests, as their config names it."""
     return "test" if device.loaded() else "cpu"
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skips tests that presume a CPU where the device is another."""
+    if config.getoption("--device") == "test":
+        for item in items:
+            for marker in item.iter_markers("cpu_only"):
+                item.add_marker(pytest.mark.skip(reason=f"on the CPU alone: {marker.args[0]}"))
 
 
 def leave_time(config: pytest.Config, items: list[pytest.Item]) -> None:

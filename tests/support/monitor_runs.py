@@ -24,7 +24,8 @@ def model() -> nn.Module:
 
 def loss(net: Any, step: int, micro: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step * 10 + micro)
-    value: torch.Tensor = net(torch.randn(4, 32, generator=generator)).pow(2).mean()
+    rows = torch.randn(4, 32, generator=generator).to(next(getattr(net, "module", net).parameters()).device)
+    value: torch.Tensor = net(rows).pow(2).mean()
     return value
 
 

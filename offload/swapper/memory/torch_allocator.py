@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,14 +18,24 @@ class Shortages(NamedTuple):
 
 def shortages(device: torch.device) -> Shortages:
     """Returns the shortages of `device` so far; zeros for a device on which torch counts none."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return Shortages(0, 0)
     # Not `memory_stats`, which renames hundreds of entries: this is called at every entry of an engine that has grown.
-    stats = torch.cuda.memory_stats_as_nested_dict(device)
+    nested = getattr(torch.get_device_module(device), "memory_stats_as_nested_dict", None)
+    stats = memory_stats(device) if nested is None else nested(device)
     return Shortages(int(stats.get("num_alloc_retries", 0)), int(stats.get("num_ooms", 0)))
 
 
+def memory_stats(device: torch.device) -> dict[str, Any]:
+    """Returns the allocator's figures by torch's names for them; empty for a device on which torch counts none."""
+    if device.type == "cpu":
+        return {}
+    # Not every device's module has the function: that of MPS has none.
+    found = getattr(torch.get_device_module(device), "memory_stats", None)
+    return {} if found is None else dict(found(device))
+
+
 def empty_cache(device: torch.device) -> None:
-    """Gives the memory of freed tensors that torch keeps back to the driver, so that any allocation may use it."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    """Gives the memory of freed tensors of `device` that torch keeps back to the driver, for any allocation to use."""
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()

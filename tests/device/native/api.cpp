@@ -1,5 +1,6 @@
 // What Python calls, by ctypes, to steer and to watch the device.
 #include <cstdint>
+#include <cstring>
 
 #include "memory.h"
 #include "streams.h"
@@ -15,6 +16,12 @@ int td_register(uint64_t start, uint64_t nbytes) {
     return testdevice::register_host(start, nbytes);
 }
 int td_unregister(uint64_t start) { return testdevice::unregister_host(start); }
+// A kernel of the user's, of which torch knows nothing.
+void td_copy(uint64_t to, uint64_t from, uint64_t nbytes) {
+    testdevice::submit([to = testdevice::kernel_address(reinterpret_cast<void*>(to)),
+                        from = testdevice::kernel_address(reinterpret_cast<void*>(from)),
+                        nbytes] { memcpy(to, from, nbytes); });
+}
 void td_reset_peaks() { testdevice::reset_peaks(); }
 
 void td_memory(int64_t* counts) {
