@@ -67,11 +67,10 @@ class _Frame(NamedTuple):
 
 
 class _Nesting(threading.local):
-    """The sites entered by one thread."""
+    """The sites that a thread has entered and not left, outermost first."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        """Sites that were entered and not left, outermost first."""
 
 
 class ModuleHooks:
@@ -222,7 +221,6 @@ class ModuleHooks:
     def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
         """Makes `module` a site of `units`."""
         self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
-
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
@@ -334,6 +332,8 @@ class ModuleHooks:
 
     def _is_weights(self, value: Any) -> bool:
         """Returns True for a placeholder and for a view of a materialized unit."""
+        if type(value) is torch.Tensor and storage_address(value) not in self._unit_views.bindings:
+            return False  # nearly every output of a module, of which there are many in a unit
         if not isinstance(value, torch.Tensor):
             return False
         return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
