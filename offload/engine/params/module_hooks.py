@@ -324,6 +324,8 @@ class ModuleHooks:
 
     def _own_memory(self, output: Any) -> Any:
         """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
+        if type(output) is torch.Tensor and storage_address(output) not in self._unit_views.bindings:
+            return output  # nearly all: a unit contains many modules
         if isinstance(output, torch.Tensor):
             return output.clone() if self._is_weights(output) else output
         if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
@@ -332,8 +334,6 @@ class ModuleHooks:
 
     def _is_weights(self, value: Any) -> bool:
         """Returns True for a placeholder and for a view of a materialized unit."""
-        if type(value) is torch.Tensor and storage_address(value) not in self._unit_views.bindings:
-            return False  # nearly every output of a module, of which there are many in a unit
         if not isinstance(value, torch.Tensor):
             return False
         return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
