@@ -147,10 +147,13 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- modes of dispatch -------------------------------------------------------------------------------
 
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_interpreter = torch._C._functorch.peek_interpreter_stack
+
 
 def under_modes() -> bool:
     """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
-    return bool(torch._C._len_torch_dispatch_stack()) or torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(_dispatch_modes()) or _interpreter() is not None
 
 
 @contextmanager

@@ -54,6 +54,35 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
     )
 
 
+class Sum:
+    """Memory to which gradients are added, (numel,): checked once for any number of gradients."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        """Checks the memory.
+
+        Args:
+            out: (numel,) bf16, fp16 or fp32. The caller remains its owner, and does not resize its storage.
+
+        Raises:
+            TypeError: a tensor of a wrong dtype.
+            ValueError: a tensor of a wrong shape, stride or device.
+        """
+        self._numel = length("out", out)
+        self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
+        self._out = out  # lives as long as its address is used
+
+    def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
+        """Does what `accumulate` of this module does, with this memory as `out`."""
+        return _native.accumulate(
+            self._address,
+            self._element,
+            address("grad", grad, FLOATS, self._numel),
+            element(grad.dtype),
+            self._numel,
+            add,
+        )
+
+
 def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
     """Sets `out` to `grad`, or to `out + grad`, and returns the sum of squares of the new `out`.
 
@@ -72,15 +101,7 @@ def accumulate(out: torch.Tensor, grad: torch.Tensor, *, add: bool) -> float:
         TypeError: a tensor of a wrong dtype.
         ValueError: a tensor of a wrong shape, stride or device.
     """
-    numel = length("out", out)
-    return _native.accumulate(
-        address("out", out, FLOATS, numel),
-        element(out.dtype),
-        address("grad", grad, FLOATS, numel),
-        element(grad.dtype),
-        numel,
-        add,
-    )
+    return Sum(out).accumulate(grad, add=add)
 
 
 def sum_squares(x: torch.Tensor) -> float:

@@ -102,6 +102,8 @@ class AccessOrder:
     def __init__(self) -> None:
         self._orders = {PassKind.TRAIN: _Order(wraps=False), PassKind.EVAL: _Order(wraps=True)}
         self.kind = PassKind.TRAIN
+        # The order of `kind`, which every use asks several times: a look-up by an enum runs Python code.
+        self._now = self._orders[self.kind]
         self.unforeseen = 0
         """Number of mispredicted uses so far."""
 
@@ -120,14 +122,10 @@ class AccessOrder:
         """Returns the uses of the last finished run of the current kind."""
         return self._now.uses
 
-    @property
-    def _now(self) -> _Order:
-        """Returns the order of the current kind of run."""
-        return self._orders[self.kind]
-
     def begin(self, kind: PassKind) -> None:
         """Assigns the next uses to a run of `kind`. A step resumes at its position, an evaluation starts over."""
         self.kind = kind
+        self._now = self._orders[kind]
         if kind is PassKind.EVAL:
             self._now.restart()
 

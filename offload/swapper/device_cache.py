@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -195,17 +195,13 @@ class DeviceCache:
         return nbytes
 
     def _droppable(self) -> list[Block]:
-        """Returns the blocks of all units that may be dropped."""
-        return [
-            Block(e.index, e.device_buffer.offset, e.device_buffer.nbytes)
-            for e in self._idle()
-            if e.device_buffer is not None
-        ]
-
-    def _idle(self) -> Iterator[UnitEntry]:
-        """Yields the units that may be dropped."""
+        """Returns the blocks of all units that may be dropped, by index."""
         entries = self._table.entries
-        return (entries[unit] for unit in sorted(self._table.on_device) if self.idle(entries[unit]))
+        return [
+            Block(unit, buffer.offset, buffer.nbytes)
+            for unit in sorted(self._table.on_device)
+            if self.idle(entries[unit]) and (buffer := entries[unit].device_buffer) is not None
+        ]
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""

@@ -53,6 +53,9 @@ class Residency(enum.Enum):
     DEVICE = "device"
     FAILED = "failed"
 
+    # Enum's own hash is a function of Python, and `UnitTable.move` hashes two members. Each equals itself alone.
+    __hash__ = object.__hash__
+
 
 _R = Residency
 

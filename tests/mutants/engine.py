@@ -169,6 +169,13 @@ MUTANTS = (
         "tests/test_pytorch_parity.py",
     ),
     Mutant(
+        "add to a window of gradients that has moved on",
+        "offload.engine.gradients.host_gradients",
+        "if not self.spills(unit):",
+        "if True:",
+        "tests/test_gradient_spill.py",
+    ),
+    Mutant(
         "add a gradient before it has left the device",
         "offload.engine.gradients.device_to_host",
         "arriving.done.wait()",

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
-from offload import kernels
 from offload.aio.protocols import Future
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.device_totals import DeviceTotals
 from offload.engine.gradients.disk_spill import DiskSpill
+from offload.engine.gradients.host_gradients import HostGradients
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
@@ -32,6 +32,9 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
+
+_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that the kernels add; others are converted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +94,14 @@ class GradientAccumulator:
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
-        self._memory: list[torch.Tensor | None] = []
+        memory: list[torch.Tensor | None] = []
         for unit, part in enumerate(parts):
-            kept = part and not self._spills(unit) and unit not in self._on_device
+            spills = self.spill is not None and unit in self.spill
+            kept = part and not spills and unit not in self._on_device
             host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
             assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
-            self._memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+            memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+        self._host = HostGradients(memory, self.spill)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
@@ -151,7 +156,7 @@ class GradientAccumulator:
         Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
         after this rank's first element of the segment.
         """
-        if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if values.dtype not in _SUMMED:
             values = values.to(self.dtype)
         if unit in self._reading:
             self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
@@ -197,16 +202,16 @@ class GradientAccumulator:
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
         target, receive = None, None
-        if summed and not self._spills(unit):
+        if summed and not self._host.spills(unit):
             start = self._start(unit, segment, first)
-            target = self._values_on_host(unit, start, start + len(values))
+            target = self._host.values(unit, start, start + len(values))
         else:
 
             def receive(position: int, some: torch.Tensor) -> None:
                 self._accumulate(unit, segment, first + position, some, new, summed)
 
         # Never joined if the unit spills: small gradients that arrive late would read back windows already written.
-        place = None if self._spills(unit) else (unit, segment, first)
+        place = None if self._host.spills(unit) else (unit, segment, first)
         downloads.collect(self._titles[unit], place, values, target, receive)
         # Recorded after the send, whose wait may raise. Sums that the receiving thread has recorded by then stay.
         for chunk, value in zip(chunks, squares, strict=True):
@@ -241,21 +246,9 @@ class GradientAccumulator:
             numel = values.numel()  # `len` of a tensor is slow Python
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
-                memory = self._values_on_host(unit, start + chunk, start + chunk + more.numel())
-                squares = kernels.accumulate(memory, more, add=not new)
+                squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)
                 if not summed:
                     self._squares[unit][segment, first + chunk] = squares
-
-    def _values_on_host(self, unit: int, start: int, stop: int) -> torch.Tensor:
-        """Returns elements [start, stop) of a unit's gradient on the host, valid until the next call."""
-        if self.spill is not None and self._spills(unit):
-            return self.spill.part(unit, start, stop)
-        memory = self._memory[unit]
-        assert memory is not None
-        return memory[start:stop]
-
-    def _spills(self, unit: int) -> bool:
-        return self.spill is not None and unit in self.spill
 
     def known(self) -> GradientStats:
         """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device."""
@@ -319,7 +312,7 @@ class GradientAccumulator:
         with self._lock:
             for chunk in range(0, len(values), CHUNK):
                 some = values[chunk : chunk + CHUNK]
-                some.copy_(self._values_on_host(unit, start + chunk, start + chunk + len(some)))
+                some.copy_(self._host.values(unit, start + chunk, start + chunk + len(some)))
 
     @uninterrupted
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
@@ -354,13 +347,11 @@ class GradientAccumulator:
         assert unit in self._reading
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
-        if self.spill is not None and self._spills(unit):
+        if self.spill is not None and unit in self.spill:
             end = offset + (stop - start) * self.dtype.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
-        memory = self._memory[unit]
-        assert memory is not None
-        return memory[start:stop], ()
+        return self._host.values(unit, start, stop), ()
 
     def stays(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on the device, for an update on the device."""
@@ -368,14 +359,14 @@ class GradientAccumulator:
 
     def free(self, unit: int) -> None:
         """Releases a gradient that the update has read: its memory may receive the next one."""
-        if self.spill is not None and self._spills(unit):
+        if self.spill is not None and unit in self.spill:
             self.spill.forget(unit)
         with self._lock:
             self._reading.discard(unit)
 
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit, none of which may be on its way from the device."""
-        if self.spill is not None and self._spills(unit):
+        if self.spill is not None and unit in self.spill:
             self.spill.forget(unit)
         with self._lock:
             self._squares[unit] = {}

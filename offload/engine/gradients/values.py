@@ -23,10 +23,12 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:
     """Returns a gradient as (numel,), dense and contiguous, outside of autograd."""
-    gradient = gradient.detach()
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.layout is not torch.strided:  # from an embedding with sparse=True
         gradient = gradient.to_dense()
-    return gradient.contiguous().view(-1)
+    gradient = gradient.contiguous()
+    return gradient if gradient.dim() == 1 else gradient.view(-1)
 
 
 def borders(layout: UnitLayout, part: range) -> list[int]:

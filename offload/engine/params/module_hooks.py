@@ -67,11 +67,10 @@ class _Frame(NamedTuple):
 
 
 class _Nesting(threading.local):
-    """The sites entered by one thread."""
+    """The sites that a thread has entered and not left, outermost first."""
 
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
-        """Sites that were entered and not left, outermost first."""
 
 
 class ModuleHooks:
@@ -222,7 +221,6 @@ class ModuleHooks:
     def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
         """Makes `module` a site of `units`."""
         self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
-
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
@@ -326,6 +324,8 @@ class ModuleHooks:
 
     def _own_memory(self, output: Any) -> Any:
         """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
+        if type(output) is torch.Tensor and storage_address(output) not in self._unit_views.bindings:
+            return output  # nearly all: a unit contains many modules
         if isinstance(output, torch.Tensor):
             return output.clone() if self._is_weights(output) else output
         if any(self._is_weights(leaf) for leaf in tree_leaves(output)):

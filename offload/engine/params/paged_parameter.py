@@ -131,7 +131,7 @@ class ParamHandle:
     @property
     def changed(self) -> bool:
         """True if the materialized parameter was changed in place, or received other memory."""
-        if not self.materialized:
+        if type(self.parameter) is PagedParameter:  # `materialized` would be another call
             return False
         return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
 
@@ -150,7 +150,7 @@ class ParamHandle:
 
     def release(self) -> None:
         """Makes the parameter a placeholder again. Does nothing if the parameter is one."""
-        if not self.materialized:
+        if type(self.parameter) is PagedParameter:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
         set_data(self.parameter, self._nan)

@@ -71,8 +71,20 @@ class _Pack:
 
     def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.saved, self._outer = saved, outer
+        self._bindings, self._placeholders = saved.bindings, saved.placeholders
 
     def __call__(self, tensor: torch.Tensor) -> Any:
+        # Autograd saves dozens of tensors in a block. Nearly all are of these types, for which few calls suffice.
+        if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+            try:
+                address = tensor.untyped_storage().data_ptr()
+            except RuntimeError:  # no storage: see `storage_address`
+                address = 0
+            binding = self._bindings.get(address)
+            if binding is not None and binding.alive:
+                return self.saved.handle_in(binding.unit, tensor)
+            if self._outer is None and address not in self._placeholders:
+                return tensor.detach(), tensor._version
         handle = self.saved.handle(tensor)
         if handle is not None:
             return handle
@@ -114,8 +126,10 @@ class SavedTensors:
             compute: records the unit whose weights a backward uses.
         """
         self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
+        self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
-        self._placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
+        self.placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
+        """Name of each parameter, by the address of its placeholder's memory."""
 
     def push(self) -> bool:
         """Pushes the hooks on the calling thread, around the active ones. Returns False if ours are active already.
@@ -160,12 +174,9 @@ class SavedTensors:
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:
-            unit = binding.unit
-            # In elements of the view's own dtype, in which `unpack` views the unit again.
-            offset = int(tensor.storage_offset())
-            return _Handle(unit, self._pager.updates(unit), tensor.dtype, tensor.shape, tensor.stride(), offset)
+            return self.handle_in(binding.unit, tensor)
         # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
-        used = self._placeholders.get(address)
+        used = self.placeholders.get(address)
         if used is not None:
             raise UsageError(
                 f"parameter {used} is used by compiled code while no module that owns it runs; call that module, name "
@@ -173,6 +184,12 @@ class SavedTensors:
                 "offload.register_external_parameter(module, parameter)"
             )
         return None
+
+    def handle_in(self, unit: int, view: torch.Tensor) -> _Handle:
+        """Returns the handle of a view of the weights of `unit`."""
+        # The offset is in elements of the view's own dtype, in which `unpack` views the unit again.
+        offset = int(view.storage_offset())
+        return _Handle(unit, self._pager.updates(unit), view.dtype, view.shape, view.stride(), offset)
 
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
         """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""

@@ -106,8 +106,8 @@ class UnitViews:
         self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, handles, strict=True)]
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
-        self._at: dict[int, Binding] = {}
-        """The newest binding at each address."""
+        self.bindings: dict[int, Binding] = {}
+        """The newest binding at each address, some of them without a live view. Others only read it."""
         self._recent: Binding | None = None
         """The binding of the last view of a backward, which needs several views of a unit, one after the other."""
         for unit in self._units:
@@ -183,7 +183,7 @@ class UnitViews:
 
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
-        binding = self._at.get(address)
+        binding = self.bindings.get(address)
         return binding if binding is not None and binding.alive else None
 
     @uninterrupted
@@ -229,9 +229,9 @@ class UnitViews:
         if unit.binding is not None:
             self._pager.wait_upload(index)
             return
-        gathered = [handle.name for handle in unit.handles if handle.gathered]
-        if gathered:
-            raise UsageError(f"{gathered[0]} is gathered: leave `with offload.gathered(...)` before the model runs")
+        for handle in unit.handles:
+            if handle.gathered:
+                raise UsageError(f"{handle.name} is gathered: leave `with offload.gathered(...)` before the model runs")
         binding = self._take(index)
         flat = binding.flat
         assert flat is not None
@@ -251,7 +251,7 @@ class UnitViews:
                     raise
         binding = Binding(index, memory, self._dtype)
         self._live.append(binding)
-        self._at[binding.address] = binding
+        self.bindings[binding.address] = binding
         return binding
 
     def _let_go_of_recent(self) -> None:
@@ -287,15 +287,19 @@ class UnitViews:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
                 change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
-        # Collected before `release`, which replaces the parameter's data.
-        changed = unit.binding is not None and [handle.name for handle in unit.handles if handle.changed]
+        changed: list[str] = []
+        thawed: list[ParamHandle] = []
         for handle in unit.handles:
+            # Asked before `release`, which replaces the parameter's data.
+            if unit.binding is not None and handle.changed:
+                changed.append(handle.name)
             if not handle.gathered:
                 handle.release()
+            if handle.thawed:
+                thawed.append(handle)
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None
-        thawed = [handle for handle in unit.handles if handle.thawed]
         # Reverted before the error: otherwise the parameter would continue to train without optimizer states.
         for handle in thawed:
             handle.parameter.requires_grad = False
@@ -312,7 +316,7 @@ class UnitViews:
     def _sweep(self) -> None:
         """Returns the pins of bindings without a live view."""
         for binding in [binding for binding in self._live if not binding.alive]:
-            if self._at.get(binding.address) is binding:
-                del self._at[binding.address]
+            if self.bindings.get(binding.address) is binding:
+                del self.bindings[binding.address]
             self._live.remove(binding)
             self._pager.release(binding.unit)

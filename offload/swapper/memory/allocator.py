@@ -91,7 +91,11 @@ class Allocator:
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
         """Returns True if `take` would succeed once the blocks in `given`, (offset, nbytes) each, were freed."""
-        return any(stop - start >= align_up(max(nbytes, 1)) for start, stop in self.free_regions(given))
+        nbytes = align_up(max(nbytes, 1))
+        for start, stop in self.free_regions(given):
+            if stop - start >= nbytes:
+                return True
+        return False
 
     def give(self, offset: int, nbytes: int) -> None:
         """Frees the block at `offset` that `take` or `take_at` has allocated with the same `nbytes`."""

@@ -144,8 +144,9 @@ class DeviceArena:
 
     def view(self, device_buffer: DeviceBuffer) -> torch.Tensor:
         """Returns the buffer's own memory, (nbytes,) uint8."""
-        start, memory = next(each for each in reversed(self.blocks) if each[0] <= device_buffer.offset)
-        return memory[device_buffer.offset - start : device_buffer.offset - start + device_buffer.nbytes]
+        offset, blocks = device_buffer.offset, self.blocks  # read once: see `shrink`
+        start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
+        return memory[offset - start : offset - start + device_buffer.nbytes]
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:
