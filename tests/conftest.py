@@ -14,8 +14,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-# A shell starts a command behind `&` with Ctrl-C ignored; tests here raise it on purpose, also in other processes.
+# A shell starts a command behind `&` with Ctrl-C ignored, nohup one with SIGHUP ignored, and every process that a test
+# starts would inherit that; tests here raise them on purpose, also in other processes.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 import pytest
 import torch

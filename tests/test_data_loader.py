@@ -191,4 +191,4 @@ def test_a_resume_that_trains_rows_dropped_before_is_reported(
         del where["drop_last"]
     notice = resumed.go_on(where, None)
     assert (resumed.where()["epoch"], resumed.where()["batch"]) == place
-    assert notice is not None and f"contains {len(resumed)} batches, {len(loader)} in the run" in notice
+    assert notice is not None and f"contains {len(resumed)} batches, {len(loader)} in the resumed run" in notice

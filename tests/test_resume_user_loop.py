@@ -150,7 +150,7 @@ def test_epochs_are_counted(tmp_path: Path) -> None:
         (Setup(config={"offload": {"seed": 9}}), "20 samples with seed 0, now 20 with 9", 10),
         (
             Setup(config={"train_micro_batch_size_per_gpu": 4}),
-            "4 samples .*, 2 in the run; pass 0 had .* resumes at 12",
+            "a batch is 4 samples .*, 2 in the resumed run; pass 0 had .* resumes at 12",
             2,
         ),
         (Setup(config={"train_micro_batch_size_per_gpu": 5}), "pass 0 had seen 12 and resumes at 10", 2),
