@@ -10,7 +10,8 @@ its backward needs is computed in the forward, which leaves the gradients of the
           + words * features * (4 + s)         gradient of the head, summed in fp32
 
 with `size` the bytes of an element of the model's dtype, and s the same, but 0 in fp32. A softcap takes another
-chunk_tokens * words * 4.
+chunk_tokens * words * 4. The backward scales the gradients, for which it takes as much as they do once more, after the
+chunk's memory was freed.
 
 Gradients are stored without the division by the number of tokens and without the loss scale. So in fp16 they do not
 vanish, and the same numbers serve any scale.
@@ -85,7 +86,7 @@ def causal_lm(
         The loss, a fp32 scalar. NaN if no token counts and `num_items_in_batch` is None, as in torch.
 
     Raises:
-        UsageError: if shapes or dtypes do not fit together, or a number is out of its range.
+        UsageError: if shapes do not fit together, the labels are no int64, or a number is out of its range.
     """
     weight, bias = _weight_and_bias(head)
     _check(hidden, weight, labels, label_smoothing, softcap, chunk_tokens)
@@ -219,7 +220,7 @@ def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight:
 
 
 def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of a head; copies of them, which autograd follows, if they are paged out and stay so."""
+    """Returns weight and bias of a head, or of a head that is its weight. Those that are paged out are brought first."""
     if isinstance(head, torch.Tensor):
         return _brought(head), None
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)
@@ -232,7 +233,7 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns the parameter with its weights, which are fetched in a running module and copied outside of one."""
+    """Returns the parameter with its weights: fetched in a running module, else a copy, whose gradient reaches it."""
     handle = handle_of(parameter)
     if handle is None or (parameter is handle.parameter and handle.engine.fetch(handle.unit)):
         return parameter
