@@ -17,7 +17,7 @@ from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lam
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
 from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, PlainSGDStep, Segment, SGDStep, Step
-from offload.kernels.sums import Sum, accumulate, join_master, split_master, sum_squares
+from offload.kernels.sums import accumulate, join_master, split_master, sum_squares
 from offload.kernels.update import Partition, adamw, probe, update
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "SGDStep",
     "Segment",
     "Step",
-    "Sum",
     "accumulate",
     "adamw",
     "join_master",

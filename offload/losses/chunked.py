@@ -220,7 +220,7 @@ def _add(sums: _Gradients, gradient: torch.Tensor, hidden: torch.Tensor, weight:
 
 
 def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of a head, or of a head that is its weight. Those that are paged out are brought first."""
+    """Returns weight and bias of a head, which may be its weight alone. Those that are paged out are brought first."""
     if isinstance(head, torch.Tensor):
         return _brought(head), None
     weight, bias = getattr(head, "weight", None), getattr(head, "bias", None)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload import kernels
 from offload.engine.gradients.disk_spill import DiskSpill
+from offload.kernels.sums import Sum
 
 
 class HostGradients:
@@ -21,7 +21,7 @@ class HostGradients:
             spill: gradients of units that wait on DISK.
         """
         self._memory, self._spill = memory, spill
-        self._sums: dict[tuple[int, int, int], kernels.Sum] = {}
+        self._sums: dict[tuple[int, int, int], Sum] = {}
         """Checked memory of each chunk of a host buffer, by unit, first element and length."""
 
     def spills(self, unit: int) -> bool:
@@ -36,11 +36,11 @@ class HostGradients:
         assert memory is not None
         return memory[start:stop]
 
-    def sum(self, unit: int, start: int, numel: int) -> kernels.Sum:
+    def sum(self, unit: int, start: int, numel: int) -> Sum:
         """Returns the sum of gradients in elements [start, start + numel), valid until the next call."""
         found = self._sums.get((unit, start, numel))
         if found is None:
-            found = kernels.Sum(self.values(unit, start, start + numel))
+            found = Sum(self.values(unit, start, start + numel))
             if not self.spills(unit):  # a window moves, a host buffer does not
                 self._sums[unit, start, numel] = found
         return found
