@@ -14,7 +14,7 @@ _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Descriptors:
-    """The descriptors of an open file, closed with their last owner: a `DirectFile` or a request in flight on the file.
+    """The descriptors of an open file, closed when no `DirectFile` and no request in flight refers to them any more.
 
     If a descriptor were closed under a request, the kernel could reuse its number for another file.
     """
@@ -51,7 +51,8 @@ class Piece(NamedTuple):
 class DirectFile:
     """A file for an `IoQueue`. Requests that are in flight when the file is closed complete normally.
 
-    `direct` is False if the file system refuses O_DIRECT (tmpfs); all bytes then go through the page cache.
+    `direct` is False if the file system refuses O_DIRECT (tmpfs before Linux 6.6); all bytes then go through the page
+    cache.
 
     Args:
         path: path of the file. A symbolic link in the last component is refused.
@@ -177,7 +178,7 @@ class DirectFile:
     def _open_again(self, flags: int) -> int:
         """Opens the file of the buffered descriptor a second time, by descriptor rather than by name.
 
-        In the meantime another file may have been renamed to this path.
+        The path may name another file by now, after a rename.
         """
         first = self.descriptors.buffered
         try:

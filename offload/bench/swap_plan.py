@@ -20,8 +20,8 @@ BACKWARD = 2
 """Compute time of a backward as a multiple of the forward's."""
 
 _WEIGHT, _STATES = 2, 10
-"""Bytes for each parameter: the bf16 weight; and 16 low bits of the master with two fp32 moments."""
-# Host memory that the engine's tiles take, for the estimate.
+"""Bytes of a parameter's bf16 weight; and of its other states: 16 low bits of the master and two fp32 moments."""
+# For the estimate of memory: host memory of the engine's tiles, and units for which the device arena has room.
 _TILES = 96 * MIB
 _DEVICE_UNITS = 3
 
@@ -34,16 +34,16 @@ class Plan:
     units: int
     unit_bytes: int
     compute_ms: tuple[float, ...]
-    """Milliseconds of one unit's forward; each value is measured."""
+    """Simulated compute times of one unit's forward, in milliseconds; the benchmark runs with each."""
     steps: int
-    """Counted steps of a turn."""
+    """Timed steps of a turn, without the steps at its start that are not timed."""
     rounds: int
-    """Turns of each contender."""
+    """Turns of each of the drive by itself, the swapped model and the model in memory."""
     accumulation: int
     """Micro-batches of a step."""
     weights: str
     states: str
-    """Tier of the optimizer states, one of `TIERS`; `weights` is that of the weights."""
+    """Tier of the optimizer states, one of `TIERS`; `weights` is the tier of the weights."""
     durability: str
     host_memory: int | None
     device_memory: int | None
@@ -57,7 +57,7 @@ class Plan:
     backend: str
     block_bytes: int | None
     depth: int | None
-    """I/O blocks in flight; None, as for `block_bytes`, for the backend's default."""
+    """I/O blocks in flight. None stands for the backend's default, here and for `block_bytes`."""
     probe_bytes: int
 
     @property
@@ -106,13 +106,14 @@ def make_plan(
     depth: int | None = None,
     probe_bytes: int = 256 * MIB,
 ) -> Plan:
-    """Validates the settings, named as in `Plan`, before a file is created or memory allocated.
+    """Returns the plan of the settings, named as in `Plan`, and validates it; creates no file, allocates no memory.
 
     Args:
         folders: folders on the drives to measure.
         unit_bytes: bytes of a unit's weights, rounded down to pages.
-        compute_ms: milliseconds of one unit's forward, each of which is measured; empty for 50.
-        in_memory: measure compute with the same model in memory; None does so if memory suffices.
+        compute_ms: simulated compute times of one unit's forward, in milliseconds; empty for 50.
+        in_memory: True to measure the compute time with the same model in memory, False to calculate it; None to
+            measure it if memory suffices.
         probe_bytes: bytes of the file that measures the drive, rounded up to pages.
 
     Raises:
@@ -160,7 +161,7 @@ def _check_numbers(plan: Plan, unit_bytes: int, probe_bytes: int) -> None:
 
 
 def _check_choices(plan: Plan) -> None:
-    """Raises `ConfigError` if a word is unknown, the backend is refused, or nothing would be swapped."""
+    """Raises `ConfigError` if a choice is unknown, the backend is refused, or nothing would be swapped."""
     known = {"weights": TIERS, "states": TIERS, "durability": DURABILITIES, "backend": ("auto", *BACKENDS)}
     for name, choices in known.items():
         if getattr(plan, name) not in choices:
@@ -204,7 +205,7 @@ def _fits_in_memory(plan: Plan, wanted: bool | None) -> bool:
     Raises `ConfigError` if the swapped model alone does not fit, or the second one does not although it is requested.
     """
     available = psutil.virtual_memory().available
-    # Gradients are bf16; accumulated over micro-batches, fp32.
+    # Gradients are bf16, or fp32 if they are accumulated over micro-batches.
     gradients = plan.parameters * (2 if plan.accumulation == 1 else 4)
     in_tier = {
         tier: (_WEIGHT * (plan.weights == tier) + _STATES * (plan.states == tier)) * plan.parameters for tier in TIERS

@@ -17,7 +17,7 @@ from offload.report.prediction import compare
 def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Returns the numbers of a run as a JSON object, in seconds and bytes.
 
-    Medians and rates leave out the first step of each process, which has no access order and reads on demand.
+    Medians and rates leave out the first step of each process: without a recorded access order, it reads on demand.
 
     Args:
         log: the log.
@@ -62,7 +62,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
 
 
 def _steady(log: Log) -> Sequence[Mapping[str, Any]]:
-    """Returns the steps without the first of each process; all steps if no other is left."""
+    """Returns the steps without the first step of each process, or all steps if that leaves none."""
     first = {log.steps[0]["step"], *log.resumed}
     return [values for values in log.steps if values["step"] not in first] or log.steps
 
@@ -83,7 +83,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _rate(steps: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    """Returns a field's sum per second, over the steps that contain both; None without such steps."""
+    """Returns a field's sum per second, over the steps with the field and a duration; None without such steps."""
     both = [(number(values, name), number(values, "seconds")) for values in steps]
     totals = [(amount, seconds) for amount, seconds in both if amount is not None and seconds]
     return sum(amount for amount, _ in totals) / sum(seconds for _, seconds in totals) if totals else None
@@ -98,12 +98,13 @@ def _samples_rate(steps: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) 
 def _bytes(
     steps: Sequence[Mapping[str, Any]], steady: Sequence[Mapping[str, Any]], name: str
 ) -> dict[str, float] | None:
+    """Returns a field's total, and its median over the steady steps; None if no step contains the field."""
     every = column(steps, name)
     return {"total": sum(every), "median": statistics.median(column(steady, name) or every)} if every else None
 
 
 def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the bytes written to each drive so far and at the end of the run, over all processes of the run."""
+    """Returns for each drive the bytes that all processes of the run have written, and a forecast for the run's end."""
     tbw, ends = about.get("drive_tbw"), about.get("steps")
     rows = [values["drives"] for values in log.steps if values.get("drives")]
     if not rows:
@@ -113,7 +114,7 @@ def _drives(log: Log, steady: Sequence[Mapping[str, Any]], about: Mapping[str, A
     drives = []
     for path, so_far in rows[-1].items():
         totals = [row[path] for row in rows if path in row]
-        # The counter may fall after a resume from an earlier step: such a pair of steps says nothing.
+        # The counter may fall after a resume from an earlier step: such a pair of steps is left out.
         grown = [after - before for before, after in pairwise(totals) if after >= before]
         a_step = statistics.median(grown) if grown else None
         use = forecast(path, so_far, a_step or 0, left, tbw if is_number(tbw) and tbw > 0 else None)

@@ -65,7 +65,7 @@ def _contains_run(path: Path) -> bool:
 
 
 def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Describes the run at `path`, of which `folders` are the rank folders to include."""
+    """Describes the run at `path`, including only the ranks whose folders are in `folders`."""
     found = [look(folder) for folder in folders if is_rank(folder)]
     ranks = [_rank(each) for each in found]
     known = next((each.manifest for each in found if each.manifest is not None), None)

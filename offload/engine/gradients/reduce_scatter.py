@@ -31,8 +31,8 @@ from offload.timeline import OFF, Timeline
 class ReduceScatterAccumulator(GradientAccumulator):
     """The mean of all ranks' gradients; see `GradientAccumulator` for the threads that may call each method.
 
-    Takes two buffers of the device arena: the bucket, and the values received from other ranks. Each is as large as the
-    largest unit's gradients in the dtype of a backward.
+    Takes two buffers of the device arena: the bucket, and the values received, this rank's own among them. Each is as
+    large as the largest unit's gradients in the dtype of a backward.
     """
 
     def __init__(
@@ -72,7 +72,11 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._seen: list[set[int]] = [set() for _ in layouts]
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Copies a gradient to the bucket, and reduces the bucket when it is full or needed for another unit."""
+        """Copies a gradient to the bucket.
+
+        Reduces the bucket before the copy if the bucket contains another unit or a gradient of the same parameter, and
+        after the copy if the bucket is full.
+        """
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
@@ -90,7 +94,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._flush()
 
     def _flush(self) -> None:
-        """Reduces the bucket, if it contains anything, and sends the small results."""
+        """Reduces the bucket, if it contains gradients, and starts the copies of small results that were set aside."""
         if self._unit >= 0:
             self._rounds.reduce(self._unit)
         super()._flush()
@@ -103,7 +107,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
         """Sums the gradients of `unit` from the ranks `holders`, and keeps this rank's partition of the mean.
 
-        The mean is over all ranks: those that are no holders contribute zeros. Every rank calls this at the same time.
+        The mean is over all ranks: ranks outside `holders` contribute zeros. Every rank calls this at the same time.
         """
         layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
         received = self._received[: len(holders) * len(part)].view(len(holders), len(part))
@@ -134,7 +138,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._seen[unit].add(segment)
 
     def give(self, units: Sequence[int]) -> None:
-        """Hands the gradients of `units` to their updates; a new step starts without any."""
+        """Hands the gradients of `units` to their updates; the next step starts without gradients."""
         super().give(units)
         for unit in units:
             self._seen[unit] = set()
@@ -145,9 +149,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._seen[unit] = set()
 
     def forget(self) -> None:
-        """Drops gradients on every rank, if this one has contributed any.
+        """Drops gradients as soon as every rank is about to drop its own, if this rank has contributed any.
 
-        Gradients to which only other ranks contributed are for those ranks to drop.
+        A rank that has contributed none returns at once, and keeps its partition of gradients from other ranks.
         """
         if self._unit >= 0 or any(self._seen):
             self._rounds.forget()

@@ -81,7 +81,7 @@ class Stored(NamedTuple):
     def _open(self) -> Any:
         """Opens the file and checks that it is unchanged. Unbuffered, because the reads are large."""
         try:
-            # Opened anew for each tensor: no file stays open in between, and each time the stamp is checked again.
+            # Opened anew for each tensor, so that no file stays open between tensors and each read checks the stamp.
             file = self.path.open("rb", buffering=0)
         except OSError as error:
             raise IoError(str(self.path), 0, 0, error.errno or errno.EIO, "open") from error
@@ -126,7 +126,8 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
             raise StoreError(f"{folder / INDEX} names {name}, which is missing; fetch all files of the model")
-        # A tensor that the index assigns to another file is left out here; one that it does not list is taken.
+        # Tensors of this file that the index assigns to another file are left out; tensors that the index does not
+        # list are included.
         held = _of_file(folder / name)
         found |= {tensor: held[tensor] for tensor in held if places.get(tensor, name) == name}
     lost = next((tensor for tensor in places if tensor not in found), None)
@@ -141,7 +142,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 def _of_file(path: Path) -> dict[str, Stored]:
     """Returns the tensors of one file."""
     try:
-        # Taken before the header is read: the first read of a tensor then notices a change in between.
+        # Taken before the header is read, so that the first read of a tensor notices a change since.
         stamp = Stamp.of(path.stat())
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error

@@ -25,13 +25,14 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
     Args:
         block: the config's optimizer block, used if nothing is given; None if the config has none.
         model: the model; the optimizer must contain all its trainable parameters, and none of another model.
-        given: a torch optimizer, a function that makes one of a list of parameters, or None.
+        given: a torch optimizer, a function that makes a torch optimizer from a list of parameters, or None.
         model_parameters: parameters or groups for the config's optimizer or for the function; None stands for all that
             are trainable.
 
     Raises:
-        ConfigError: no optimizer is given or configured, or the optimizer lacks a trainable parameter or contains one
-            that is not the model's.
+        ConfigError: no optimizer is given or configured; the given one has stepped already, or is no torch optimizer;
+            the config's has no learning rate; `model_parameters` contains something else; or the optimizer lacks a
+            trainable parameter or contains one that is not the model's.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
@@ -53,7 +54,7 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
 
 
 def _trainable_only(given: Iterable[Any] | None, trainable: Sequence[nn.Parameter]) -> list[Any]:
-    """Returns `given`, parameters or groups of them, without frozen parameters.
+    """Returns the parameters or groups `given` without frozen parameters, or all of `trainable` if `given` is None.
 
     Raises:
         ConfigError: `given` contains objects that are no parameters.
@@ -91,7 +92,7 @@ def _kind(item: Any) -> str:
 
 def _no_optimizer() -> Optimizer:
     """Returns the optimizer of a model that trains nothing."""
-    # One empty group, because torch refuses an optimizer without any.
+    # One empty group, because torch refuses an optimizer without groups.
     numbers = {"lr": 0.0, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
     return Optimizer([{"params": []}], numbers)
 
@@ -121,7 +122,7 @@ def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
 
 
 def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
-    """Returns an optimizer that takes over from a torch optimizer that has not stepped.
+    """Returns the engine's optimizer in place of a torch optimizer, which must not have stepped.
 
     Both contain the same groups, so schedules and users that hold the torch optimizer still act on the engine. Without
     a suitable kernel the torch optimizer's own code runs (see `torch_fallback`).
@@ -134,7 +135,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"optimizer= expects a torch.optim.Optimizer, got {type(optimizer).__name__}")
     rule = rule_of(optimizer)
-    # Adagrad makes its states at construction, with step 0: `attach` drops them.
+    # States with step 0 are allowed: Adagrad makes its states at construction, and `attach` drops them.
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ConfigError(
             "the optimizer contains states already, which would be lost; give a new optimizer that has not stepped"
@@ -149,7 +150,7 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
                 group[key] = tuple(value) if isinstance(value, list) else value
     groups = [{"params": list(group["params"])} for group in optimizer.param_groups]
     mine = Optimizer(groups, optimizer.defaults, rule)
-    # The list itself is shared, after the constructor has checked copies of its groups.
+    # The list of groups itself is shared; the constructor has checked copies of the groups.
     mine.param_groups = optimizer.param_groups
     mine.replaced = optimizer
     # Hooks of the torch optimizer are shared too: schedules and profilers may have registered some.
@@ -159,9 +160,10 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states that an optimizer without a kernel keeps of each trainable parameter, by name.
+    """Returns the states that an optimizer without a kernel keeps for each trainable parameter, by parameter name.
 
-    The result is empty for an optimizer with a kernel. The optimizer's own code may draw from any random generator.
+    The result is empty for an optimizer with a kernel. The optimizer's own code runs, and may draw from any random
+    generator; the caller restores the generators.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.

@@ -4,8 +4,8 @@ The order of a pass over the data is a function of the seed and the pass's numbe
 and a resumed run continues after the last trained batch without loading the earlier ones.
 
     a new run        each `iter` begins the next pass, as with any DataLoader
-    a resumed run    until its first step, each `iter` continues the interrupted pass: a loop that looks at a batch and
-                     stops changes nothing
+    a resumed run    until its first step, each `iter` continues the interrupted pass, so a loop that stops after a
+                     look at one batch has no effect on the order
     after a load     as in a resumed run; an iteration in progress also continues at the checkpoint's position
 """
 
@@ -92,7 +92,7 @@ class Position(NamedTuple):
 
 
 class Loader(DataLoader[Any]):
-    """A DataLoader that moves each batch to the device and keeps its position."""
+    """A DataLoader that moves each batch to the device and records the position in the data."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Loader(DataLoader[Any]):
         self._resuming = False
         """True if this run was resumed, or loaded a checkpoint, and has made no step since."""
         self._loads = 0
-        """Number of calls of `go_on`, so that an iteration in progress notices them."""
+        """Number of calls of `go_on`; an iteration in progress compares it to notice a new call."""
         self.restored: Mapping[str, torch.Tensor] | None = None
-        """The states last passed to `go_on` that were restored, before a batch was loaded; None if none were."""
+        """The generators' states that were last restored before the load of a batch, as `go_on` got them, or None."""
         self.before_next: Mapping[str, torch.Tensor] | None = None
-        """States of the generators before the first load of a batch since the last step; None if there was none."""
+        """The generators' states before the first load of a batch since the last step, or `go_on`'s; or None."""
 
     @property
     def epoch(self) -> int:
@@ -132,7 +132,7 @@ class Loader(DataLoader[Any]):
         return self._moved(*self._begin(), self._loads)
 
     def _begin(self) -> tuple[Iterator[Any], Position]:
-        """Returns the batches of the next pass, or the rest of a resumed pass, and the position of the first one."""
+        """Returns the batches of the next pass, or the rest of a resumed pass, and the first batch's position."""
         at = self._next
         if not self._resuming:
             self._next = Position(at.epoch + 1, 0)
@@ -165,7 +165,8 @@ class Loader(DataLoader[Any]):
                 self.restored = self.before_next
             begins = False
             noted = self.before_next is None
-            # Only before the first batch since the last step: a run resumed from there loads all later batches again.
+            # Read only before the first batch since the last step: a run that resumes after that step loads this and
+            # all later batches again.
             if noted:
                 self.before_next = read_generators(self._device)
             try:
@@ -188,7 +189,7 @@ class Loader(DataLoader[Any]):
         return self.where()
 
     def where(self) -> dict[str, int]:
-        """Returns the position after the last batch handed out, and the settings it depends on, as a JSON object."""
+        """Returns the position after the last batch handed out, and the settings that define it, as a JSON object."""
         batches = self._batches
         return {
             "epoch": self._handed_out.epoch,
@@ -200,7 +201,7 @@ class Loader(DataLoader[Any]):
         }
 
     def go_on(self, where: Mapping[str, int], generators: Mapping[str, torch.Tensor] | None) -> str | None:
-        """Continues at the position of a resumed run; returns a notice if its order, batch size or pass length differs.
+        """Continues at a resumed run's position; returns a notice if that run's order, batch or pass size was another.
 
         Args:
             where: the result of `trained` in the run that is resumed.
@@ -208,7 +209,7 @@ class Loader(DataLoader[Any]):
                 in a new run.
         """
         epoch, batch, mine = where["epoch"], where["batch"], self.where()
-        dropped = bool(where.get("drop_last", True))  # older versions always dropped, without a key
+        dropped = bool(where.get("drop_last", True))  # older versions always left out the last batch and wrote no key
         its_length = batches_of(where["samples"], where["samples_of_a_batch"], dropped)
         notice = None
         # Another order would repeat some samples of the pass and skip others, so the pass is given up.

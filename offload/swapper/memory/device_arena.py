@@ -1,4 +1,4 @@
-"""Device memory of fixed size, divided into device buffers. Not thread-safe: the pager's lock guards every call."""
+"""Device memory divided into device buffers. Not thread-safe: the pager's lock guards every call except `view`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from offload.swapper.memory.device import Device, Event
 
 
 class DeviceBuffer(NamedTuple):
-    """A block of the device arena that holds one unit's weights."""
+    """A byte range of the device arena: one unit's weights, or memory for another use that is never freed."""
 
     offset: int
     nbytes: int
@@ -23,7 +23,7 @@ class DeviceBuffer(NamedTuple):
 
 
 class DeviceArena:
-    """Device memory of all weights, in which units come and go: one allocation, and a second after `grow`.
+    """Device memory in which units are stored while they are used: one allocation, and a second after `grow`.
 
     A buffer may be freed while compute that reads the buffer is in flight: the next owner of the memory writes after
     the events in `DeviceBuffer.after`. With `poison`, freed buffers are filled with NaN and buffers are placed at
@@ -36,9 +36,9 @@ class DeviceArena:
         self._device = device
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
         self.blocks = [(0, self._allocate(nbytes))]
-        """Start offset of each allocation and its (nbytes,) uint8, ascending."""
+        """Start offset and memory, (nbytes,) uint8, of each allocation, in ascending order of offset."""
         self._readers = [(0, nbytes, self._earlier_compute())]
-        """Freed byte ranges, and the event after which no upload writes and no compute reads them."""
+        """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         """Allocates device memory; raises `BudgetError` if the device has not enough."""
@@ -52,13 +52,13 @@ class DeviceArena:
             ) from error
 
     def _earlier_compute(self) -> Event:
-        """Returns the event before which memory that was just allocated is not written by another stream."""
+        """Returns an event for newly allocated memory: other streams may write the memory only after this event."""
         # Torch may reuse memory that compute in flight still reads. That is safe on the compute stream, but not for an
         # upload, whose stream must first wait for that compute.
         return self._device.record_event()
 
     def grow(self, nbytes: int) -> tuple[int, int]:
-        """Adds `nbytes` in one piece and returns their start and end.
+        """Adds `nbytes` of contiguous memory and returns their start and end.
 
         Raises `BudgetError` if the device has not enough.
         """
@@ -70,10 +70,10 @@ class DeviceArena:
         return start, start + nbytes
 
     def shrink(self) -> int:
-        """Frees the memory that `grow` has added last, and returns its bytes; 0 if there is none, or a buffer is in it.
+        """Frees the memory that `grow` added last, and returns its size; 0 if there is none, or a buffer uses some.
 
-        Waits on the host for copies in flight: torch's allocator may reuse the memory at once for compute, which does
-        not wait for the streams of uploads and gathers.
+        Blocks the calling thread until copies in flight are done: torch's allocator may reuse the memory at once for
+        compute, which does not wait for the streams of uploads and gathers.
         """
         start, memory = self.blocks[-1]
         nbytes = memory.numel()
@@ -81,7 +81,7 @@ class DeviceArena:
             return 0
         inside = [event for first, _, event in self._readers if first >= start]
         self._readers = [reader for reader in self._readers if reader[0] < start]
-        # A new list, since the update worker looks for its states' views in the old one without the pager's lock.
+        # A new list, because the update worker may be reading the old one in `view`, without the pager's lock.
         self.blocks = self.blocks[:-1]
         self.nbytes -= nbytes
         for event in inside:
@@ -94,25 +94,25 @@ class DeviceArena:
         return self.space.used_bytes
 
     def take(self, nbytes: int) -> DeviceBuffer | None:
-        """Allocates a buffer; None if no hole is large enough."""
+        """Allocates a buffer; returns None if no free range is large enough."""
         offset = self.space.take(nbytes)
         return None if offset is None else self._buffer(offset, nbytes)
 
     def keep(self, nbytes: int) -> torch.Tensor:
-        """Allocates (nbytes,) uint8 that are never freed, and waits until any stream may write them."""
+        """Allocates (nbytes,) uint8 that are never freed, and blocks until every stream may write them."""
         device_buffer = self.take(nbytes)
-        assert device_buffer is not None, "the device arena was sized for the units that stay on the device"
+        assert device_buffer is not None, "the device arena has no room for memory that is never freed"
         for event in device_buffer.after:
             event.wait()
         return self.view(device_buffer)
 
     def take_at(self, offset: int, nbytes: int) -> DeviceBuffer:
-        """Allocates the buffer at `offset`, which must be free."""
+        """Allocates the `nbytes` bytes from `offset` on, which must be free."""
         self.space.take_at(offset, nbytes)
         return self._buffer(offset, nbytes)
 
     def _buffer(self, offset: int, nbytes: int) -> DeviceBuffer:
-        """Returns the buffer, with the events in flight of all earlier owners of its bytes."""
+        """Returns a buffer of these bytes, with those events of the bytes' earlier owners that are not done."""
         # Events that are done need no wait, and dropping them keeps the list short.
         self._readers = [reader for reader in self._readers if not reader[2].done()]
         stop = offset + nbytes
@@ -133,7 +133,7 @@ class DeviceArena:
             # threads.
             self._device.wait_event(written)
             self._device.wait_event(read)
-            self.view(device_buffer).view(torch.int16).fill_(0x7FFF)  # a NaN in bf16 and fp16, and pairwise in fp32
+            self.view(device_buffer).view(torch.int16).fill_(0x7FFF)  # NaN in bf16 and fp16, and two are NaN in fp32
             read = self._device.record_event()
         self._readers += [
             (device_buffer.offset, device_buffer.offset + device_buffer.nbytes, event)

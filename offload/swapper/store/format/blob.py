@@ -1,6 +1,7 @@
 """The blob of a commit: a safetensors file with the engine's tensors and three tensors of the store.
 
-Inspection of a run reads the store's tensors as bytes, so torch is imported only when the engine's are requested.
+The store's tensors are read as bytes, so that the inspection of a run does not import torch; only `pack` and
+`Blob.contents`, which returns the engine's tensors, import torch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
     import torch
 
 SUMS, MANIFEST, WRITTEN = "store.sums", "store.manifest", "store.written"
-"""Names of the tensors that the store adds to the engine's."""
+"""Names of the tensors that the store adds to the engine's: checksums, manifest and write counts."""
 _LENGTH_NBYTES = 8
+"""Bytes of the header's length, with which a safetensors file begins."""
 
 
 class Blob:
-    """Bytes of a blob whose checksum was correct."""
+    """The bytes of a blob, whose checksum the caller has verified."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -58,9 +60,9 @@ def pack(contents: Mapping[str, torch.Tensor], table: torch.Tensor, manifest: by
 
     Args:
         contents: the engine's tensors.
-        table: the checksums, of `checksums.pack`.
-        manifest: the manifest, of `Manifest.pack`.
-        written: the write counts, of `Written.pack`.
+        table: the checksums, as `checksums.pack` returns them.
+        manifest: the manifest, as `Manifest.pack` returns it.
+        written: the write counts, as `Written.pack` returns them.
     """
     import safetensors.torch
     import torch
