@@ -64,9 +64,9 @@ def chunk_loss_of(model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> Call
 class _LossOfModel:
     """The hooks and the loss function of one model. All run on the thread that runs the model."""
 
-    def __init__(self, model: nn.Module, head: nn.Linear, chunk_tokens: int) -> None:
+    def __init__(self, model: Any, head: nn.Linear, chunk_tokens: int) -> None:
         self._model, self._head, self._chunk_tokens = model, head, chunk_tokens
-        self._usual: Callable[..., Any] = model.loss_function  # type: ignore[assignment]
+        self._usual: Callable[..., Any] = model.loss_function
         self._signature = inspect.signature(type(model).forward)
         self._has_labels = False
         self._hidden: torch.Tensor | None = None
@@ -163,13 +163,13 @@ def _plain_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def _ends_in_loss_of(model: type, head: str) -> bool:
+def _ends_in_loss_of(model: type[nn.Module], head: str) -> bool:
     """Returns True if the class's forward has `logits = self.<head>(…)`, and gives these to the loss unchanged.
 
     Decided by the text of the forward, since a run would need a batch and the model's weights.
     """
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))  # type: ignore[attr-defined]
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))
     except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
         return False
     calls, assignments = [], []
