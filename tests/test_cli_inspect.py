@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import offload
 from offload.cli.main import app
 from offload.fileio import locked_dir
+from offload.runs import inspection
 from offload.swapper.store import other_runs
 from offload.swapper.store.rank_folder import Lock, holder
 from tests.support import models
@@ -218,3 +219,9 @@ def test_a_run_on_two_drives_is_counted_once_and_its_holder_found(tmp_path: Path
     files = [path for drive in drives for path in Path(drive, "default").rglob("*")]
     assert found.nbytes == sum(p.stat().st_blocks * 512 for p in files if p.parent.name == "rank0")
     assert len(other_runs(drives[1:], "mine")) == 1 and other_runs(drives, "default") == []
+
+
+def test_a_file_that_is_deleted_meanwhile_has_no_bytes(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_bytes(b"1234")
+    (tmp_path / "folder").mkdir()
+    assert [inspection._size_of(tmp_path / name) for name in ("kept", "folder", "deleted")] == [4, 0, 0]

@@ -188,3 +188,14 @@ def test_a_dry_run_leaves_every_generator() -> None:
     engine = offload.initialize(model=model, optimizer=optimizer, config={"offload": {"device": "cpu"}})[0]
     assert drawn() == expected
     engine.destroy()
+
+
+def test_a_function_that_returns_no_optimizer_is_refused() -> None:
+    """The optimizer of the config must not take its place without a word."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "offload": {"device": "cpu"},
+    }
+    with pytest.raises(ConfigError, match="returned None"):
+        offload.initialize(model=make_model(), optimizer=lambda parameters: None, config=config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -133,7 +134,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "world_size": None,
         "frozen_weights": None,
         "made_by": None,
-        "bytes": sum(each.stat().st_size for each in path.iterdir() if each.is_file()),
+        "bytes": sum(map(_size_of, path.iterdir())),
         "damaged": [],
     }
     try:
@@ -243,3 +244,12 @@ def _finished(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return {}
     return note if isinstance(note, dict) else {}
+
+
+def _size_of(path: Path) -> int:
+    """Returns the bytes of a file; 0 for anything else, and for a file that was deleted meanwhile."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0

@@ -38,6 +38,8 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
     # DeepSpeed accepts a function of the parameters in place of an optimizer. A torch optimizer may be callable too.
     if callable(given) and not isinstance(given, torch.optim.Optimizer):
         given = given(list(model_parameters) if model_parameters is not None else trainable)
+        if given is None:
+            raise ConfigError("the function that was passed as optimizer= returned None; it should return an optimizer")
     if given is not None:
         chosen = from_torch(given)
     elif not trainable:
