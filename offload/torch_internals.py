@@ -7,24 +7,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
     "SHALLOW_COPY_QUERY",
     "TorchDispatchMode",
     "call_after_backward",
+    "checkpointing",
     "fake_tensors",
     "has_no_storage",
     "inner_tensors",
@@ -34,11 +38,15 @@ __all__ = [
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "saves_checkpoint_input",
     "set_data",
     "tensors_in",
     "top_saved_tensor_hooks",
+    "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_unflatten",
+    "under_checkpoint",
     "under_modes",
     "without_modes",
 ]
@@ -192,3 +200,52 @@ def inside_backward() -> bool:
     """Returns True if this thread runs a backward."""
     # Thread-local, and set on the engine's own threads too; -1 outside of a backward.
     return torch._C._current_graph_task_id() != -1
+
+
+# -- checkpointing of activations ---------------------------------------------------------------------
+
+# `torch.utils.checkpoint.checkpoint` calls the function that it checkpoints. A hook before a module and one after it
+# need the two halves apart: the generator below is what torch's own composable `checkpoint(module)` uses.
+_generator = torch_checkpoint._checkpoint_without_reentrant_generator
+_KNOWS_EARLY_STOP = "early_stop" in inspect.signature(_generator).parameters  # torch 2.6 does not
+
+_FRAMES = 4
+"""Python frames between a pack hook and the code of checkpointing, at most."""
+
+
+def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None, None, None]:
+    """Returns a generator: from its first `next` to its second, the graph keeps `inputs` instead of what it saves.
+
+    Non-reentrant checkpointing of torch, with its random generators, autocast, early stop, and check of shapes.
+
+    Args:
+        recompute: computes again, from `inputs`, what is computed between the two calls.
+        inputs: tensors are saved through the active saved-tensor hooks, other values by reference.
+    """
+    context = torch_checkpoint.noop_context_fn
+    early_stop = (True,) if _KNOWS_EARLY_STOP else ()
+    generator: Generator[None, None, None] = _generator(
+        recompute, True, context, "default", False, *early_stop, *inputs
+    )
+    return generator
+
+
+def under_checkpoint() -> bool:
+    """Returns True if non-reentrant checkpointing records the tensors that autograd saves on this thread now."""
+    top = top_saved_tensor_hooks()
+    return top is not None and getattr(top[0], "__module__", None) == torch_checkpoint.__name__
+
+
+def saves_checkpoint_input() -> bool:
+    """Returns True if the pack hook that calls this runs because checkpointing, of either kind, saves its inputs.
+
+    Torch has no such query; the callers of the hook tell.
+    """
+    frame = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame.f_code.co_filename == torch_checkpoint.__file__:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from offload.config.blocks.activations import ActivationCheckpointing
 from offload.config.blocks.block import CHANGES_TRAINING, Block, missing, split_names
 from offload.config.blocks.monitors import CsvMonitor, TensorBoard, Wandb
 from offload.config.blocks.offload_block import OffloadBlock
@@ -14,7 +15,7 @@ from offload.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from offload.config.blocks.scheduler import SchedulerBlock
 from offload.config.blocks.values import Count, Number, Tier, steps_or_never
 from offload.config.blocks.zero import Aio, ZeroOptimization
-from offload.config.elsewhere import ActivationCheckpointing, Checkpoint
+from offload.config.elsewhere import Checkpoint
 
 
 class Findings(NamedTuple):
@@ -141,6 +142,14 @@ class Config(Block):
         return "nvme" in (self.weight_tier, self.optimizer_tier) or self.offload.wants_store
 
     @property
+    def activation_tier(self) -> Literal["device", "cpu", "nvme", "auto"] | None:
+        """Tier of the inputs of blocks that are computed again in backward; None if no block is."""
+        if self.offload.activations is not None:
+            return self.offload.activations
+        block = self.activation_checkpointing
+        return ("cpu" if block.cpu_checkpointing else "device") if block.computes_again else None
+
+    @property
     def dtype(self) -> Literal["bf16", "fp16", "fp32"]:
         """Dtype of the weights that compute uses."""
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
@@ -181,8 +190,13 @@ class Config(Block):
                 f"offload_param is honoured at ZeRO stage {zero.stage} too, as at stage 3",
             ),
             (
-                named and not self.wants_store,
+                named and not self.wants_store and self.activation_tier in (None, "device"),
                 "nvme_path is used only if memory is short or a run is resumed: no tier is nvme",
+            ),
+            (
+                self.offload.activation_memory is not None and self.activation_tier in (None, "device", "nvme"),
+                'activation_memory has no effect: it limits inputs in host memory, and "activations" is '
+                f"{self.activation_tier or 'not set'}",
             ),
         )
         return tuple(line for holds, line in lines if holds)

@@ -38,6 +38,8 @@ def placement_request(config: Config, accumulation: int = 1) -> PlacementRequest
         live=zero.stage3_max_live_parameters,
         tile=zero.sub_group_size,
         accumulation=accumulation,
+        # Inputs that never leave the device need no host memory.
+        inputs=offload.activation_memory if config.activation_tier not in (None, "device") else 0,
     )
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from offload.layout.tiers import that_fit
-from offload.sizes import MIB, PAGE
+from offload.layout.tiers import Partitions, TierMap, that_fit, tier_nbytes
+from offload.sizes import MIB, PAGE, align_up
+from offload.states import State, Tier
 from offload.swapper.memory.device import DeviceRoom
 
 _MARGIN = 256 * MIB
@@ -109,3 +110,23 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
         return 0
     peak = max(history.peak, room.kept)
     return growth(nbytes, need, DeviceRoom(room.free + room.kept - peak, peak))
+
+
+def device_fixed(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of the reduction."""
+    return tier_nbytes(parts, tiers, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+
+
+def moving(parts: Partitions, tiers: TierMap) -> list[int]:
+    """Returns the bytes of each unit that is paged in and out of the device."""
+    return [
+        align_up(nbytes)
+        for nbytes, row_tiers in zip(parts.unit_nbytes, tiers, strict=True)
+        # With several ranks a resident weight is only a shard: its unit is gathered for every use, and evicted.
+        if not (row_tiers[State.WEIGHT] is Tier.DEVICE and parts.alone)
+    ]
+
+
+def largest_moving(parts: Partitions, tiers: TierMap) -> int:
+    """Returns the bytes of the largest unit that is paged; 0 if none is."""
+    return max(moving(parts, tiers), default=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offload.errors import BudgetError
-from offload.layout.device_need import DeviceNeed
+from offload.layout.device_need import DeviceNeed, device_fixed, largest_moving, moving
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
@@ -19,6 +19,7 @@ from offload.layout.tiers import (
     demotions,
     differences,
     gradients_on_device,
+    inputs_nbytes,
     that_fit,
     tier_nbytes,
     to_add_up,
@@ -87,6 +88,8 @@ class Placement:
     """Tiles that are read, computed or written at a time."""
     scratch_nbytes: int
     """For an optimizer of torch, bytes of the class of tiles for the largest parameter's fp32 gradient and master."""
+    inputs_nbytes: int | None
+    """Bytes of host memory, beside `classes`, for inputs of blocks that are computed again; None: what is free."""
     window_numel: int
     """Elements of a spilling gradient that are in HOST at a time; 0 if no gradient spills."""
     notices: tuple[str, ...]
@@ -171,6 +174,10 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
             f'"host_memory" leaves {format_size(budget)} for this engine, but only {format_size(machine.free_host)} is '
             f"free on this machine; lower it, or leave it out for a budget of the bytes needed"
         )
+    inputs = request.inputs
+    if request.host_memory is not None and inputs != 0:
+        inputs = inputs_nbytes(request, budget - sum(least_host(parts, mode, request, machine)))
+        budget -= inputs
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
     if machine.device_kernels and mode.optimizer == ADAM:
@@ -214,6 +221,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         tile_numel=tile_numel,
         tile_buffers=tile_buffers,
         scratch_nbytes=scratch_nbytes,
+        inputs_nbytes=inputs,
         window_numel=_window_nbytes(parts, tiers) // parts.gradient_dtype.itemsize,
         notices=tuple(notices),
     )
@@ -342,15 +350,15 @@ def _divide_device(
     parts: Partitions, mode: Mode, request: PlacementRequest, machine: Machine, tiers: TierMap
 ) -> tuple[int, DeviceNeed]:
     """Returns the initial bytes of the device arena, and the bounds of its size."""
-    fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
+    fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
     # All paged units plus room for one more of any size, so that gaps between units force no eviction.
-    whole = max(_DEVICE_UNITS * largest, sum(_moving(parts, tiers)) + largest)
+    whole = max(_DEVICE_UNITS * largest, sum(moving(parts, tiers)) + largest)
     live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
     totals = to_add_up(parts, tiers) if request.accumulation > 1 and not machine.host_addressable else ()
     # Gradients on the device are an optimization that the least budget need not hold.
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
-    least = _device_fixed(parts, in_host) + largest
+    least = device_fixed(parts, in_host) + largest
     if request.device_memory is not None:
         check_budget(
             '"device_memory"',
@@ -374,27 +382,7 @@ def _divide_device(
 
 def _device_spare(parts: Partitions, request: PlacementRequest, machine: Machine, tiers: TierMap) -> int:
     """Returns the bytes for gradients on the device: the rest of an explicit budget or of `_GRADIENT_SHARE`."""
-    fixed, largest = _device_fixed(parts, tiers), _largest_moving(parts, tiers)
+    fixed, largest = device_fixed(parts, tiers), largest_moving(parts, tiers)
     if request.device_memory is not None:
         return request.device_memory // PAGE * PAGE - fixed - largest
     return int(_GRADIENT_SHARE * machine.free_device) - fixed - _DEVICE_UNITS * largest
-
-
-def _device_fixed(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of the reduction."""
-    return tier_nbytes(parts, tiers, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
-
-
-def _moving(parts: Partitions, tiers: TierMap) -> list[int]:
-    """Returns the bytes of each unit that is paged in and out of the device."""
-    return [
-        align_up(nbytes)
-        for nbytes, row_tiers in zip(parts.unit_nbytes, tiers, strict=True)
-        # With several ranks a resident weight is only a shard: its unit is gathered for every use, and evicted.
-        if not (row_tiers[State.WEIGHT] is Tier.DEVICE and parts.alone)
-    ]
-
-
-def _largest_moving(parts: Partitions, tiers: TierMap) -> int:
-    """Returns the bytes of the largest unit that is paged; 0 if none is."""
-    return max(_moving(parts, tiers), default=0)

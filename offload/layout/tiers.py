@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.errors import BudgetError
 from offload.layout.flat_layout import WORD, UnitLayout
-from offload.sizes import align_up, count_of, format_size
+from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Copied
 from offload.swapper.modes import Mode
@@ -71,6 +72,28 @@ class PlacementRequest:
     """Largest number of elements of a tile (`sub_group_size`)."""
     accumulation: int = 1
     """Micro-batches of an optimizer step."""
+    inputs: int | None = 0
+    """Bytes of an explicit `host_memory` for inputs of blocks that are computed again; None: half of what is left."""
+
+
+def inputs_nbytes(request: PlacementRequest, left: int) -> int:
+    """Returns the bytes of an explicit host budget for inputs of blocks that are computed again.
+
+    Args:
+        request: the config's request.
+        left: bytes beside the least that weights and states need.
+
+    Raises:
+        BudgetError: the configured bytes are not left.
+    """
+    # Their size is known only when the model runs: by default they share with the caches of weights and states.
+    nbytes = max(left, 0) // 2 // PAGE * PAGE if request.inputs is None else align_up(request.inputs)
+    if nbytes > max(left, 0):
+        raise BudgetError(
+            f'"activation_memory" is {format_size(nbytes)}, but only {format_size(max(left, 0))} of "host_memory" are '
+            'left beside the least that weights and states need: lower the former or raise the latter in "offload"'
+        )
+    return nbytes
 
 
 def partitions(

@@ -60,6 +60,16 @@ class OffloadBlock(Block):
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
+    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
+        None,
+        description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "
+        "memory, in files, or (auto) where there is room; default: as activation_checkpointing says, else not at all",
+    )
+    activation_memory: Memory | None = Field(
+        None,
+        description="host memory for these inputs, part of host_memory; default: half of what host_memory leaves, or "
+        "80 % of what is free",
+    )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )

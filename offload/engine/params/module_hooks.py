@@ -27,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import __file__ as module_file
 
+from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
@@ -86,6 +87,7 @@ class ModuleHooks:
         gradients: GradientAccumulator,
         pager: Pager,
         callbacks: EngineCallbacks,
+        checkpoints: UnitCheckpoints,
         *,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
@@ -101,12 +103,13 @@ class ModuleHooks:
             gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
             callbacks: the engine, as its components see it.
+            checkpoints: makes blocks compute their activations again; installed outside of all other hooks.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute = timeline, compute
-        self._callbacks = callbacks
+        self._callbacks, self._checkpoints = callbacks, checkpoints
         self._root = model
         self._local = _Nesting()
         self._thread: threading.Thread | None = None
@@ -129,6 +132,7 @@ class ModuleHooks:
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
         compute.install(modules, {"": ()} | sites)
+        checkpoints.install(modules)
 
     def remove(self) -> None:
         """Removes every hook."""
@@ -136,6 +140,7 @@ class ModuleHooks:
         for remover in self._removers:
             remover()
         self._removers.clear()
+        self._checkpoints.remove()
         self._compute.remove()
 
     @uninterrupted
@@ -169,6 +174,7 @@ class ModuleHooks:
             if frame.casts_kept:  # otherwise an enclosing context restores the cache
                 torch.set_autocast_cache_enabled(True)
             self._thread = None
+        self._checkpoints.abandon()
 
     def forget_gradients(self) -> None:
         """Drops gradients that an aborted backward left in `.grad` before the engine took them."""

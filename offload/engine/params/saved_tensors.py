@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine.activations.kept_input import KeptInput
+from offload.engine.activations.kept_inputs import KeptInputs
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.unit_views import UnitViews
@@ -27,6 +29,7 @@ from offload.torch_internals import (
     plain_tensors,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    saves_checkpoint_input,
     top_saved_tensor_hooks,
 )
 
@@ -72,6 +75,8 @@ class _Pack:
     def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
         self.saved, self._outer = saved, outer
         self._bindings, self._placeholders = saved.bindings, saved.placeholders
+        # Within another checkpoint or hooks of the user, those decide about the inputs too.
+        self._inputs = saved.inputs if outer is None else None
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         # Autograd saves dozens of tensors in a block. Nearly all are of these types, for which few calls suffice.
@@ -84,6 +89,10 @@ class _Pack:
             if binding is not None and binding.alive:
                 return self.saved.handle_in(binding.unit, tensor)
             if self._outer is None and address not in self._placeholders:
+                if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
+                    kept = self._inputs.keep(tensor)
+                    if kept is not None:
+                        return kept
                 return tensor.detach(), tensor._version
         handle = self.saved.handle(tensor)
         if handle is not None:
@@ -115,6 +124,7 @@ class SavedTensors:
         unit_views: UnitViews,
         pager: Pager,
         compute: ComputeSpans = NO_SPANS,
+        inputs: KeptInputs | None = None,
     ) -> None:
         """Prepares the hooks.
 
@@ -124,7 +134,9 @@ class SavedTensors:
             unit_views: makes views of weights.
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
+            inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
         """
+        self.inputs = inputs
         self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
@@ -200,7 +212,7 @@ class SavedTensors:
         )
 
     @uninterrupted
-    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped) -> torch.Tensor:
+    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped | KeptInput) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 
         Raises:
@@ -209,6 +221,9 @@ class SavedTensors:
         """
         if isinstance(packed, _Handle):
             return self._view(packed)
+        if isinstance(packed, KeptInput):
+            assert self.inputs is not None
+            return self.inputs.fetch(packed)
         if isinstance(packed, _Packed):
             return packed.unpack(packed.value)
         if isinstance(packed, _Wrapped):

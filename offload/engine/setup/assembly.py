@@ -33,11 +33,11 @@ from offload.engine.params.initial_fill import InitialFill, make_resident_shards
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle
-from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.setup.buffers import move_buffers
+from offload.engine.setup.hooks import kept_inputs, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
@@ -110,7 +110,10 @@ def assemble(
         move_buffers(model, plan)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
-        hooks = _hooks(plan, model, handles, unit_views, gradients, pager, callbacks, timeline, compute)
+        inputs = kept_inputs(plan, files, timeline)
+        if inputs is not None:
+            undo.callback(inputs.close)
+        hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, inputs, timeline, compute)
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
@@ -125,6 +128,7 @@ def assemble(
         update_worker=updater,
         pager=pager,
         gradients=gradients,
+        inputs=inputs,
         ranks=plan.ranks,
         agreement=rounds,
         store=files.store,
@@ -146,33 +150,6 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     if not plan.device.host_addressable:
         copied = copied_memory(plan.parts, placed.tiers, placed.promoted)
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
-
-
-def _hooks(
-    plan: Plan,
-    model: nn.Module,
-    handles: Sequence[Sequence[ParamHandle]],
-    unit_views: UnitViews,
-    gradients: GradientAccumulator,
-    pager: Pager,
-    callbacks: EngineCallbacks,
-    timeline: Timeline,
-    compute: ComputeSpans,
-) -> ModuleHooks:
-    """Installs the hooks of modules and saved tensors on the model."""
-    saved = SavedTensors([layout.name for layout in plan.layouts], handles, unit_views, pager, compute)
-    return ModuleHooks(
-        model,
-        plan.units.sites,
-        handles,
-        unit_views,
-        saved,
-        gradients,
-        pager,
-        callbacks,
-        timeline=timeline,
-        compute=compute,
-    )
 
 
 def shown_names(plan: Plan) -> list[str]:

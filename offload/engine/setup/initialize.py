@@ -254,7 +254,8 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
     if plan.rank == 0:
         check_monitor(plan.config)
     written = _written(plan)
-    queue = _queue(plan.config) if plan.slots or plan.placement.spilled else None
+    inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
+    queue = _queue(plan.config) if plan.slots or plan.placement.spilled or inputs_on_disk else None
     store: Store | None = None
     files = NewStore(plan, None, False, lr_scheduler)
     try:

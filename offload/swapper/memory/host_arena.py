@@ -313,6 +313,12 @@ class HostMemory:
                 found = mapping, 0
             return found
 
+    @property
+    def taken_bytes(self) -> int:
+        """Returns the bytes of the present engines' arenas, caches included."""
+        with self._lock:
+            return self._taken_bytes
+
     def _join(self, arena: HostArena) -> None:
         """Registers an arena, whose bytes count from now on."""
         with self._lock:

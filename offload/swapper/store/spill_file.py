@@ -18,7 +18,7 @@ from offload.timeline import Row, now
 
 
 class SpillFile:
-    """Room on the drives for the gradients of units: the bytes of each key (a unit) are on one drive.
+    """Room on the drives for gradients of units, or other bytes by key: the bytes of each key are on one drive.
 
     Any thread may call `read` and `write`. The caller must wait for all futures, at the latest before `close`.
     """
@@ -30,15 +30,17 @@ class SpillFile:
         queue: Queue,
         written: Written | None = None,
         spans: DriveSpans = NO_SPANS,
+        what: str = "gradients that do not fit host memory",
     ) -> None:
         """Creates and reserves the files.
 
         Args:
             paths: a folder on each drive.
-            nbytes: number of bytes to reserve for each key; a key is the index of a unit.
+            nbytes: number of bytes to reserve for each key; a key is the index of a unit if `spans` are recorded.
             queue: reads and writes the files.
             written: counts the bytes written to each drive; None for a count of its own.
             spans: records each request on the timeline, as a request for the gradient of its unit.
+            what: name of the contents, for the error.
 
         Raises:
             StoreError: if a file cannot be created, or there is not enough room.
@@ -58,7 +60,7 @@ class SpillFile:
         close_in_children.add(self)
         try:
             for path, end in zip(paths, ends, strict=True):
-                self._files.append(_nameless(Path(path), end))
+                self._files.append(_nameless(Path(path), end, what))
         except BaseException:
             self.close()
             raise
@@ -90,7 +92,7 @@ class SpillFile:
             file.descriptors.close()
 
 
-def _nameless(folder: Path, nbytes: int) -> DirectFile:
+def _nameless(folder: Path, nbytes: int, what: str) -> DirectFile:
     """Returns an unlinked file of `nbytes` in `folder`. However this process ends, the file's room is freed."""
     name = folder / f".offload-spill-{os.getpid()}-{os.urandom(4).hex()}"
     try:
@@ -108,7 +110,7 @@ def _nameless(folder: Path, nbytes: int) -> DirectFile:
     except IoError as error:
         file.close()
         raise StoreError(
-            f"gradients that do not fit host memory need {format_size(nbytes)} on {folder}, which has "
+            f"{what} need {format_size(nbytes)} on {folder}, which has "
             f'{format_size(shutil.disk_usage(folder).free)} free; free some room, or raise "host_memory"'
         ) from error
     return file

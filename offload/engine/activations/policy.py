@@ -1,0 +1,51 @@
+"""Which inputs of checkpointed units leave the device, and which leave host memory: pure functions of sizes.
+
+Inputs are kept in the order of the forward, and a backward asks for the newest first. So the oldest ones leave first:
+their next use is furthest away. The newest one never leaves the device, since the backward may begin with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from offload.errors import ConfigError
+
+STAGED_INPUTS = 4
+"""Host buffers through which inputs go to DISK: two are written or read, one is copied, one is ahead."""
+_HEADROOM = 2
+"""Free host buffers that writes to DISK keep ahead of the forward."""
+
+
+def leaves_device(sizes: Sequence[int], limit: float) -> int:
+    """Returns how many of the inputs on the device leave it, oldest first.
+
+    Args:
+        sizes: bytes of each input on the device, oldest first. The newest does not count and does not leave.
+        limit: bytes that the others may take together.
+    """
+    kept = sum(sizes[:-1])
+    count = 0
+    while kept > limit:
+        kept -= sizes[count]
+        count += 1
+    return count
+
+
+def writes(unwritten: int, room: int, nbytes: int) -> bool:
+    """Returns True if the oldest input in host memory is to be written to DISK now, to keep buffers free.
+
+    Args:
+        unwritten: inputs in host buffers whose bytes are not on DISK, nor on their way there.
+        room: bytes of host memory for inputs.
+        nbytes: bytes of an input.
+    """
+    buffers = max(room // max(nbytes, 1), STAGED_INPUTS)
+    return unwritten > buffers - _HEADROOM
+
+
+def check_tier(tier: str, drives: bool) -> None:
+    """Raises `ConfigError` if inputs are to go to DISK without a drive."""
+    if tier == "nvme" and not drives:
+        raise ConfigError(
+            '"activations": "nvme" needs a folder for files, but no "nvme_path" is given; set one in the "offload" block'
+        )

@@ -1,0 +1,239 @@
+"""Checkpointing by unit: hooks on the repeated blocks of a model, whose activations are computed again in backward.
+
+    forward     pre-hook  ─► torch's checkpointing begins: the graph keeps the block's inputs
+                post-hook ─► it ends
+    backward    the first tensor of the block that autograd asks for ─► the block's module is called again
+
+The hooks enclose those of `ModuleHooks`, so a block's weights are fetched in its recomputation as in its forward. The
+model's code and names stay as they are. What is computed again, also by the user's own hooks, must be the same: torch
+compares shapes.
+
+[Note: buffers] A recomputation runs a module once more, and with it changes of its buffers, such as the statistics of
+a BatchNorm. The buffers have the values of the forward again afterwards. A module that also reads a buffer that it
+changes would compute something else: that is an error after its first forward, except for a BatchNorm, which reads
+none while it trains.
+
+Threads. Forward hooks run on the thread that runs the model, recomputations on autograd's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from offload.engine.activations.seconds import UnitSeconds
+from offload.errors import UsageError
+from offload.interrupts import uninterrupted
+from offload.swapper.memory.device import Device
+from offload.torch_internals import (
+    checkpointing,
+    inside_backward,
+    outside_of_compiled_code,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    under_checkpoint,
+)
+
+
+class _Call:
+    """A call of a block that has begun and not ended."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.generator: Generator[None, None, None] | None = None
+        """None if the call is not checkpointed."""
+        self.versions: list[tuple[str, torch.Tensor, int]] = []
+        self.began = time.perf_counter()
+
+
+class _Local(threading.local):
+    """State of one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+class UnitCheckpoints:
+    """The hooks of checkpointing on the blocks of one model. Without blocks, no hook is installed."""
+
+    def __init__(self, blocks: Sequence[str], device: Device, synchronize: bool, seconds: UnitSeconds | None) -> None:
+        """Installs nothing yet.
+
+        Args:
+            blocks: names of the modules that are computed again.
+            device: the compute device.
+            synchronize: True to wait for the device at the border of each block.
+            seconds: records how long each block takes; None to record nothing.
+        """
+        self.blocks = tuple(blocks)
+        self._device, self._synchronize, self._seconds = device, synchronize, seconds
+        self._local = _Local()
+        self._removers: list[Callable[[], None]] = []
+
+    def install(self, modules: Mapping[str, nn.Module]) -> None:
+        """Installs the hooks, outside of all that are installed so far, until `remove`."""
+        for name in self.blocks:
+            self._hook(modules[name], name)
+
+    def remove(self) -> None:
+        """Removes every hook. Idempotent."""
+        while self._removers:
+            self._removers.pop()()
+
+    def _hook(self, module: nn.Module, name: str) -> None:
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._begin(module, args, kwargs) if called is module else None
+
+        def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            if called is module:
+                self._end(module, name)
+
+        pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
+        self._removers.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True).remove)
+        # Also after an exception: otherwise torch's hooks for saved tensors would stay active.
+        self._removers.append(module.register_forward_hook(post, always_call=True).remove)
+
+    # -- forward ------------------------------------------------------------------------------------
+
+    @uninterrupted
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begins a call of a block, and returns its arguments without a cache of keys and values."""
+        call = _Call(module)
+        self._local.calls.append(call)  # first, since the post-hook ends a call also after an error in here
+        if not self._is_checkpointed(module, args, kwargs):
+            return None
+        args, kwargs = without_cache((args, kwargs))
+        leaves, tree = tree_flatten((args, kwargs))
+
+        def recompute(*inputs: Any) -> None:
+            again, named = tree_unflatten(inputs, tree)
+            with self._recomputation(module, call):
+                module(*again, **named)
+
+        if self._synchronize:
+            self._device.synchronize()
+        call.began = time.perf_counter()
+        call.versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
+        call.generator = checkpointing(recompute, *leaves)
+        next(call.generator)
+        return args, kwargs
+
+    def _is_checkpointed(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
+        """Returns True if a backward through this call could need activations, which nobody else computes again."""
+        # A forward inside of a backward is a recomputation, by this object or by somebody else's checkpoint.
+        if not torch.is_grad_enabled() or inside_backward() or under_checkpoint():
+            return False
+        # A layer of transformers that checkpoints itself has this attribute.
+        if getattr(module, "gradient_checkpointing", False) and module.training:
+            return False
+        # No input of a frozen prefix is kept: its activations are not saved either.
+        return any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))
+        ) or any(parameter.requires_grad for parameter in module.parameters())
+
+    @uninterrupted
+    def _end(self, module: nn.Module, name: str) -> None:
+        """Ends the newest call of a block."""
+        calls = self._local.calls
+        if not calls or calls[-1].module is not module:  # `abandon` has ended it
+            return
+        call = calls.pop()
+        if call.generator is None:
+            return
+        for _ in call.generator:
+            raise AssertionError("torch's checkpointing did not end with the call")
+        if self._synchronize:
+            self._device.synchronize()
+        if self._seconds is not None:
+            self._seconds.add_forward(name, time.perf_counter() - call.began)
+        _check_buffers(module, name, call)
+
+    @contextlib.contextmanager
+    def _recomputation(self, module: nn.Module, call: _Call) -> Iterator[None]:
+        """Marks a recomputation of `module`, after which its buffers are as before; see [Note: buffers]."""
+        changed = [(buffer, buffer.clone()) for _, buffer, version in call.versions if buffer._version != version]
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, values in changed:
+                    buffer.copy_(values)
+            if self._synchronize:
+                self._device.synchronize()
+            if self._seconds is not None:
+                self._seconds.add_recomputation(module, time.perf_counter() - began)
+
+    @uninterrupted
+    def abandon(self) -> None:
+        """Ends the calls that a Ctrl-C has ended without their post-hooks."""
+        while self._local.calls:
+            call = self._local.calls.pop()
+            if call.generator is None:
+                continue
+            call.generator.close()  # pops its pair of saved-tensor hooks
+
+
+def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
+    """Returns the names of the blocks of a model that are computed again: the repeated ones, outermost first.
+
+    They are the children of a `ModuleList`, or of a `Sequential` if the model has no `ModuleList`, that have parameters
+    and are not inside of another one; and modules that the user has named as units.
+
+    Args:
+        model: the model.
+        named: names or classes of modules.
+    """
+    modules = dict(model.named_modules())
+    for kind in (nn.ModuleList, nn.Sequential):
+        lists = [name for name, module in modules.items() if isinstance(module, kind)]
+        found = [
+            f"{name}.{child}" if name else child
+            for name in lists
+            for child, module in modules[name].named_children()
+            if any(True for _ in module.parameters())
+        ]
+        if found:
+            break
+    chosen = {name for name, module in modules.items() if name and (name in named or type(module).__name__ in named)}
+    outermost: list[str] = []
+    for name in modules:  # outer modules come first
+        inside = any(name.startswith(f"{outer}.") for outer in outermost)
+        if (name in found or name in chosen) and not inside:
+            outermost.append(name)
+    return tuple(outermost)
+
+
+def without_cache(arguments: Any) -> Any:
+    """Returns a block's arguments without a cache of transformers, which a recomputation would fill once more."""
+    args, kwargs = arguments
+    kwargs = {name: False if name == "use_cache" and value else value for name, value in kwargs.items()}
+    leaves, tree = tree_flatten((args, kwargs))
+    return tree_unflatten([None if _is_cache(leaf) else leaf for leaf in leaves], tree)
+
+
+def _is_cache(value: Any) -> bool:
+    """Returns True for transformers' cache of keys and values, without an import of transformers."""
+    return any(
+        kind.__name__ == "Cache" and kind.__module__ == "transformers.cache_utils" for kind in type(value).__mro__
+    )
+
+
+def _check_buffers(module: nn.Module, name: str, call: _Call) -> None:
+    """Raises `UsageError` if the forward has changed a buffer that it may also have read; see [Note: buffers]."""
+    for buffer_name, buffer, version in call.versions:
+        owner = module.get_submodule(buffer_name.rpartition(".")[0])
+        if buffer._version != version and not isinstance(owner, _BatchNorm):
+            raise UsageError(
+                f"{name} changes its buffer {buffer_name} in forward, so a recomputation in backward would compute "
+                'something else. Leave "activations" and "activation_checkpointing" out of the config, and checkpoint '
+                "other modules by torch.utils.checkpoint, if any"
+            )

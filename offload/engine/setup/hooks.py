@@ -1,0 +1,131 @@
+"""The hooks on a model: units, saved tensors, and blocks that are computed again in backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from offload.engine.activations.disk_slots import DiskSlots
+from offload.engine.activations.host_blocks import HostBlocks
+from offload.engine.activations.kept_inputs import KeptInputs
+from offload.engine.activations.policy import check_tier
+from offload.engine.activations.seconds import UnitSeconds
+from offload.engine.activations.unit_checkpoints import UnitCheckpoints, blocks_of
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.metrics.compute_spans import ComputeSpans
+from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.saved_tensors import SavedTensors
+from offload.engine.params.unit_views import UnitViews
+from offload.engine.setup.plan import Plan
+from offload.engine.setup.run_files import RunFiles
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.limits import free_host_memory
+from offload.swapper.pager import Pager
+from offload.timeline import Timeline
+
+_HOST_SHARE = 0.8
+"""Fraction of the free host memory that inputs may take where no budget is configured."""
+_RESERVE = 4
+"""On an accelerator, "auto" leaves a quarter of the memory that is free at the start to everything but inputs."""
+
+
+def module_hooks(
+    plan: Plan,
+    model: nn.Module,
+    handles: Sequence[Sequence[ParamHandle]],
+    unit_views: UnitViews,
+    gradients: GradientAccumulator,
+    pager: Pager,
+    callbacks: EngineCallbacks,
+    inputs: KeptInputs | None,
+    timeline: Timeline,
+    compute: ComputeSpans,
+) -> ModuleHooks:
+    """Installs the hooks of modules, saved tensors and checkpoints on the model.
+
+    Args:
+        plan: All decisions.
+        model: The model, whose parameters have handles.
+        handles: The parameters of each unit.
+        unit_views: Materializes units.
+        gradients: Receives every gradient.
+        pager: Fetches units.
+        callbacks: The engine.
+        inputs: Keeps inputs of checkpointed modules off the device; None if they stay there.
+        timeline: Records phases.
+        compute: Records forwards and backwards of units.
+    """
+    names = [layout.name for layout in plan.layouts]
+    saved = SavedTensors(names, handles, unit_views, pager, compute, inputs)
+    return ModuleHooks(
+        model,
+        plan.units.sites,
+        handles,
+        unit_views,
+        saved,
+        gradients,
+        pager,
+        callbacks,
+        _unit_checkpoints(plan, model),
+        timeline=timeline,
+        compute=compute,
+    )
+
+
+def _unit_checkpoints(plan: Plan, model: nn.Module) -> UnitCheckpoints:
+    """Returns the checkpoints of the blocks that the config wants to be computed again."""
+    block = plan.config.activation_checkpointing
+    blocks: tuple[str, ...] = ()
+    if plan.config.activation_tier is not None:
+        blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
+    seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
+    return UnitCheckpoints(blocks, plan.device, block.synchronize_checkpoint_boundary, seconds)
+
+
+def kept_inputs(plan: Plan, files: RunFiles, timeline: Timeline) -> KeptInputs | None:
+    """Returns the keeper of inputs of checkpointed modules, or None if they stay where the forward computes them.
+
+    Args:
+        plan: All decisions.
+        files: The files of the run; the queue exists if there is a drive for inputs.
+        timeline: Records copies.
+    """
+    config, device, tier = plan.config, plan.device, plan.config.activation_tier
+    if tier in (None, "device"):
+        return None
+    assert tier is not None
+    check_tier(tier, bool(config.drives))
+    # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
+    if device.host_addressable and files.queue is None:
+        return None
+    room = 0 if tier == "nvme" or device.host_addressable else plan.placement.inputs_nbytes
+    at_once = None
+    if config.activation_checkpointing.contiguous_memory_optimization:
+        at_once = config.activation_checkpointing.number_checkpoints or len(plan.units.units)
+    blocks = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
+    slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
+    limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
+    return KeptInputs(device, blocks, slots, limit, timeline)
+
+
+def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:
+    """Returns the bytes that inputs may take on the device, given the bytes that they take now.
+
+    Args:
+        tier: "cpu", "nvme" or "auto".
+        device: The compute device.
+        room: Bytes of host memory for inputs; None for what is free.
+    """
+    if tier == "nvme" or (tier == "cpu" and not device.host_addressable):
+        return lambda now: 0
+    if not device.host_addressable:
+        reserve = device.free_bytes() // _RESERVE
+        return lambda now: now + device.free_bytes() - reserve
+    if room is not None:
+        return lambda now: room
+    return lambda now: math.floor(now + _HOST_SHARE * free_host_memory())
