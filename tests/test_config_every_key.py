@@ -131,7 +131,6 @@ NAMED: dict[str, Any] = {
     "bf16.immediate_grad_update": True,
     "bf16.check_grad_overflow": False,
     "torch_autocast.lower_precision_safe_modules": ["torch.nn.Linear"],
-    "activation_checkpointing.number_checkpoints": 4,
     **_each("checkpoint.", "use_node_local_storage parallel_write checkpoint_serialization writer"),
     "optimizer.legacy_fusion": True,
     "optimizer.params.torch_adam": True,
@@ -167,8 +166,7 @@ REFUSED: dict[str, Any] = {
     **_each("bf16.", "bf16_master_weights_and_grads bf16_optimizer_states"),
     **_each(
         "activation_checkpointing.",
-        """partition_activations contiguous_memory_optimization cpu_checkpointing synchronize_checkpoint_boundary
-        profile unheard_of""",
+        "unheard_of",
     ),
     "checkpoint.load_universal": True,
     "optimizer.params.fp32_optimizer_states": False,
@@ -249,7 +247,6 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
         ({"tensor_parallel": True}, "splits each layer over ranks"),
         ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*offload\.load_pretrained"),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "gradient_checkpointing_enable"),
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ],
 )

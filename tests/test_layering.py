@@ -61,12 +61,13 @@ WITHIN = {
     "engine": {
         "callbacks": "",
         "keywords": "",
+        "activations": "",
         "metrics": "",
         "distributed": "callbacks",
         "gradients": "callbacks distributed metrics",
-        "params": "callbacks distributed gradients keywords metrics",
+        "params": "activations callbacks distributed gradients keywords metrics",
         "optim": "callbacks distributed gradients params",
-        "training": "distributed gradients metrics optim params",
+        "training": "activations distributed gradients metrics optim params",
         "checkpoint": "distributed params training",
         "memory_report": "training",
         "param_access": "callbacks distributed params training",
@@ -80,7 +81,8 @@ WITHIN = {
         "deepspeed_api": "core memory_report training",
         "persistence_api": "checkpoint core deepspeed_api keywords model_io",
         "engine": "keywords persistence_api training",
-        "setup": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
+        "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
+        "training",
     },
     "planner": {
         "memory": "",

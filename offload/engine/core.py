@@ -165,6 +165,7 @@ class EngineCore(EngineCallbacks):
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
+        self.components.activations.recover()
         self.device_budget.relieve()
         self.state.enter()
         # The commit of step k waits for random generators, counters and buffers of one moment: the first entry after
@@ -207,6 +208,7 @@ class EngineCore(EngineCallbacks):
         # The device arena was planned without knowledge of activations. After one forward and backward torch's
         # allocator shows their peak, and the arena may grow into the memory that they leave free.
         self.device_budget.end_step()
+        self.components.activations.checkpoints.end_step(self.state.global_steps)
         self.state.ended()
         if self.components.meter is not None:
             self.components.meter.end_step(self.optimizer_step.stepped())

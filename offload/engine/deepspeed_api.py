@@ -294,7 +294,8 @@ class DeepSpeedApi:
 
         `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
         `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of
-        `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak.
+        `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak. `["activations"]` lists
+        inputs of blocks that are computed again, by tier, if "activations" of the config moves any.
         """
         return memory_report(self._core.components, self._core.base_bytes)
 

@@ -10,7 +10,7 @@ import torch
 from offload.aio import resident_bytes
 from offload.engine.training.components import EngineComponents
 from offload.sizes import count_of, format_size
-from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.memory.torch_allocator import memory_stats
 
 
@@ -35,6 +35,15 @@ class MemoryReport(dict[str, Any]):
             f"device {format_size(device['allocated'])} = {format_size(device['arena'])} of the device budget "
             f"({format_size(device['in_use'])} in use) + {format_size(device['other'])} of everything else"
         )
+        activations = self["activations"]
+        if any(each["peak"] for each in activations.values()):
+            lines.append(
+                "inputs of checkpointed units, now and at most: "
+                + ", ".join(
+                    f"{format_size(each['used'])} and {format_size(each['peak'])} on {tier}"
+                    for tier, each in activations.items()
+                )
+            )
         allocator = self["allocator"]
         if allocator:
             lines.append(
@@ -51,7 +60,12 @@ def resident_of_arenas(components: EngineComponents) -> tuple[int, int]:
     """Returns resident bytes of the host arena, and of the device arena if the device is the CPU."""
     blocks = [memory for _, memory in components.pager.arena.blocks if memory.device.type == "cpu" and memory.numel()]
     on_cpu = sum(resident_bytes(memory.data_ptr(), memory.numel()) for memory in blocks)
-    return resident_bytes(components.arena.address, components.arena.nbytes), on_cpu
+    return sum(resident_bytes(arena.address, arena.nbytes) for arena in _own_arenas(components)), on_cpu
+
+
+def _own_arenas(components: EngineComponents) -> list[HostArena]:
+    """Returns the host memory of one engine."""
+    return [components.arena, *components.activations.arenas]
 
 
 def base_bytes(components: EngineComponents) -> int:
@@ -65,7 +79,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     `host`: rss = base + arena + device_arena + other_engines + other. "other" came after the engine was built:
     activations, gradients in flight, libraries. `device`: allocated = arena + other. `allocator`: figures of torch's
     allocator of the device, in which the arena counts as allocated; empty on a CPU. Each of `classes` lists its budget
-    in the host arena, the bytes in use now, and the peak.
+    in the host arena, the bytes in use now, and the peak. `activations` lists the inputs of checkpointed units by tier.
 
     Args:
         components: components of the engine.
@@ -88,7 +102,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
             "other_engines": others,
             "other": rss - base - arena - device_arena - others,
         },
-        host_memory=components.arena.nbytes,
+        host_memory=sum(each.nbytes for each in _own_arenas(components)),
         classes={
             name: {"budget": region.space.nbytes, "used": region.space.used_bytes, "peak": region.space.peak_bytes}
             for name, region in components.arena.regions.items()
@@ -99,6 +113,7 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
             "in_use": budget.used_bytes,
             "other": allocated - budget.nbytes,
         },
+        activations=components.activations.bytes_by_tier(),
         allocator=_allocator(device),
     )
 
@@ -123,5 +138,6 @@ def _allocator(device: torch.device) -> dict[str, int]:
 
 def _others(components: EngineComponents) -> int:
     """Returns resident bytes of the host arenas of other engines of this process."""
-    arenas = [arena for arena in process_memory().arenas if arena is not components.arena]
+    own = _own_arenas(components)
+    arenas = [arena for arena in process_memory().arenas if arena not in own]
     return sum(resident_bytes(arena.address, arena.nbytes) for arena in arenas)

@@ -69,9 +69,14 @@ class HostBlocks:
         """Slabs by the size of their blocks."""
 
     @property
+    def arenas(self) -> list[HostArena]:
+        """The memory of all slabs."""
+        return [slab.arena for slabs in self._slabs.values() for slab in slabs]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all blocks, free or not."""
-        return sum(slab.arena.nbytes for slabs in self._slabs.values() for slab in slabs)
+        return sum(arena.nbytes for arena in self.arenas)
 
     def room(self, nbytes: int) -> int:
         """Returns the bytes that blocks of `nbytes` may take together, those of today included."""

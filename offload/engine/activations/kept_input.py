@@ -80,7 +80,16 @@ class KeptInput:
 
     def __del__(self) -> None:
         # Any thread, at any time: no lock may be taken here.
-        self.released.append(self.memory)
+        memory = self.memory
+        if memory.downloaded is DONE:  # no copy reads the tensor
+            memory.tensor = None
+        if (
+            memory.tensor is not None
+            or memory.arriving is not None
+            or memory.block is not None
+            or memory.slot is not None
+        ):
+            self.released.append(memory)
 
 
 @dataclass(frozen=True, slots=True)

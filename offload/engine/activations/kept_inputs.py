@@ -24,20 +24,20 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.activations import policy
-from offload.engine.activations.disk_slots import DiskSlots
-from offload.engine.activations.host_blocks import Block, HostBlocks
 from offload.engine.activations.kept_input import Form, KeptInput, Memory, bytes_of, may_move
+from offload.engine.activations.staging import Staging
 from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.sizes import format_size
 from offload.states import Tier
 from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Row, Timeline
 from offload.torch_internals import without_modes
 
@@ -55,8 +55,7 @@ class KeptInputs:
     def __init__(
         self,
         device: Device,
-        blocks: HostBlocks,
-        slots: DiskSlots | None,
+        staging: Staging,
         device_limit: Callable[[int], float],
         timeline: Timeline = OFF,
     ) -> None:
@@ -64,17 +63,14 @@ class KeptInputs:
 
         Args:
             device: copies between device and host memory.
-            blocks: host memory.
-            slots: room on the drives; None without a drive.
+            staging: host memory and disk.
             device_limit: bytes that inputs may take on the device beside the newest, given the bytes that they take.
             timeline: records copies and waits.
         """
-        self._device, self._blocks, self._slots = device, blocks, slots
+        self._device, self._staging = device, staging
         self._device_limit, self._timeline = device_limit, timeline
         self._lock = threading.Lock()
         self._released: deque[Memory] = deque()
-        self._ending: list[Memory] = []
-        """Memory of dropped inputs that a read or write still uses."""
         self._kept: list[weakref.ref[KeptInput]] = []
         """The inputs in the order of the forward. Dropped ones at the end are removed, so a position is an index."""
         self._leaving: list[KeptInput] = []
@@ -85,6 +81,12 @@ class KeptInputs:
         """Most bytes of inputs in each tier at a time."""
         self._reported_full = self._closed = False
 
+    @property
+    def arenas(self) -> list[HostArena]:
+        """Host memory that is mapped for inputs; it counts in the budget of the process."""
+        with self._lock:
+            return self._staging.arenas
+
     def bytes_by_tier(self) -> dict[Tier, int]:
         """Returns the bytes of the inputs that are kept now, each counted in the highest tier that contains it."""
         found = dict.fromkeys(Tier, 0)
@@ -92,6 +94,14 @@ class KeptInputs:
             for kept in self._alive():
                 found[kept.memory.tier] += kept.nbytes
         return found
+
+    @uninterrupted
+    def recover(self) -> None:
+        """Takes back the memory of inputs that an aborted forward or backward has left."""
+        with self._lock:
+            if not self._closed:
+                self._let_go_of_leaving()
+                self._recover()
 
     # -- forward ------------------------------------------------------------------------------------
 
@@ -145,8 +155,7 @@ class KeptInputs:
         sizes = [each.nbytes for each in here]
         for kept in here[: policy.leaves_device(sizes, self._device_limit(sum(sizes)))]:
             self._leave_device(kept)
-        if self._slots is not None:
-            self._write_ahead()
+        self._staging.write_ahead(self._alive())
 
     def _leave_device(self, kept: KeptInput) -> None:
         """Starts the copy of an input to host memory, if there is room."""
@@ -157,7 +166,7 @@ class KeptInputs:
         if tensor._version != kept.version:
             kept.changed = kept.stays = True
             return
-        block = self._block(kept.nbytes)
+        block = self._staging.block(kept.nbytes, self._alive())
         if block is None:
             kept.stays = True
             self._report_full(kept.nbytes)
@@ -181,73 +190,14 @@ class KeptInputs:
             kept.changed = kept.changed or tensor._version != kept.version
             kept.memory.tensor = None
 
-    def _write_ahead(self) -> None:
-        """Starts writes of the oldest inputs in host memory, so that the next inputs find free blocks."""
-        in_host = [each for each in self._alive() if each.memory.block is not None and each.memory.slot is None]
-        for count, kept in enumerate(in_host):
-            left = len(in_host) - count
-            # The tensor of one that is leaving still has a download in flight, for which no thread shall wait.
-            if kept.memory.tensor is not None or not policy.writes(left, self._blocks.room(kept.nbytes), kept.nbytes):
-                return
-            self._write(kept)
-
-    def _write(self, kept: KeptInput) -> None:
-        """Starts the write of an input from its block."""
-        memory = kept.memory
-        assert self._slots is not None and memory.block is not None and memory.slot is None
-        memory.downloaded.wait()  # the drive reads what the device has written
-        memory.slot = self._slots.take(kept.nbytes)
-        memory.writing = memory.slot.write(memory.block.buffer.buffer[: kept.nbytes])
-
-    def _end_write(self, memory: Memory) -> None:
-        """Waits for the write of an input. After an error the block alone has the bytes."""
-        if memory.writing is None:
-            return
-        writing, memory.writing = memory.writing, None
-        try:
-            with self._timeline.span(Row.WAITS, "waits for the write of an input"):
-                writing.wait()
-        except BaseException:
-            slot, memory.slot = memory.slot, None
-            if slot is not None and self._slots is not None:
-                self._slots.give(slot)
-            raise
-
-    def _block(self, nbytes: int) -> Block | None:
-        """Returns a block of host memory, for which the oldest input goes to DISK if necessary; None without room."""
-        while (block := self._blocks.take(nbytes)) is None:
-            if self._slots is None or not self._free_a_block(nbytes):
-                return None
-        return block
-
-    def _free_a_block(self, nbytes: int) -> bool:
-        """Frees the block of the oldest input, if possible of one that is not on its way to the device."""
-        if self._ending:
-            self._give_back(self._ending.pop(0))
-            return True
-        found = [each for each in self._alive() if _has_block(each.memory, nbytes)]
-        if not found:
-            return False
-        # Sorting is stable: the order of the forward decides between equals.
-        kept = min(found, key=lambda each: each.memory.arriving is not None or each.memory.reading is not None)
-        memory = kept.memory
-        self._end_read(memory)
-        if memory.slot is None:
-            self._write(kept)
-        self._end_write(memory)
-        block, memory.block = memory.block, None
-        assert block is not None
-        self._blocks.give(block)
-        return True
-
     def _report_full(self, nbytes: int) -> None:
         """Reports once that inputs stay on the device."""
         if not self._reported_full:
             self._reported_full = True
             logger.warning(
-                "inputs of checkpointed units stay on the device: host memory has no room for one more of %s, and there "
-                'is no drive for it. Raise "activation_memory" or "host_memory" in the "offload" block, or set an '
-                '"nvme_path" there',
+                "inputs of checkpointed units stay on the device: host memory has no room for one more of %s, and "
+                'there is no drive for it. Raise "activation_memory" or "host_memory" in the "offload" block, or set '
+                'an "nvme_path" there',
                 format_size(nbytes),
             )
 
@@ -290,49 +240,16 @@ class KeptInputs:
             memory = each.memory
             if memory.tensor is not None or memory.arriving is not None or each.changed:
                 continue
-            if memory.block is None and not self._read(each, self._blocks.take(each.nbytes)):
+            if not self._staging.read_ahead(each):
                 return
             # On a CPU the copy would take the time of this thread, and memory, one unit too early.
             ready = memory.reading is None or memory.reading.done()
             if distance == 0 and ready and not self._device.host_addressable:
                 self._upload(each)
 
-    def _read(self, kept: KeptInput, block: Block | None) -> bool:
-        """Starts the read of an input into `block`; returns False without a block."""
-        memory = kept.memory
-        if block is None:
-            return False
-        assert memory.slot is not None, "an input is in a block or on disk"
-        for event in block.after:  # the drive overwrites what the device may still read
-            event.wait()
-        self._end_write(memory)
-        memory.block = block
-        memory.reading = memory.slot.read(block.buffer.buffer[: kept.nbytes])
-        return True
-
-    def _end_read(self, memory: Memory) -> None:
-        """Waits for the read of an input. After an error DISK alone has the bytes."""
-        if memory.reading is None:
-            return
-        reading, memory.reading = memory.reading, None
-        try:
-            with self._timeline.span(Row.WAITS, "waits for the read of an input"):
-                reading.wait()
-        except BaseException:
-            block, memory.block = memory.block, None
-            if block is not None:
-                self._blocks.give(block)
-            raise
-
     def _upload(self, kept: KeptInput) -> None:
         """Starts the copy of an input to the device, after its read."""
-        memory = kept.memory
-        if memory.block is None:
-            found = self._read(kept, self._block(kept.nbytes))
-            assert found, "inputs that are not on their way to the device give their blocks"
-        self._end_read(memory)
-        block = memory.block
-        assert block is not None
+        memory, block = kept.memory, self._staging.to_block(kept, self._alive())
         tensor = kept.form.empty(self._device.torch)
         # The tensor's memory may belong to compute that was queued before: the upload waits for it.
         ready = (memory.downloaded, self._device.record_event())
@@ -343,12 +260,9 @@ class KeptInputs:
 
     # -- under the lock -----------------------------------------------------------------------------
 
-    def _alive(self) -> Iterator[KeptInput]:
-        """Yields the inputs that a graph holds, oldest first."""
-        for ref in self._kept:
-            kept = ref()
-            if kept is not None:
-                yield kept
+    def _alive(self) -> list[KeptInput]:
+        """Returns the inputs that a graph holds, oldest first."""
+        return [kept for ref in self._kept if (kept := ref()) is not None]
 
     def _count(self) -> None:
         """Updates the peaks."""
@@ -358,47 +272,26 @@ class KeptInputs:
         self.peak = {tier: max(self.peak[tier], nbytes) for tier, nbytes in now.items()}
 
     def _recover(self) -> None:
-        """Takes back the memory of inputs that graphs have dropped, but for that which a transfer still uses."""
+        """Takes back the memory of inputs that graphs have dropped."""
         while self._kept and self._kept[-1]() is None:
             self._kept.pop()
+        dropped = []
         while self._released:
-            self._ending.append(self._released.popleft())
-        ending, self._ending = self._ending, []
-        for memory in ending:
-            if memory.transfers_done:
-                self._give_back(memory)
-            else:
-                self._ending.append(memory)
-
-    def _give_back(self, memory: Memory) -> None:
-        """Waits for the transfer of a dropped input, and frees its memory. An error no longer matters."""
-        memory.settle()
-        # Torch may give the memory of these tensors to other compute at once, which must come after the copies.
-        for tensor, event in ((memory.tensor, memory.downloaded), (memory.arriving, memory.uploaded)):
-            if tensor is not None:
-                self._device.wait_event(event)
-        memory.tensor = memory.arriving = None
-        if memory.slot is not None and self._slots is not None:
-            self._slots.give(memory.slot)
-        if memory.block is not None:
-            self._blocks.give(memory.block)
-        memory.slot = memory.block = None
+            memory = self._released.popleft()
+            # Torch may give the memory of these tensors to other compute at once, which must come after the copies.
+            for tensor, event in ((memory.tensor, memory.downloaded), (memory.arriving, memory.uploaded)):
+                if tensor is not None:
+                    self._device.wait_event(event)
+            memory.tensor = memory.arriving = None
+            dropped.append(memory)
+        self._staging.recover(dropped)
 
     def close(self) -> None:
         """Waits for transfers in flight and frees host memory and files. Idempotent; a graph must not be run after."""
         with self._lock:
             self._closed = True
             self._let_go_of_leaving()
-            for memory in [*(kept.memory for kept in self._alive()), *self._ending, *self._released]:
-                memory.settle()
-            self._blocks.close()
-            if self._slots is not None:
-                self._slots.close()
-
-
-def _has_block(memory: Memory, nbytes: int) -> bool:
-    """Returns True if an input has a block of `nbytes` that it could give: its tensor has left the device."""
-    return memory.block is not None and memory.tensor is None and memory.block.buffer.nbytes >= nbytes
+            self._staging.close([*(kept.memory for kept in self._alive()), *self._released])
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:

@@ -43,9 +43,10 @@ def writes(unwritten: int, room: int, nbytes: int) -> bool:
     return unwritten > buffers - _HEADROOM
 
 
-def check_tier(tier: str, drives: bool) -> None:
+def check_tier(tier: str | None, drives: bool) -> None:
     """Raises `ConfigError` if inputs are to go to DISK without a drive."""
     if tier == "nvme" and not drives:
         raise ConfigError(
-            '"activations": "nvme" needs a folder for files, but no "nvme_path" is given; set one in the "offload" block'
+            '"activations": "nvme" needs a folder for files, but no "nvme_path" is given; set one in the "offload" '
+            "block"
         )

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from offload.engine.activations.seconds import UnitSeconds
 from offload.errors import UsageError
@@ -87,6 +86,11 @@ class UnitCheckpoints:
         """Removes every hook. Idempotent."""
         while self._removers:
             self._removers.pop()()
+
+    def end_step(self, step: int) -> None:
+        """Logs the seconds of the step's blocks, if they are recorded."""
+        if self._seconds is not None:
+            self._seconds.end_step(step)
 
     def _hook(self, module: nn.Module, name: str) -> None:
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -231,7 +235,7 @@ def _check_buffers(module: nn.Module, name: str, call: _Call) -> None:
     """Raises `UsageError` if the forward has changed a buffer that it may also have read; see [Note: buffers]."""
     for buffer_name, buffer, version in call.versions:
         owner = module.get_submodule(buffer_name.rpartition(".")[0])
-        if buffer._version != version and not isinstance(owner, _BatchNorm):
+        if buffer._version != version and not isinstance(owner, nn.modules.batchnorm._BatchNorm):
             raise UsageError(
                 f"{name} changes its buffer {buffer_name} in forward, so a recomputation in backward would compute "
                 'something else. Leave "activations" and "activation_checkpointing" out of the config, and checkpoint '

@@ -103,7 +103,7 @@ class ModuleHooks:
             gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
             callbacks: the engine, as its components see it.
-            checkpoints: makes blocks compute their activations again; installed outside of all other hooks.
+            checkpoints: the hooks of checkpointing, which are installed outside of all others.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """

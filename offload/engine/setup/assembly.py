@@ -37,7 +37,7 @@ from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.setup.buffers import move_buffers
-from offload.engine.setup.hooks import kept_inputs, module_hooks
+from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
@@ -110,10 +110,9 @@ def assemble(
         move_buffers(model, plan)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
-        inputs = kept_inputs(plan, files, timeline)
-        if inputs is not None:
-            undo.callback(inputs.close)
-        hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, inputs, timeline, compute)
+        kept = activations(plan, model, files, timeline)
+        undo.callback(kept.close)
+        hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, kept, timeline, compute)
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
@@ -128,7 +127,7 @@ def assemble(
         update_worker=updater,
         pager=pager,
         gradients=gradients,
-        inputs=inputs,
+        activations=kept,
         ranks=plan.ranks,
         agreement=rounds,
         store=files.store,

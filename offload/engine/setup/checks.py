@@ -27,6 +27,16 @@ def check_alone(optimizer: str, world_size: int) -> None:
         )
 
 
+def check_partitioned_activations(config: Config, world_size: int) -> None:
+    """Raises `ConfigError` if inputs are to be partitioned over data-parallel ranks."""
+    if config.activation_checkpointing.partition_activations and world_size > 1:
+        raise ConfigError(
+            "activation_checkpointing.partition_activations divides an input over the ranks of a model-parallel group, "
+            f"all of which have it; the {world_size} ranks of this run are data-parallel, with inputs of their own: "
+            'leave it out, and set "activations" to "cpu" in the "offload" block to free device memory'
+        )
+
+
 def check_same(
     ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
 ) -> None:
@@ -61,6 +71,10 @@ def check_same(
         "run": config.offload.run,
         "durability": repr(config.offload.durability),
         "resume": config.offload.resume,
+        "blocks computed again": [
+            config.activation_tier is not None,
+            config.activation_checkpointing.number_checkpoints,
+        ],
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
+from offload.engine.activations.activations import Activations
 from offload.engine.activations.disk_slots import DiskSlots
 from offload.engine.activations.host_blocks import HostBlocks
 from offload.engine.activations.kept_inputs import KeptInputs
-from offload.engine.activations.policy import check_tier
 from offload.engine.activations.seconds import UnitSeconds
+from offload.engine.activations.staging import Staging
 from offload.engine.activations.unit_checkpoints import UnitCheckpoints, blocks_of
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
@@ -42,7 +43,7 @@ def module_hooks(
     gradients: GradientAccumulator,
     pager: Pager,
     callbacks: EngineCallbacks,
-    inputs: KeptInputs | None,
+    kept: Activations,
     timeline: Timeline,
     compute: ComputeSpans,
 ) -> ModuleHooks:
@@ -56,12 +57,12 @@ def module_hooks(
         gradients: Receives every gradient.
         pager: Fetches units.
         callbacks: The engine.
-        inputs: Keeps inputs of checkpointed modules off the device; None if they stay there.
+        kept: Activations of the model.
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
     names = [layout.name for layout in plan.layouts]
-    saved = SavedTensors(names, handles, unit_views, pager, compute, inputs)
+    saved = SavedTensors(names, handles, unit_views, pager, compute, kept.inputs)
     return ModuleHooks(
         model,
         plan.units.sites,
@@ -71,46 +72,47 @@ def module_hooks(
         gradients,
         pager,
         callbacks,
-        _unit_checkpoints(plan, model),
+        kept.checkpoints,
         timeline=timeline,
         compute=compute,
     )
 
 
-def _unit_checkpoints(plan: Plan, model: nn.Module) -> UnitCheckpoints:
-    """Returns the checkpoints of the blocks that the config wants to be computed again."""
+def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timeline) -> Activations:
+    """Returns the blocks that are computed again, and the keeper of their inputs.
+
+    Args:
+        plan: All decisions.
+        model: The model.
+        files: The files of the run; the queue exists if there is a drive for inputs.
+        timeline: Records copies.
+    """
     block = plan.config.activation_checkpointing
     blocks: tuple[str, ...] = ()
     if plan.config.activation_tier is not None:
         blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
     seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
-    return UnitCheckpoints(blocks, plan.device, block.synchronize_checkpoint_boundary, seconds)
+    checkpoints = UnitCheckpoints(blocks, plan.device, block.synchronize_checkpoint_boundary, seconds)
+    return Activations(checkpoints=checkpoints, inputs=_kept_inputs(plan, files, len(blocks), timeline))
 
 
-def kept_inputs(plan: Plan, files: RunFiles, timeline: Timeline) -> KeptInputs | None:
-    """Returns the keeper of inputs of checkpointed modules, or None if they stay where the forward computes them.
-
-    Args:
-        plan: All decisions.
-        files: The files of the run; the queue exists if there is a drive for inputs.
-        timeline: Records copies.
-    """
+def _kept_inputs(plan: Plan, files: RunFiles, blocks: int, timeline: Timeline) -> KeptInputs | None:
+    """Returns the keeper of inputs of `blocks` modules, or None if they stay where the forward computes them."""
     config, device, tier = plan.config, plan.device, plan.config.activation_tier
     if tier in (None, "device"):
         return None
     assert tier is not None
-    check_tier(tier, bool(config.drives))
     # In host memory a copy of a tensor frees nothing, so only a drive helps a device that works there.
     if device.host_addressable and files.queue is None:
         return None
     room = 0 if tier == "nvme" or device.host_addressable else plan.placement.inputs_nbytes
     at_once = None
     if config.activation_checkpointing.contiguous_memory_optimization:
-        at_once = config.activation_checkpointing.number_checkpoints or len(plan.units.units)
-    blocks = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
+        at_once = blocks or None
+    memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
     slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
     limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
-    return KeptInputs(device, blocks, slots, limit, timeline)
+    return KeptInputs(device, Staging(memory, slots, timeline), limit, timeline)
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:

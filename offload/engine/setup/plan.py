@@ -13,8 +13,15 @@ import torch
 from torch import nn
 
 from offload.config import Batch, Config
+from offload.engine.activations.policy import check_tier
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.setup.checks import check_alone, check_batch_norm, check_model, check_same
+from offload.engine.setup.checks import (
+    check_alone,
+    check_batch_norm,
+    check_model,
+    check_partitioned_activations,
+    check_same,
+)
 from offload.engine.setup.resume import FoundRun, find_run, leftovers, no_room
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
@@ -105,6 +112,8 @@ def decide(
     # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
     check_alone(optimizer, world_size)
+    check_partitioned_activations(config, world_size)
+    check_tier(config.activation_tier, bool(config.drives))
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
     layouts = layouts_of(model, units, world_size, kept)

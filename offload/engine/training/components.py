@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from offload.aio.shared_queue import SharedQueue
-from offload.engine.activations.kept_inputs import KeptInputs
+from offload.engine.activations.activations import Activations
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
@@ -34,8 +34,7 @@ class EngineComponents:
     """None if nothing trains."""
     pager: Pager
     gradients: GradientAccumulator
-    inputs: KeptInputs | None
-    """Inputs of checkpointed modules off the device; None if they stay there."""
+    activations: Activations
     ranks: Ranks | None
     """None if this process is alone; then `agreement` is None too."""
     agreement: Agreement | None
@@ -72,7 +71,7 @@ class EngineComponents:
             self.weights.remove,
             *(() if self.update_worker is None else (self.update_worker.close,)),
             self.gradients.close,
-            *(() if self.inputs is None else (self.inputs.close,)),
+            self.activations.close,
             self.pager.close,
             *(() if self.queue is None else (self.queue.close,)),
             self.arena.close,  # raises after a GPU's fault

@@ -110,7 +110,7 @@ def _nameless(folder: Path, nbytes: int, what: str) -> DirectFile:
     except IoError as error:
         file.close()
         raise StoreError(
-            f"{what} need {format_size(nbytes)} on {folder}, which has "
+            f"there is no room for {what}: {format_size(nbytes)} are needed on {folder}, which has "
             f'{format_size(shutil.disk_usage(folder).free)} free; free some room, or raise "host_memory"'
         ) from error
     return file
