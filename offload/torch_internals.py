@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "SHALLOW_COPY_QUERY",
     "TorchDispatchMode",
+    "are_of_checkpoint",
     "call_after_backward",
     "checkpointing",
     "fake_tensors",
@@ -46,7 +47,6 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
-    "under_checkpoint",
     "under_modes",
     "without_modes",
 ]
@@ -230,10 +230,9 @@ def checkpointing(recompute: Callable[..., Any], *inputs: Any) -> Generator[None
     return generator
 
 
-def under_checkpoint() -> bool:
-    """Returns True if non-reentrant checkpointing records the tensors that autograd saves on this thread now."""
-    top = top_saved_tensor_hooks()
-    return top is not None and getattr(top[0], "__module__", None) == torch_checkpoint.__name__
+def are_of_checkpoint(hooks: Any) -> bool:
+    """Returns True if a pair of saved-tensor hooks belongs to non-reentrant checkpointing; False for None."""
+    return hooks is not None and getattr(hooks[0], "__module__", None) == torch_checkpoint.__name__
 
 
 def saves_checkpoint_input() -> bool:

@@ -16,6 +16,9 @@ from offload.sizes import PAGE
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Event
 
+LEAST_NBYTES = PAGE
+"""Bytes of the smallest input that is moved: a smaller one would take a whole page elsewhere."""
+
 
 @dataclass(eq=False, slots=True)
 class Memory:
@@ -111,7 +114,7 @@ class Form:
 
 
 def may_move(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Returns True for an activation that moving can free: dense, of a page or more, computed, on the device.
+    """Returns True for an activation that moving can free: dense, not tiny, computed, on the device.
 
     A leaf is somebody else's: a batch, or a parameter.
     """
@@ -119,7 +122,7 @@ def may_move(tensor: torch.Tensor, device: torch.device) -> bool:
         type(tensor) is torch.Tensor
         and tensor.grad_fn is not None
         and tensor.device == device
-        and tensor.numel() * tensor.element_size() >= PAGE
+        and tensor.numel() * tensor.element_size() >= LEAST_NBYTES
         and is_dense(tensor.size(), tensor.stride())
     )
 

@@ -32,13 +32,13 @@ from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
+    are_of_checkpoint,
     checkpointing,
     inside_backward,
     outside_of_compiled_code,
     tree_flatten,
     tree_leaves,
     tree_unflatten,
-    under_checkpoint,
 )
 
 
@@ -63,18 +63,27 @@ class _Local(threading.local):
 class UnitCheckpoints:
     """The hooks of checkpointing on the blocks of one model. Without blocks, no hook is installed."""
 
-    def __init__(self, blocks: Sequence[str], device: Device, synchronize: bool, seconds: UnitSeconds | None) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[str],
+        device: Device,
+        other_hooks: Callable[[], Any],
+        synchronize: bool,
+        seconds: UnitSeconds | None,
+    ) -> None:
         """Installs nothing yet.
 
         Args:
             blocks: names of the modules that are computed again.
             device: the compute device.
+            other_hooks: returns the innermost saved-tensor hooks of this thread that are no engine's, or None.
             synchronize: True to wait for the device at the border of each block.
             seconds: records how long each block takes; None to record nothing.
         """
         self.blocks = tuple(blocks)
         self._device, self._synchronize, self._seconds = device, synchronize, seconds
         self._local = _Local()
+        self._other_hooks = other_hooks
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
@@ -133,7 +142,7 @@ class UnitCheckpoints:
     def _is_checkpointed(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         """Returns True if a backward through this call could need activations, which nobody else computes again."""
         # A forward inside of a backward is a recomputation, by this object or by somebody else's checkpoint.
-        if not torch.is_grad_enabled() or inside_backward() or under_checkpoint():
+        if not torch.is_grad_enabled() or inside_backward() or are_of_checkpoint(self._other_hooks()):
             return False
         # A layer of transformers that checkpoints itself has this attribute.
         if getattr(module, "gradient_checkpointing", False) and module.training:

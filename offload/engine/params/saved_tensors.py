@@ -73,7 +73,7 @@ class _Pack:
     """A pack hook that makes handles of views of weights, and leaves other tensors to the enclosing hooks."""
 
     def __init__(self, saved: SavedTensors, outer: tuple[Callable[..., Any], Callable[..., Any]] | None) -> None:
-        self.saved, self._outer = saved, outer
+        self.saved, self.outer = saved, outer
         self._bindings, self._placeholders = saved.bindings, saved.placeholders
         # Within another checkpoint or hooks of the user, those decide about the inputs too.
         self._inputs = saved.inputs if outer is None else None
@@ -88,7 +88,7 @@ class _Pack:
             binding = self._bindings.get(address)
             if binding is not None and binding.alive:
                 return self.saved.handle_in(binding.unit, tensor)
-            if self._outer is None and address not in self._placeholders:
+            if self.outer is None and address not in self._placeholders:
                 if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
                     kept = self._inputs.keep(tensor)
                     if kept is not None:
@@ -100,9 +100,9 @@ class _Pack:
         if self.saved.wraps_weights(tensor):
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
-        if self._outer is None:
+        if self.outer is None:
             return tensor.detach(), tensor._version
-        pack, unpack = self._outer
+        pack, unpack = self.outer
         return _Packed(pack(tensor), unpack)
 
     def _wrapped(self, tensor: torch.Tensor) -> _Wrapped:
@@ -250,6 +250,14 @@ class SavedTensors:
         view = self._unit_views.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
         self._compute.turn_to(packed.unit)
         return view
+
+
+def other_hooks() -> Any:
+    """Returns the innermost pair of saved-tensor hooks of the calling thread that is no engine's, or None."""
+    top = top_saved_tensor_hooks()
+    while top is not None and isinstance(top[0], _Pack):
+        top = top[0].outer
+    return top
 
 
 def storage_address(tensor: torch.Tensor) -> int:
