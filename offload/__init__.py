@@ -25,6 +25,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "auto_dtype",
+    "checkpointing",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",
@@ -91,6 +92,7 @@ _MODULE_OF = {
 
 _PARTS = {
     "aio": "offload.aio",
+    "checkpointing": "offload.checkpointing",
     "config": "offload.config",
     "engine": "offload.engine.setup.initialize",
     "errors": "offload.errors",
@@ -116,7 +118,7 @@ _OF_DEEPSPEED = {
 
 # Type checkers do not execute `__getattr__`, so they need the imports.
 if TYPE_CHECKING:
-    from offload import losses, schedules
+    from offload import checkpointing, losses, schedules
     from offload.engine.engine import Engine
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered

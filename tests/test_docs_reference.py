@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 import offload
-from offload import aio, deepnvme, errors, hf, kernels, losses, schedules
+from offload import aio, checkpointing, deepnvme, errors, hf, kernels, losses, schedules
 from tests.support import command_line_page
 
 PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").rglob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
-MODULES = (offload, aio, deepnvme, hf, kernels, losses, schedules)
+MODULES = (offload, aio, checkpointing, deepnvme, hf, kernels, losses, schedules)
 NOT_FOR_USERS = {"forward"}
 OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")}
 """Attributes that `Engine.__init__` sets."""

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 from offload import kernels
 from offload.aio import IoQueue
 from offload.aio.shared_queue import SharedQueue
+from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
@@ -122,7 +123,7 @@ def initialize(
     meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
-        loaded = load_config(_the_config(args, config, config_params))
+        loaded = with_configured(load_config(_the_config(args, config, config_params)))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
         check_data(training_data, collate_fn)
