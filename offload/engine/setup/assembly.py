@@ -104,10 +104,8 @@ def assemble(
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, files.store)
         _fill(plan, model, held, files, resume)
-        trainable = tuple(share[0] for share in plan.shares)
-        gradients = _gradients(plan, trainable, host, arena, files, pager, rounds, callbacks, recorders, compute)
+        gradients = _gradients(plan, host, arena, files, pager, rounds, callbacks, recorders, compute)
         undo.callback(gradients.close)
-        move_buffers(model, plan)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
         kept = activations(plan, model, files, timeline)
@@ -116,8 +114,7 @@ def assemble(
         undo.callback(hooks.remove)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
-        trains = any(plan.parts.trainable_numel)
-        updater = _updater(plan, optimizer, host, held, gradients, timeline) if trains else None
+        updater = _updater(plan, optimizer, host, held, gradients, timeline)
         # Complete: from now on the engine closes the components.
         undo.pop_all()
     return EngineComponents(
@@ -134,7 +131,7 @@ def assemble(
         queue=files.queue,
         arena=host,
         layouts=plan.layouts,
-        trainable=trainable,
+        trainable=plan.trainable,
         shards=held,
         written=files.written,
         timeline=timeline,
@@ -188,16 +185,17 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 
 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, files: RunFiles, resume: bool) -> None:
-    """Writes every weight to its tier, into new files or none; the parameters of the model are left empty."""
+    """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
     filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
-        return
-    filler.read_back(len(held.layouts))
-    for parameter in model.parameters():  # the model's own values are dropped, unread
-        forget(parameter)
+    else:
+        filler.read_back(len(held.layouts))
+        for parameter in model.parameters():  # the model's own values are dropped, unread
+            forget(parameter)
+    move_buffers(model, plan)
 
 
 def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
@@ -243,7 +241,6 @@ def _weights(
 
 def _gradients(
     plan: Plan,
-    trainable: Sequence[range],
     host: HostArena,
     arena: DeviceArena,
     files: RunFiles,
@@ -257,7 +254,6 @@ def _gradients(
 
     Args:
         plan: All decisions.
-        trainable: This rank's trainable elements of each unit.
         host: Source of host buffers.
         arena: Source of device buffers.
         files: The files of the run.
@@ -267,7 +263,7 @@ def _gradients(
         recorders: Receive reports of work.
         compute: Spans of forward and backward.
     """
-    dtype = plan.parts.gradient_dtype
+    dtype, trainable = plan.parts.gradient_dtype, plan.trainable
     with contextlib.ExitStack() as undo:
         spill = downloads = None
         if files.queue is not None and plan.placement.spilled:
@@ -349,8 +345,10 @@ def _updater(
     held: LocalShards,
     gradients: GradientAccumulator,
     timeline: Timeline,
-) -> UpdateWorker:
-    """Returns the update worker, whose thread runs from now on."""
+) -> UpdateWorker | None:
+    """Returns the update worker, whose thread runs from now on; None if nothing trains."""
+    if not any(plan.parts.trainable_numel):
+        return None
     return UpdateWorker(
         shards=held,
         arena=host,

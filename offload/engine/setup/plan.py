@@ -77,6 +77,11 @@ class Plan:
         return 1 if self.ranks is None else self.ranks.size
 
     @property
+    def trainable(self) -> tuple[range, ...]:
+        """Elements of each unit that this rank updates."""
+        return tuple(trainable for trainable, _ in self.shares)
+
+    @property
     def shares(self) -> tuple[tuple[range, range], ...]:
         """This rank's trainable and frozen elements of each unit."""
         rank, size = self.rank, self.world_size
