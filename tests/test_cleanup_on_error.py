@@ -15,7 +15,7 @@ import offload
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine import core
-from offload.engine.setup import assembly, initialize
+from offload.engine.setup import assembly, hooks, initialize
 from offload.errors import BudgetError, ConfigError, StoreError
 from offload.swapper.store import drives
 from tests.support import models
@@ -37,7 +37,8 @@ def workers() -> int:
     [
         *(
             (assembly, "compute_spans"),
-            (assembly, "ModuleHooks"),
+            (hooks, "KeptInputs"),
+            (hooks, "ModuleHooks"),
             (assembly, "WeightEdits"),
             (assembly, "UpdateWorker"),
         ),
@@ -52,7 +53,7 @@ def test_a_start_that_fails_late_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(where, name, fails)
         with pytest.raises(RuntimeError, match="of the test"):
-            start(job, DISK, tmp_path)
+            start(job, DISK, tmp_path, activations="nvme")
     assert not workers() and not list(tmp_path.rglob("states"))
     assert not any(m._forward_pre_hooks or m._forward_hooks or m._state_dict_hooks for m in made[0].modules())
     start(job, DISK, tmp_path).destroy(remove=True)
