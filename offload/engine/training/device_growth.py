@@ -267,7 +267,7 @@ def advice(nbytes: int, least: int, returned: int = 0) -> str:
             f"{used}, and gives back {format_size(returned)} of them with its next call: after zero_grad() the same "
             f"step has that much more memory. {pieces}"
         )
-    ways = "smaller micro-batches, shorter sequences, or model.gradient_checkpointing_enable() leave more room"
+    ways = 'smaller micro-batches, shorter sequences, or "activations": "auto" in the "offload" block leave more room'
     if nbytes > least:
         ways += (
             '; so does a smaller "device_memory" in the "offload" block: the least that works is '
