@@ -15,6 +15,7 @@ from torch import nn
 import offload
 from offload import checkpointing
 from offload.config import load_config
+from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.errors import ConfigError, UsageError
 from tests.support import models
 from tests.support.oracle import Job, assert_same, config, run, train_step
@@ -154,3 +155,14 @@ def test_inputs_on_disk_need_a_folder(tmp_path: Path) -> None:
 def test_a_memory_without_effect_is_named() -> None:
     notices = load_config({"offload": {"activation_memory": "1GiB", "activations": "device"}}).notices
     assert any("activation_memory has no effect" in notice for notice in notices)
+
+
+def test_named_units_take_the_place_of_stages_around_them() -> None:
+    stages = [name for name in blocks_of(models.swin()) if name.startswith("swin.encoder.layers.")]
+    assert stages and not any(".blocks." in name for name in stages)
+    named = blocks_of(models.swin(), ("SwinLayer",))
+    assert named and all(".blocks." in name for name in named if name.startswith("swin.encoder.layers."))
+
+
+def test_experts_and_parts_of_a_layer_are_no_blocks() -> None:
+    assert blocks_of(models.mixtral()) == tuple(f"model.layers.{n}" for n in range(len(blocks_of(models.mixtral()))))

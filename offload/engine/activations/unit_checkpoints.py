@@ -199,7 +199,7 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the names of the blocks of a model that are computed again: the repeated ones, outermost first.
 
     They are the children of a `ModuleList`, or of a `Sequential` if the model has no `ModuleList`, that have parameters
-    and are not inside of another one; and modules that the user has named as units.
+    and are not inside of another one. Modules that the user has named as units take the place of those around them.
 
     Args:
         model: the model.
@@ -220,7 +220,8 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     outermost: list[str] = []
     for name in modules:  # outer modules come first
         inside = any(name.startswith(f"{outer}.") for outer in outermost)
-        if (name in found or name in chosen) and not inside:
+        around = any(each.startswith(f"{name}.") for each in chosen)
+        if (name in chosen or (name in found and not around)) and not inside:
             outermost.append(name)
     return tuple(outermost)
 
