@@ -55,9 +55,7 @@ def choose_loss(
             raise
         # Nobody expects a loss in chunks of a model without words, such as a classifier of images.
         return all_logits(str(error)) if _has_words(model) else ChosenLoss(chunked=False)
-    line = (
-        f"the loss is computed from the logits of {CHUNK_TOKENS} tokens at a time ({off} computes all of them at once)"
-    )
+    line = f"the loss is computed from the logits of {CHUNK_TOKENS} tokens at a time; {off} computes all at once"
     return ChosenLoss(chunked=True, line=line, undo=undo)
 
 

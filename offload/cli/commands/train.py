@@ -60,7 +60,7 @@ class TrainOptions:
         option(
             _MODEL,
             "--chunked-loss/--no-chunked-loss",
-            "Compute the loss from the logits of 1024 tokens at a time, in evaluations too; or from all logits at once. "
+            "Compute the loss from the logits of 1024 tokens at a time, in evaluations too; or of all tokens at once. "
             "[default: in chunks where the model allows it; a resumed run as it began]",
         ),
     ] = None
