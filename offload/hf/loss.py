@@ -34,20 +34,20 @@ def loss_of(trainer: Any, wanted: bool | None) -> ChosenLoss:
 
 
 def _reader_of_logits(trainer: Any) -> str | None:
-    """Returns which argument of a Trainer needs the logits, or replaces the loss; None if there is no such argument."""
+    """Returns which argument of a Trainer needs all logits, or brings a loss; None if there is no such argument."""
     if trainer.compute_loss_func is not None:
-        return "compute_loss_func receives them"
+        return "compute_loss_func receives all logits"
     if trainer.label_smoother is not None:
-        return "label_smoothing_factor is computed from them"
+        return "label_smoothing_factor is computed from all logits"
     if trainer.args.use_liger_kernel:
         return "use_liger_kernel brings a loss of its own"
     return None
 
 
 def _own_code(trainer: Any) -> str | None:
-    """Returns which method of the Trainer's class computes the loss in a way of its own; None if none does."""
+    """Returns which method of the Trainer computes the loss in a way of its own; None if none does."""
     for name in ("compute_loss", "training_step"):
         # The method of the object, since a script may set one.
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
-            return f"{type(trainer).__name__}.{name} may read them (chunked_loss=True if it does not)"
+            return f"{type(trainer).__name__}.{name} may read the logits (chunked_loss=True if it does not)"
     return None

@@ -53,7 +53,8 @@ def undo_of(model: nn.Module) -> Callable[[], None] | None:
 
 def _inside_adapters(model: nn.Module) -> Any:
     """Returns the model of transformers inside of a model of peft, or the model itself."""
-    return getattr(model, "get_base_model", lambda: model)()
+    base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    return base() if base is not None and hasattr(model, "peft_config") else model
 
 
 class _LossOfModel:

@@ -1,4 +1,4 @@
-"""The choice of a program that trains: the loss in chunks where the model allows it, else from all logits."""
+"""The choice of a program that trains: the loss in chunks where the model allows it, else the model's own."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ChosenLoss:
 def choose_loss(
     model: nn.Module, wanted: bool | None, *, off: str, evaluation: bool = False, reason: str | None = None
 ) -> ChosenLoss:
-    """Makes the model compute its loss in chunks, unless the model or its user needs all logits.
+    """Makes the model compute its loss in chunks, unless the model or its user needs its own loss.
 
     Args:
         model: the model, before `offload.initialize`.
         wanted: True for chunks or an error, False for all logits, None for chunks where the model allows them.
         off: what a user writes to compute all logits, for the line.
         evaluation: True for chunks in evaluation as well.
-        reason: why the program needs all logits; None if only the model decides.
+        reason: why the program needs the model's own loss; None if only the model decides.
 
     Raises:
         UsageError: if `wanted` is True and the model's loss cannot be computed in chunks.
@@ -47,21 +47,21 @@ def choose_loss(
     if undo is not None:  # the script has called `chunk_loss_of` itself
         return ChosenLoss(chunked=True)
     if reason is not None:
-        return all_logits(reason)
+        return as_it_is(reason)
     try:
         undo = chunk_loss_of(model, evaluation=evaluation)
     except UsageError as error:
         if wanted:
             raise
         # Nobody expects a loss in chunks of a model without words, such as a classifier of images.
-        return all_logits(str(error)) if _has_words(model) else ChosenLoss(chunked=False)
+        return as_it_is(str(error)) if _has_words(model) else ChosenLoss(chunked=False)
     line = f"the loss is computed from the logits of {CHUNK_TOKENS} tokens at a time; {off} computes all at once"
     return ChosenLoss(chunked=True, line=line, undo=undo)
 
 
-def all_logits(reason: str) -> ChosenLoss:
-    """Returns the choice to compute all logits, with a line that gives the reason."""
-    return ChosenLoss(chunked=False, line=f"the loss is computed from all logits at once: {reason}")
+def as_it_is(reason: str) -> ChosenLoss:
+    """Returns the choice to leave the model's loss as it is, with a line that gives the reason."""
+    return ChosenLoss(chunked=False, line=f"the loss is not computed in chunks of tokens: {reason}")
 
 
 def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> ChosenLoss:
@@ -77,7 +77,7 @@ def as_begun(chosen: ChosenLoss, wanted: bool | None, began_chunked: bool) -> Ch
     if wanted is not None or began_chunked or chosen.undo is None:
         return chosen
     chosen.undo()
-    return all_logits("the run has begun so")
+    return as_it_is("the run has begun with all logits")
 
 
 def _has_words(model: Any) -> bool:
