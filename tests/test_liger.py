@@ -66,7 +66,11 @@ def train_in_every_tier(dtype: str) -> None:
         rounding_bounds.same_losses(mine.losses, plain.losses, job._replace(model=models.llama))
 
 
-@pytest.mark.works("Graphs", "a model patched by Liger, with its fused loss (interpreted without a GPU)", "right")
+@pytest.mark.works(
+    "Graphs",
+    "a model patched by Liger, with its fused loss (where it is installed; interpreted without a GPU)",
+    "right",
+)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
 def test_bits_do_not_depend_on_the_tier_and_losses_are_those_without_liger(dtype: str) -> None:
@@ -108,7 +112,11 @@ def train_by_the_trainer(patched_before: bool) -> None:
     assert ("LlamaForCausalLM does not compute" if patched_before else "use_liger_kernel brings a loss") in line
 
 
-@pytest.mark.works("Trainers", "`use_liger_kernel`, with Liger's fused loss (interpreted without a GPU)", "right")
+@pytest.mark.works(
+    "Trainers",
+    "`use_liger_kernel`, with Liger's fused loss (where it is installed; interpreted without a GPU)",
+    "right",
+)
 @pytest.mark.parametrize("patched_before", [False, True], ids=["by the argument", "by the script"])
 @pytest.mark.numeric
 def test_a_trainer_uses_the_loss_of_liger(patched_before: bool) -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import offload
 from offload.errors import ConfigError, UsageError
-from offload.hf import OffloadTrainer
+from offload.hf import OffloadMixin, OffloadTrainer
 from offload.losses import causal_model, chunk_loss_of, chunked
 from tests.support import models
 from tests.support.trainer_runs import (
@@ -170,23 +170,41 @@ def test_its_author_may_ask_for_chunks(calls: list[torch.Size], tmp_path: Path) 
 
 
 @pytest.mark.numeric
-def test_metrics_of_an_evaluation_receive_all_logits(calls: list[torch.Size], tmp_path: Path) -> None:
-    """In the middle of a training, and the loss of the evaluation is as ever."""
+def test_an_evaluation_computes_logits_only_for_who_receives_them(calls: list[torch.Size], tmp_path: Path) -> None:
+    """Its loss is as ever. Metrics and predictions receive the logits, also in the middle of a training."""
     shapes: list[tuple[int, ...]] = []
 
     def metrics(found: Any) -> dict[str, float]:
         shapes.append(found.predictions.shape)
         return {"mean": float(found.predictions.mean())}
 
-    runs = [made(tmp_path / "mine", compute_metrics=metrics), made(tmp_path / "all", chunked_loss=False)]
     losses = []
-    for each in runs:
-        with ended(each):
-            each.train()
-            losses.append(each.evaluate()["eval_loss"])
-            assert each.predict(Texts(5)).predictions.shape == (5, 12, 128)
-    assert shapes == [(5, 12, 128)] * 2 and len(calls) == 5
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # Five steps of a training, and three batches of an evaluation that computes no logits.
+    for count, more in ((8, {}), (5, {"compute_metrics": metrics}), (0, {"chunked_loss": False})):
+        calls.clear()
+        with ended(made(tmp_path / str(count), **more)) as mine:
+            mine.train()
+            losses.append(mine.evaluate()["eval_loss"])
+            assert mine.predict(Texts(5)).predictions.shape == (5, 12, 128)
+        assert len(calls) == count
+    assert shapes == [(5, 12, 128)] * 2
+    assert losses == [pytest.approx(losses[0], rel=1e-5)] * 3
+
+
+def test_a_prediction_step_of_ones_own_receives_all_logits(calls: list[torch.Size], tmp_path: Path) -> None:
+    class OwnStep(transformers.Trainer):
+        def prediction_step(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            with torch.no_grad():
+                outputs = model(**inputs)
+            assert outputs.logits.shape[1] == 12
+            return outputs.loss, None, None
+
+    class Mine(OffloadMixin, OwnStep):
+        pass
+
+    with ended(made(tmp_path, Mine)) as mine:
+        mine.train()
+        assert len(calls) == 5 and mine.evaluate()["eval_loss"] > 0 and len(calls) == 5
 
 
 def test_the_users_own_loss_function_stays(calls: list[torch.Size], tmp_path: Path) -> None:
@@ -244,7 +262,7 @@ def test_an_evaluation_before_the_training_changes_nothing(calls: list[torch.Siz
             mine.train()
             results.append(result(mine))
     assert_same(*results)
-    assert len(calls) == 10
+    assert len(calls) == 3 + 5 + 5
 
 
 # -- resumed ------------------------------------------------------------------------------------------

@@ -201,7 +201,9 @@ def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> Non
 # -- trl ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.works("Trainers", "trl's `SFTTrainer`, whose own loss computes logits in chunks", "right")
+@pytest.mark.works(
+    "Trainers", "trl's `SFTTrainer`, whose own loss computes logits in chunks (where trl is installed)", "right"
+)
 @pytest.mark.filterwarnings("ignore:.*chunked_nll:FutureWarning")  # trl's name for the chunks when both losses existed
 @pytest.mark.parametrize("loss_type", ["nll", "chunked_nll", "dft"])
 @pytest.mark.numeric

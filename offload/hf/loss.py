@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from torch import nn
 from transformers import Trainer
 
 from offload.errors import ConfigError
-from offload.losses.choice import ChosenLoss, choose_loss
+from offload.losses.causal_model import without_logits
+from offload.losses.choice import ChosenLoss, as_begun, choose_loss
+
+logger = logging.getLogger("offload")
 
 OFF = "chunked_loss=False"
 """The argument that turns the chunks off."""
+_KEY = "chunked_loss"
+"""Key of the loss in the state of the engine's checkpoint."""
 
 
 def loss_of(trainer: Any, wanted: bool | None) -> ChosenLoss:
-    """Chooses the loss of a Trainer's model, before its engine is built. Evaluation computes all logits in any case.
+    """Chooses the loss of a Trainer's model, before its engine is built, and logs a line about it.
 
     Args:
         trainer: a Trainer that was constructed.
@@ -30,7 +39,45 @@ def loss_of(trainer: Any, wanted: bool | None) -> ChosenLoss:
     # Code of a subclass may read the logits. Only its author knows, who says so by the argument.
     if wanted is None and reason is None:
         reason = _own_code(trainer)
-    return choose_loss(trainer.model, wanted, off=OFF, reason=reason)
+    return _logged(choose_loss(trainer.model, wanted, off=OFF, reason=reason))
+
+
+def state_of(loss: ChosenLoss) -> dict[str, Any]:
+    """Returns what a checkpoint says of the loss."""
+    return {_KEY: loss.chunked}
+
+
+def resumed(loss: ChosenLoss, wanted: bool | None, state: Mapping[str, Any]) -> ChosenLoss:
+    """Returns the loss of a training that resumes from a checkpoint: by default that with which it began.
+
+    Args:
+        loss: the loss that was chosen for the model.
+        wanted: the argument `chunked_loss`.
+        state: the state in the checkpoint; those of earlier versions say nothing of the loss.
+    """
+    begun = as_begun(loss, wanted, bool(state.get(_KEY)))
+    return loss if begun is loss else _logged(begun)
+
+
+def evaluation_of(model: nn.Module, step: Any, prediction_loss_only: bool) -> AbstractContextManager[None]:
+    """Returns the context in which a Trainer's method `prediction_step` evaluates a batch.
+
+    No logits are computed if only the loss is asked for, and the method is that of transformers: another may read them.
+
+    Args:
+        model: the model of the Trainer, whose loss may be in chunks.
+        step: the method.
+        prediction_loss_only: the method's argument.
+    """
+    alone = prediction_loss_only and getattr(step, "__func__", None) is Trainer.prediction_step
+    return without_logits(model) if alone else nullcontext()
+
+
+def _logged(loss: ChosenLoss) -> ChosenLoss:
+    """Logs the line on a choice, and returns the choice."""
+    if loss.line is not None:
+        logger.info(loss.line)
+    return loss
 
 
 def _reader_of_logits(trainer: Any) -> str | None:

@@ -42,8 +42,8 @@ from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import content_of, filled, schedule_values, without
-from offload.hf.loss import loss_of
-from offload.losses.choice import ChosenLoss, as_begun
+from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
+from offload.losses.choice import ChosenLoss
 
 logger = logging.getLogger("offload")
 
@@ -58,8 +58,6 @@ OVERRIDDEN = (
 )
 _SCHEDULER, _ARGUMENTS, _STOCK_OPTIMIZER = "scheduler.pt", "training_args.bin", "optimizer.pt"
 _STATE = "trainer_state.json"
-_LOSS = "chunked_loss"
-"""Key of the loss in the state of the engine's checkpoint."""
 
 if TYPE_CHECKING:
     _Base = Any
@@ -153,18 +151,9 @@ class OffloadMixin(_Base):
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Chooses the loss if the engine will be built next, and returns what the Trainer returns."""
-        self._choose_loss()
-        return super()._wrap_model(model, *args, **kwargs)
-
-    def _choose_loss(self) -> None:
-        """Chooses the loss of the model, unless it has an engine already."""
         if self.engine is None:
             self._loss = loss_of(self, self._chunked_loss)
-            self._log_loss()
-
-    def _log_loss(self) -> None:
-        if self._loss.line is not None:
-            logger.info(self._loss.line)
+        return super()._wrap_model(model, *args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the engine of the previous model, removes its run, and returns a new model.
@@ -236,12 +225,29 @@ class OffloadMixin(_Base):
         if self.engine is None:
             # An engine is built only once for a model, so it must have the optimizer that `train()` will need.
             if any(p.requires_grad for p in self.model.parameters()):
-                self._choose_loss()
+                self._loss = loss_of(self, self._chunked_loss)
                 _, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             else:
                 config = self.accelerator.beside_references(self.accelerator.offload_config)
                 self.accelerator.use(initialize(model=self.model, config=config).engine)
         return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a batch, without logits if only the loss is asked for.
+
+        Args:
+            model: as in the Trainer.
+            inputs: as in the Trainer.
+            prediction_loss_only: as in the Trainer.
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The output of the Trainer's method.
+        """
+        step = super().prediction_step
+        with evaluation_of(self.model, step, prediction_loss_only):
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the context for each forward: autocast if `torch_autocast` of the config enables it.
@@ -277,7 +283,7 @@ class OffloadMixin(_Base):
         """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
         self.engine.save_checkpoint(
-            output_dir, client_state={_LOSS: self._loss.chunked}, exclude_frozen_parameters=_has_adapters(self.model)
+            output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=_has_adapters(self.model)
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
@@ -314,10 +320,7 @@ class OffloadMixin(_Base):
             super()._load_from_checkpoint(checkpoint)
             return
         _, state = self.engine.load_checkpoint(checkpoint)
-        begun = as_begun(self._loss, self._chunked_loss, bool(state.get(_LOSS)))
-        if begun is not self._loss:
-            self._loss = begun
-            self._log_loss()
+        self._loss = resumed(self._loss, self._chunked_loss, state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
         if hasattr(self.lr_scheduler, "get_last_lr"):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())

@@ -9,9 +9,10 @@ mixtures, adapters. Models that scale or cap their logits in between are refused
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -51,6 +52,18 @@ def undo_of(model: nn.Module) -> Callable[[], None] | None:
     return loss.compute_all_logits if isinstance(loss, _LossOfModel) else None
 
 
+@contextlib.contextmanager
+def without_logits(model: nn.Module) -> Iterator[None]:
+    """Computes the loss of calls with labels in chunks in evaluation too, inside of the context.
+
+    Args:
+        model: the model. One whose loss is not computed in chunks computes all logits as ever.
+    """
+    loss = getattr(_inside_adapters(model), "_loss_function", None)
+    with loss.in_evaluation() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
+        yield
+
+
 def _inside_adapters(model: nn.Module) -> Any:
     """Returns the model of transformers inside of a model of peft, or the model itself."""
     base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
@@ -85,6 +98,15 @@ class _LossOfModel:
                 del self._model._loss_function
             else:
                 self._model.loss_function = self._before
+
+    @contextlib.contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Computes chunks in evaluation too, inside of the context."""
+        before, self._evaluation = self._evaluation, True
+        try:
+            yield
+        finally:
+            self._evaluation = before
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes whether the call will compute a loss to train with."""
