@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,59 @@ def test_only_training_with_labels_is_changed() -> None:
     model.eval()
     assert torch.equal(model(**plain).loss, expected[0]) and model(**plain).logits.numel()
     assert torch.equal(model.generate(ids()[:, :4], max_new_tokens=3), expected[2])
+
+
+def test_evaluation_in_chunks_has_the_same_loss() -> None:
+    """Without labels all logits are computed: generation is as before."""
+    model = models.llama().eval()
+    plain = {"labels": ids(), "input_ids": ids()}
+    expected, written = model(**plain).loss, model.generate(ids()[:, :4], max_new_tokens=3)
+    chunk_loss_of(model, chunk_tokens=7, evaluation=True)
+    with torch.no_grad():
+        found = model(**plain)
+    assert found.logits.shape == (2, 0, 128) and abs(found.loss - expected) < 2e-6
+    assert model(input_ids=ids()).logits.shape == (2, 12, 128)
+    assert torch.equal(model.generate(ids()[:, :4], max_new_tokens=3), written)
+
+
+def test_chunks_can_be_left_under_an_engine(tmp_path: Path) -> None:
+    """Between steps: the logits of the next call are those of all tokens."""
+    model = models.llama()
+    undo = chunk_loss_of(model)
+    block = {"nvme_path": str(tmp_path), "durability": "none"}
+    config = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "offload": block}
+    engine = offload.initialize(model=model, config=config).engine
+    for count in (0, 12):
+        found = engine(input_ids=ids(), labels=ids())
+        assert found.logits.shape[1] == count
+        engine.backward(found.loss)
+        engine.step()
+        undo()
+    engine.destroy()
+
+
+def test_a_second_call_is_refused() -> None:
+    model = models.llama()
+    undo = chunk_loss_of(model)
+    with pytest.raises(offload.UsageError, match="in chunks already"):
+        chunk_loss_of(model)
+    undo()
+    undo = chunk_loss_of(model)
+    undo()
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+
+
+def test_a_model_whose_own_forward_was_replaced_is_refused() -> None:
+    """As Liger replaces it: that of the object, which computes its loss without the head's module."""
+    model = models.llama()
+
+    def fused(self: Any, input_ids: Any, labels: Any) -> Any:
+        hidden = self.model(input_ids=input_ids)[0]
+        return nn.functional.cross_entropy((hidden @ self.lm_head.weight.T).flatten(0, 1), labels.flatten())
+
+    model.forward = types.MethodType(fused, model)
+    with pytest.raises(offload.UsageError, match="does not compute its loss from the output of lm_head itself"):
+        chunk_loss_of(model)
 
 
 def test_an_exception_between_head_and_loss_leaves_nothing_behind() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -200,10 +201,17 @@ def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> Non
 # -- trl ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works(
+    "Trainers", "trl's `SFTTrainer`, whose own loss computes logits in chunks (where trl is installed)", "right"
+)
+@pytest.mark.filterwarnings("ignore:.*chunked_nll:FutureWarning")  # trl's name for the chunks when both losses existed
+@pytest.mark.parametrize("loss_type", ["nll", "chunked_nll", "dft"])
 @pytest.mark.numeric
-def test_sft_trainer_of_trl(tmp_path: Path) -> None:
+def test_sft_trainer_of_trl(loss_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """trl reads the head's weights in a function of its own, and computes its metrics there; nothing replaces it."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
+    caplog.set_level(logging.INFO, "offload")
 
     class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
         pass
@@ -211,9 +219,11 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(FEW)]
 
     def made(kind: Any, folder: Path, **more: Any) -> Any:
-        args = arguments(folder, trl.SFTConfig, max_length=12, bf16=False, **{CHECKPOINTING: False})
+        chosen = {"max_length": 12, "bf16": False, "loss_type": loss_type, CHECKPOINTING: False}
         dataset = datasets.Dataset.from_list(rows)
-        return kind(model=seeded(), args=args, train_dataset=dataset, processing_class=_tokenizer(), **more)
+        args = arguments(folder, trl.SFTConfig, **EVALUATED, **chosen)
+        options = {"train_dataset": dataset, "eval_dataset": dataset, "processing_class": _tokenizer()}
+        return kind(model=seeded(), args=args, **options, **more)
 
     theirs = made(trl.SFTTrainer, tmp_path / "stock")
     theirs.train()
@@ -221,6 +231,10 @@ def test_sft_trainer_of_trl(tmp_path: Path) -> None:
     with ended(mine):
         mine.train()
         assert_close(result(mine), result(theirs))
+        rounding_bounds.same_losses(evaluations(mine), evaluations(theirs), models.GPT2)
+        accuracies = [[log.get("mean_token_accuracy") for log in each.state.log_history] for each in (mine, theirs)]
+        assert accuracies[0] == accuracies[1] and any(accuracies[0])
+    assert "not computed in chunks of tokens: OffloadSFTTrainer.compute_loss may read the logits" in caplog.text
 
 
 def _tokenizer() -> Any:

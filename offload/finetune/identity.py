@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_LOSSES = {True: "in chunks", False: "from all logits"}
 _SAMPLE = 1 << 16
 _SAMPLES = 4
 
@@ -32,6 +33,8 @@ class Identity(NamedTuple):
     """Settings of learning in the config, by key."""
     schedule: Mapping[str, Any] | None = None
     """The block of the schedule in the config; None for a constant rate."""
+    chunked_loss: bool | None = None
+    """True for a loss in chunks, False for one from all logits; None for a job that takes what its run has."""
 
 
 def weights_of(folder: Path | None) -> str:
@@ -85,6 +88,8 @@ def differences(mine: Identity, before: Mapping[str, Any]) -> Iterator[str]:
     # earlier version has stored contains no schedule.
     if before.get("steps") == mine.steps and before.get("schedule", mine.schedule) != mine.schedule:
         yield f"the schedule was {json.dumps(before['schedule'])}, is {json.dumps(mine.schedule)}"
+    if mine.chunked_loss is not None and before.get("chunked_loss") not in (None, mine.chunked_loss):
+        yield f"the loss was computed {_LOSSES[not mine.chunked_loss]}, is computed {_LOSSES[mine.chunked_loss]}"
     if before.get("output") != mine.output:
         yield f"--output was {before.get('output')}, is {mine.output}"
     if before.get("steps", mine.steps) < mine.steps:

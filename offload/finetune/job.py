@@ -48,6 +48,7 @@ from offload.finetune.options import (
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
 from offload.hardware import probe
+from offload.losses.choice import ChosenLoss, as_begun, choose_loss
 from offload.planner.predict_run import as_step, predict
 from offload.planner.report import in_short
 from offload.presets import require_transformers
@@ -146,8 +147,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     tokenizer = None if folder is None else read_tokenizer(folder)
     share = Share(batch.micro, batch.accumulation, config.offload.seed, rank, world_size)
     data = read_files(options, files, tokenizer, share, keeps_documents_apart(folder))
-    # With --epochs the number of steps is known only after the data are packed.
-    steps = steps_of(options, DEFAULT_STEPS, data.batches)
+    steps = steps_of(options, DEFAULT_STEPS, data.batches)  # with --epochs known only after the data are packed
     content, lines = schedule(content, options, steps)
     for line in lines:
         say(line)
@@ -161,13 +161,14 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check_apart(options.output, config)
     let_segments_grow(config.offload.device)  # before CUDA is used, for the dtype; `initialize` reports the result
     content = _with_dtype(content, say)
-    torch.manual_seed(config.offload.seed)
-    # The seed is the same on all ranks here, so that all build the same initial weights.
+    torch.manual_seed(config.offload.seed)  # the same on all ranks here, so that all build the same initial weights
     model, source, always = _model(options, folder, lora, content, data.largest_id)
-    # The prediction needs the model before `initialize` replaces its parameters by placeholders.
+    # The prediction runs the model as it is, before placeholders replace its parameters and chunks its logits.
     predicted, notices = _prediction(options, model, content, always, resuming) if world_size == 1 else ({}, ())
+    loss = choose_loss(model, options.chunked_loss, off="--no-chunked-loss", evaluation=True)
     engine = _engine(options, model, content, config, rank, say)
-    for line in (*engine.notices, *data.lines, source, *_resumed(engine, mine), *notices):
+    resumed, mine = _resumed(engine, mine, loss)
+    for line in (*engine.notices, *data.lines, source, *resumed, *notices):
         say(line)
     return Job(
         engine=engine,
@@ -284,22 +285,35 @@ def _identity(options: Options, folder: Path | None, data: Data, steps: int, con
         steps=steps,
         settings=settings_of(content),
         schedule=content.get("scheduler"),
+        chunked_loss=options.chunked_loss,
     )
 
 
-def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
-    """Stores the job's identity in the engine for its commits, and returns a line for each difference from the run.
+def _resumed(engine: Engine, mine: Identity, loss: ChosenLoss) -> tuple[tuple[str, ...], Identity]:
+    """Stores the job's identity in the engine for its commits. A resumed run computes its loss as it began.
 
     A resumed run may have other data or adapters, but not another model.
+
+    Args:
+        engine: the engine, which may have resumed a run.
+        mine: the identity of this job by its options.
+        loss: the loss that was chosen for the model.
+
+    Returns:
+        Lines on the loss and on each difference from the run, and the identity with the loss that is computed.
 
     Raises:
         StoreError: the run belongs to another model.
         ConfigError: the output folder already contains files that are not this job's.
     """
-    before = engine.client_state.get("job")
-    lines: list[str] = []
+    before = engine.client_state.get("job") or {}
+    if engine.global_steps:
+        # An identity that an earlier version has stored says nothing of the loss, which was that of all logits.
+        loss = as_begun(loss, mine.chunked_loss, bool(before.get("chunked_loss")))
+    whole = mine._replace(chunked_loss=loss.chunked)
+    lines = [] if loss.line is None else [loss.line]
     try:
-        if before is not None and engine.global_steps:
+        if before and engine.global_steps:
             other = other_model(mine, before)
             if other is not None:
                 raise StoreError(
@@ -308,15 +322,16 @@ def _resumed(engine: Engine, mine: Identity) -> tuple[str, ...]:
                 )
             # Not compared here: the engine reports changed settings itself, and the number of steps may change.
             kept = before | {"settings": mine.settings, "steps": mine.steps, "schedule": mine.schedule}
-            lines += [f"resumed, and {words}" for words in differences(mine, kept)]
+            kept["chunked_loss"] = bool(before.get("chunked_loss"))
+            lines += [f"resumed, and {words}" for words in differences(whole, kept)]
         marked = mine.output is not None and is_marked(Path(mine.output), mine)
-        if (before is None or before.get("output") != mine.output) and not marked:
+        if before.get("output") != mine.output and not marked:
             check_output(None if mine.output is None else Path(mine.output), may_be_there=False)
     except (ConfigError, StoreError):
         engine.destroy(remove=False)
         raise
-    engine.client_state["job"] = mine._asdict()
-    return tuple(lines)
+    engine.client_state["job"] = whole._asdict()
+    return tuple(lines), whole
 
 
 def _prediction(

@@ -81,6 +81,7 @@ class Options:
     eval_every: int | None = None
     lora: str | None = None
     gradient_checkpointing: bool = False
+    chunked_loss: bool | None = None
     output: Path | None = None
     save_every: int | None = None
     log: Path | None = None

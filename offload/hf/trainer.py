@@ -10,6 +10,7 @@ writes and reads the engine's part of the Trainer's checkpoints, and refuses arg
 [Note: names that are not public] The mixin overrides these methods, although transformers does not promise them:
 
     _move_model_to_device            the engine places weights: a model larger than the device never moves as a whole
+    _wrap_model                      the last call before the engine is built: the loss is chosen (`loss.py`)
     _save                            weights are streamed into safetensors
     _save_optimizer_and_scheduler    writes the engine's checkpoint in place of optimizer.pt
     _load_from_checkpoint            loads nothing yet: the engine does not exist
@@ -41,11 +42,14 @@ from offload.errors import ConfigError, StoreError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import content_of, filled, schedule_values, without
+from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
+from offload.losses.choice import ChosenLoss
 
 logger = logging.getLogger("offload")
 
 OVERRIDDEN = (
     "_move_model_to_device",
+    "_wrap_model",
     "_save",
     "_save_optimizer_and_scheduler",
     "_load_from_checkpoint",
@@ -79,12 +83,15 @@ class OffloadMixin(_Base):
     optimizer: Any
     lr_scheduler: Any
 
-    def __init__(self, *args: Any, offload_config: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, offload_config: Any, chunked_loss: bool | None = None, **kwargs: Any) -> None:
         """Constructs the Trainer.
 
         Args:
             *args: as in the Trainer.
             offload_config: path of a DeepSpeed-style JSON file, or its content as a dict.
+            chunked_loss: True to compute the training loss from the logits of a chunk of tokens at a time, False to
+                compute all logits at once. By default in chunks, if the model is a causal language model of
+                transformers with a plain linear head, and nothing else of the Trainer reads the logits.
             **kwargs: as in the Trainer.
 
         Raises:
@@ -93,6 +100,7 @@ class OffloadMixin(_Base):
         """
         self._content = content_of(offload_config)
         self._schedule: Any = None
+        self._chunked_loss, self._loss = chunked_loss, ChosenLoss(chunked=False)
         super().__init__(*args, **kwargs)
         for block, given in (
             ("optimizer", self.optimizer or self.optimizer_cls_and_kwargs),
@@ -140,6 +148,12 @@ class OffloadMixin(_Base):
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: the engine places weights."""
         return
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Chooses the loss if the engine will be built next, and returns what the Trainer returns."""
+        if self.engine is None:
+            self._loss = loss_of(self, self._chunked_loss)
+        return super()._wrap_model(model, *args, **kwargs)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         """Ends the engine of the previous model, removes its run, and returns a new model.
@@ -211,11 +225,29 @@ class OffloadMixin(_Base):
         if self.engine is None:
             # An engine is built only once for a model, so it must have the optimizer that `train()` will need.
             if any(p.requires_grad for p in self.model.parameters()):
+                self._loss = loss_of(self, self._chunked_loss)
                 _, self.optimizer = self.accelerator.prepare(self.model, self.create_optimizer())
             else:
                 config = self.accelerator.beside_references(self.accelerator.offload_config)
                 self.accelerator.use(initialize(model=self.model, config=config).engine)
         return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a batch, without logits if only the loss is asked for.
+
+        Args:
+            model: as in the Trainer.
+            inputs: as in the Trainer.
+            prediction_loss_only: as in the Trainer.
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The output of the Trainer's method.
+        """
+        step = super().prediction_step
+        with evaluation_of(self.model, step, prediction_loss_only):
+            return step(model, inputs, prediction_loss_only, *args, **kwargs)
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the context for each forward: autocast if `torch_autocast` of the config enables it.
@@ -250,7 +282,9 @@ class OffloadMixin(_Base):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
-        self.engine.save_checkpoint(output_dir, exclude_frozen_parameters=_has_adapters(self.model))
+        self.engine.save_checkpoint(
+            output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=_has_adapters(self.model)
+        )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
 
@@ -285,7 +319,8 @@ class OffloadMixin(_Base):
             )
             super()._load_from_checkpoint(checkpoint)
             return
-        self.engine.load_checkpoint(checkpoint)
+        _, state = self.engine.load_checkpoint(checkpoint)
+        self._loss = resumed(self._loss, self._chunked_loss, state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
         if hasattr(self.lr_scheduler, "get_last_lr"):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())

@@ -9,9 +9,10 @@ mixtures, adapters. Models that scale or cap their logits in between are refused
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from offload.errors import UsageError
 from offload.losses.chunked import CHUNK_TOKENS, causal_lm
 
 
-def chunk_loss_of(model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> Callable[[], None]:
+def chunk_loss_of(
+    model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, evaluation: bool = False
+) -> Callable[[], None]:
     """Makes a causal language model of transformers compute its training loss by `causal_lm`.
 
     In training, a call with labels returns the loss and the logits of no token, (..., 0, words). Calls without labels,
@@ -30,6 +33,7 @@ def chunk_loss_of(model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> Call
     Args:
         model: a causal language model of transformers, or a model of peft around one.
         chunk_tokens: tokens whose logits are in memory at a time.
+        evaluation: True if calls with labels are to return no logits in evaluation and under `torch.no_grad()` either.
 
     Returns:
         A function that makes the model compute all logits again.
@@ -38,46 +42,79 @@ def chunk_loss_of(model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> Call
         UsageError: if the model is no causal language model of transformers, its head no linear layer, or if it changes
             its logits before the loss.
     """
-    inner: Any = getattr(model, "get_base_model", lambda: model)()
-    head = _plain_head(inner)
-    loss = _LossOfModel(inner, head, chunk_tokens)
-    removers = [
-        inner.register_forward_pre_hook(loss.before_model, with_kwargs=True).remove,
-        inner.register_forward_hook(loss.after_model, always_call=True).remove,
-        head.register_forward_pre_hook(loss.before_head).remove,
-        head.register_forward_hook(loss.after_head).remove,
-    ]
-    before = inner.__dict__.get("_loss_function")
-    inner.loss_function = loss
+    inner = _inside_adapters(model)
+    return _LossOfModel(inner, _plain_head(inner), chunk_tokens, evaluation).compute_all_logits
 
-    def undo() -> None:
-        for remove in removers:
-            remove()
-        if before is None:
-            del inner._loss_function
-        else:
-            inner.loss_function = before
 
-    return undo
+def undo_of(model: nn.Module) -> Callable[[], None] | None:
+    """Returns what `chunk_loss_of` has returned for the model; None if the model computes all logits."""
+    loss = getattr(_inside_adapters(model), "_loss_function", None)
+    return loss.compute_all_logits if isinstance(loss, _LossOfModel) else None
+
+
+@contextlib.contextmanager
+def without_logits(model: nn.Module) -> Iterator[None]:
+    """Computes the loss of calls with labels in chunks in evaluation too, inside of the context.
+
+    Args:
+        model: the model. One whose loss is not computed in chunks computes all logits as ever.
+    """
+    loss = getattr(_inside_adapters(model), "_loss_function", None)
+    with loss.in_evaluation() if isinstance(loss, _LossOfModel) else contextlib.nullcontext():
+        yield
+
+
+def _inside_adapters(model: nn.Module) -> Any:
+    """Returns the model of transformers inside of a model of peft, or the model itself."""
+    base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    return base() if base is not None and hasattr(model, "peft_config") else model
 
 
 class _LossOfModel:
     """The hooks and the loss function of one model. All run on the thread that runs the model."""
 
-    def __init__(self, model: Any, head: nn.Linear, chunk_tokens: int) -> None:
-        self._model, self._head, self._chunk_tokens = model, head, chunk_tokens
+    def __init__(self, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool) -> None:
+        self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
         self._usual: Callable[..., Any] = model.loss_function
+        self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
         self._signature = inspect.signature(type(model).forward)
         self._has_labels = False
         self._hidden: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
+            model.register_forward_hook(self.after_model, always_call=True),
+            head.register_forward_pre_hook(self.before_head),
+            head.register_forward_hook(self.after_head),
+        ]
+        model.loss_function = self
+
+    def compute_all_logits(self) -> None:
+        """Gives the model its own loss function back."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._model.__dict__.get("_loss_function") is self:
+            if self._before is None:
+                del self._model._loss_function
+            else:
+                self._model.loss_function = self._before
+
+    @contextlib.contextmanager
+    def in_evaluation(self) -> Iterator[None]:
+        """Computes chunks in evaluation too, inside of the context."""
+        before, self._evaluation = self._evaluation, True
+        try:
+            yield
+        finally:
+            self._evaluation = before
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes whether the call will compute a loss to train with."""
         if model is not self._model:  # a deep copy has the same hooks
             return
         bound = self._signature.bind_partial(model, *args, **kwargs).arguments
-        self._has_labels = model.training and torch.is_grad_enabled() and bound.get("labels") is not None
+        trains = model.training and torch.is_grad_enabled()
+        self._has_labels = (trains or self._evaluation) and bound.get("labels") is not None
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Drops what an exception between head and loss left behind."""
@@ -147,15 +184,18 @@ def _plain_head(model: nn.Module) -> nn.Linear:
     embeddings: Callable[[], nn.Module | None] | None = getattr(model, "get_output_embeddings", None)
     head = None if embeddings is None else embeddings()
     if type(head) is not nn.Linear:
-        what = "has no head" if head is None else f"has the head {type(head).__name__}"
+        kind = type(head)
+        what = "has no head" if head is None else f"has the head {kind.__module__}.{kind.__qualname__}"
         raise UsageError(f"{name} {what}; a loss in chunks needs a causal language model with a linear head")
     usual = getattr(model, "loss_function", None)
+    if isinstance(usual, _LossOfModel):
+        raise UsageError(f"{name} computes its loss in chunks already; call chunk_loss_of once for a model")
     if getattr(usual, "__name__", "") != "ForCausalLMLoss":
         raise UsageError(
             f"the loss of {name} is {getattr(usual, '__name__', usual)}, not that of a causal language model"
         )
     mine = [path for path, module in model.named_modules() if module is head]
-    if not any(_ends_in_loss_of(type(model), path) for path in mine):
+    if not any(_ends_in_loss_of(model, path) for path in mine):
         raise UsageError(
             f"{name} does not compute its loss from the output of {' or '.join(mine)} itself: it scales or caps its "
             "logits, or its forward has another form; compute its loss with offload.losses.causal_lm"
@@ -163,10 +203,11 @@ def _plain_head(model: nn.Module) -> nn.Linear:
     return head
 
 
-def _ends_in_loss_of(model: type[nn.Module], head: str) -> bool:
-    """Returns True if the class's forward has `logits = self.<head>(…)`, and gives these to the loss unchanged.
+def _ends_in_loss_of(model: nn.Module, head: str) -> bool:
+    """Returns True if the model's forward has `logits = self.<head>(…)`, and gives these to the loss unchanged.
 
-    Decided by the text of the forward, since a run would need a batch and the model's weights.
+    Decided by the text of the forward, since a run would need a batch and the model's weights. The forward is that of
+    the object: Liger replaces the forward of one model, not of its class.
     """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))

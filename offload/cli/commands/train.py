@@ -55,6 +55,15 @@ class TrainOptions:
             "--activation-checkpointing",
         ),
     ] = False
+    chunked_loss: Annotated[
+        bool | None,
+        option(
+            _MODEL,
+            "--chunked-loss/--no-chunked-loss",
+            "Compute the loss from the logits of 1024 tokens at a time, in evaluations too; or of all tokens at once. "
+            "[default: in chunks where the model allows it; a resumed run as it began]",
+        ),
+    ] = None
     output: Annotated[
         Path | None,
         option(

@@ -1,0 +1,146 @@
+"""`offload train` computes the loss in chunks where the model allows it, and a resumed run computes it as it began."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from offload.finetune.identity import Identity
+from offload.losses import causal_model, chunked
+from tests.support import models, rounding_bounds
+from tests.support.cli_in_process import all_lines, call, facts, run_folder
+from tests.support.model_folders import make_folder
+from tests.support.oracle import Job
+
+__all__ = ["run_folder"]
+
+STEPS = ("--steps", "4", "--dtype", "fp32")
+IN_CHUNKS, AT_ONCE = (
+    "the loss is computed from the logits of 1024 tokens",
+    "the loss is not computed in chunks of tokens",
+)
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of the hidden states of each loss in chunks; chunks are of 20 tokens."""
+    shapes: list[torch.Size] = []
+
+    def recorded(hidden: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        shapes.append(hidden.shape)
+        return chunked.causal_lm(hidden, *args, **more | {"chunk_tokens": 20})
+
+    monkeypatch.setattr(causal_model, "causal_lm", recorded)
+    return shapes
+
+
+def losses(path: str = "log") -> list[float]:
+    """Returns the losses of all steps and evaluations, in the order of the log."""
+    return [line["loss"] if "loss" in line else line["eval_loss"] for line in all_lines(path)]
+
+
+def folder(kind: str, **more: Any) -> str:
+    """Makes a folder with a tokenizer and the config of a small model, and returns its name."""
+    make_folder(Path(kind), weights=False)
+    settings = {**models.WIDTHS, "vocab_size": 261, "max_position_embeddings": 128, "bos_token_id": 0}
+    getattr(transformers, f"{kind}Config")(**settings | {"eos_token_id": 1} | more).save_pretrained(kind)
+    return kind
+
+
+def gpt2() -> Any:
+    return models.gpt2(2)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [(), ("--model", "Llama"), ("--model", "Qwen3"), ("--model", "Llama", "--lora", "r=4,targets=q_proj")],
+    ids=["gpt2", "llama", "qwen3", "adapters"],
+)
+@pytest.mark.numeric
+def test_losses_of_steps_and_evaluations_are_those_of_all_logits(
+    model: tuple[str, ...], calls: list[torch.Size]
+) -> None:
+    for kind in ("Llama", "Qwen3"):
+        folder(kind, num_key_value_heads=2, head_dim=8)
+    done = call(*STEPS, *model, "--log", "chunks", "--json")
+    assert facts(done) and IN_CHUNKS in done.stderr and "--no-chunked-loss" in done.stderr, done.stderr
+    # Two rows a step; three rows are held out, in two batches of each of four evaluations.
+    assert len(calls) == 4 + 4 * 2 and {shape[1] for shape in calls} == {32}
+    calls.clear()
+    done = call(*STEPS, *model, "--log", "all", "--no-chunked-loss")
+    assert done.exit_code == 0 and "the loss is " not in done.stdout and not calls
+    job = Job(gpt2, lambda *_: torch.zeros(()), 4)
+    rounding_bounds.same_losses(losses("chunks"), losses("all"), job)
+
+
+def test_a_model_that_caps_its_logits_keeps_all_of_them(calls: list[torch.Size]) -> None:
+    gemma = ("--model", folder("Gemma2", num_key_value_heads=2, head_dim=8))
+    done = call("--steps", "1", *gemma)
+    assert done.exit_code == 0 and f"{AT_ONCE}: Gemma2ForCausalLM does not compute its loss from" in done.stdout
+    refused = call("--steps", "1", *gemma, "--chunked-loss", "--run", "other")
+    assert refused.exit_code == 2 and "error: Gemma2ForCausalLM does not compute its loss from" in refused.stderr
+    assert not calls and not Path("swap/other").exists()
+
+
+def test_adapters_on_the_head_keep_all_logits(calls: list[torch.Size]) -> None:
+    name = folder("Llama", num_key_value_heads=2)
+    done = call("--steps", "1", "--model", name, "--lora", "r=4,targets=lm_head+q_proj")
+    assert done.exit_code == 0 and f"{AT_ONCE}: LlamaForCausalLM has the head peft.tuners.lora" in done.stdout
+    assert not calls
+
+
+# -- resumed ------------------------------------------------------------------------------------------
+
+
+RUN = (*STEPS, "--schedule", "constant", "--warmup", "0", "--eval-every", "1")
+
+
+@pytest.mark.parametrize("typed", [(), ("--no-chunked-loss",)], ids=["in chunks", "from all logits"])
+def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], calls: list[torch.Size]) -> None:
+    """Bit for bit, though the command of the resumed run leaves the loss open."""
+    call(*RUN, *typed, "--log", "whole", "--run", "whole")
+    call(*RUN, *typed, "--log", "log", "--steps", "2", "--keep")
+    calls.clear()
+    done = call(*RUN, "--log", "log", "--resume", "must")
+    assert done.exit_code == 0 and "resuming after step 2" in done.stdout, done.output
+    assert losses("log") == losses("whole") and len(losses("log")) == 8
+    assert bool(calls) == (not typed) == (f"{AT_ONCE}: the run has begun with all logits" not in done.stdout)
+
+
+def test_the_bits_tell_which_loss_it_was() -> None:
+    """Otherwise the test above would show nothing."""
+    call(*RUN, "--log", "chunks")
+    call(*RUN, "--log", "all", "--no-chunked-loss")
+    assert losses("chunks") != losses("all")
+
+
+def test_a_run_of_an_earlier_version_is_resumed_with_all_logits(
+    calls: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its commits say nothing of the loss."""
+    call(*RUN, "--no-chunked-loss", "--log", "whole", "--run", "whole")
+    identity = Identity._asdict
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Identity,
+            "_asdict",
+            lambda self: {key: value for key, value in identity(self).items() if key != "chunked_loss"},
+        )
+        call(*RUN, "--no-chunked-loss", "--log", "log", "--steps", "2", "--keep")
+    done = call(*RUN, "--log", "log", "--resume", "must")
+    assert done.exit_code == 0 and f"{AT_ONCE}: the run has begun with all logits" in done.stdout, done.output
+    assert losses("log") == losses("whole") and not calls
+
+
+def test_another_loss_is_an_option_of_a_resumed_run_and_no_job_that_is_done(calls: list[torch.Size]) -> None:
+    call("--steps", "1", "--keep", "--no-chunked-loss")
+    done = call("--steps", "2", "--resume", "must", "--chunked-loss")
+    assert done.exit_code == 0 and IN_CHUNKS in done.stdout and calls
+    assert "resumed, and the loss was computed from all logits, is computed in chunks" in done.stdout
+    refused = call("--steps", "2", "--resume", "auto", "--no-chunked-loss")
+    assert refused.exit_code == 2 and "the loss was computed in chunks, is computed from all logits" in refused.stderr
+    assert "nothing to do" in call("--steps", "2", "--resume", "auto").stdout
