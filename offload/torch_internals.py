@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import __file__ as _module_file
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -30,11 +33,13 @@ __all__ = [
     "inner_tensors",
     "inside_backward",
     "make_subclass",
+    "module_call",
     "outside_of_compiled_code",
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "set_data",
+    "tensor_hooks_of",
     "tensors_in",
     "top_saved_tensor_hooks",
     "tree_leaves",
@@ -79,6 +84,12 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
         # Each assignment makes torch call the list again.
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def tensor_hooks_of(parameter: torch.nn.Parameter) -> bool:
+    """Returns True if the user has registered hooks of `torch.Tensor.register_hook` on a parameter."""
+    with plain_tensors():
+        return bool(parameter._backward_hooks)
 
 
 make_subclass = torch.Tensor._make_subclass
@@ -143,6 +154,14 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
     # `disabled`.
     return skip(call)
+
+
+def module_call() -> types.FrameType:
+    """Returns the Python frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
+        frame = frame.f_back
+    return frame
 
 
 # -- modes of dispatch -------------------------------------------------------------------------------

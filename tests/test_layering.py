@@ -70,6 +70,7 @@ WITHIN = {
         "checkpoint": "distributed params training",
         "memory_report": "training",
         "param_access": "callbacks distributed params training",
+        "tiles": "param_access params",
         "shutdown": "training",
         "step": "callbacks metrics optim training",
         "model_io": "checkpoint distributed keywords params training",
@@ -80,7 +81,7 @@ WITHIN = {
         "deepspeed_api": "core memory_report training",
         "persistence_api": "checkpoint core deepspeed_api keywords model_io",
         "engine": "keywords persistence_api training",
-        "setup": "callbacks checkpoint core distributed engine gradients keywords metrics optim params training",
+        "setup": "callbacks checkpoint core distributed engine gradients keywords metrics optim params tiles training",
     },
     "planner": {
         "memory": "",

@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.blocks.block import Block
-from offload.config.blocks.values import Count, DeviceName, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
+from offload.config.blocks.values import (
+    Count,
+    DeviceName,
+    Integer,
+    Memory,
+    Name,
+    Names,
+    Number,
+    Paths,
+    Ratio,
+    Tiles,
+    expanded,
+)
 
 
 class Debug(Block):
@@ -64,6 +76,12 @@ class OffloadBlock(Block):
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
+    tile_mlp: Tiles = Field(
+        False,
+        description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "
+        "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
+        "reference/python/tiles.md",
+    )
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
     )
