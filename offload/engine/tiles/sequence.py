@@ -74,6 +74,9 @@ class _Tiling:
 class _Tiled:
     """The first base of the class of each tiled module."""
 
+    _in_chunks: Any
+    """The function `_in_chunks`, as compiled code may call it."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the module's own forward returns for its whole input."""
         forward: Callable[..., Any] = super().forward  # type: ignore[misc]
@@ -88,7 +91,8 @@ class _Tiled:
         chunks = tiling.chunks_of(hidden.shape)
         if len(chunks) == 1:
             return run(hidden)
-        return _outside_of_compiled_code()(self, run, hidden, tiling.dim, chunks)
+        output: torch.Tensor = self._in_chunks(self, run, hidden, tiling.dim, chunks)
+        return output
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the module by its own class, since this one has no name by which it could be found."""
@@ -156,8 +160,14 @@ def is_tiled(module: nn.Module) -> bool:
 @functools.cache
 def _tiled_class(kind: Any) -> type[Any]:
     """Returns the subclass of a module's class that runs in chunks. Has its name, by which units may be chosen."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (_Tiled, kind), names)
+    attributes = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        # Made here and not at import, which would import torch's compiler.
+        "_in_chunks": staticmethod(outside_of_compiled_code(_in_chunks)),
+    }
+    return type(kind.__name__, (_Tiled, kind), attributes)
 
 
 def _made_again(make: Callable[..., Any], kind: Any, *arguments: Any) -> Any:
@@ -197,12 +207,6 @@ class _Work:
     """Names of the parameters that train, in the order in which the function receives them."""
     versions: dict[str, int]
     """For each parameter how often it had changed; see `_versions`."""
-
-
-@functools.cache
-def _outside_of_compiled_code() -> Callable[..., torch.Tensor]:
-    """Returns `_in_chunks` as compiled code may call it. Made at the first use, since torch's compiler takes long."""
-    return outside_of_compiled_code(_in_chunks)
 
 
 def _in_chunks(
@@ -265,8 +269,11 @@ class _Chunks(torch.autograd.Function):
         with _weights_held(work.module), autocast(work.casts):
             for chunk in work.chunks:
                 part = work.run(hidden.narrow(work.dim, *chunk).contiguous())
+                _refuse_shape(work, hidden, part, chunk[1])
                 if output is None:
-                    output = _empty_output(work, hidden, part)
+                    shape = list(part.shape)
+                    shape[work.dim] = hidden.shape[work.dim]
+                    output = part.new_empty(shape)
                 output.narrow(work.dim, *chunk).copy_(part)
                 del part  # otherwise it would be in memory beside the next chunk
         assert output is not None, "there are several chunks"
@@ -308,20 +315,15 @@ class _Chunks(torch.autograd.Function):
         return None, slope_of_input, *sums
 
 
-def _empty_output(work: _Work, hidden: torch.Tensor, part: Any) -> torch.Tensor:
-    """Returns memory for the whole output, given that of the first chunk."""
-    positions = work.chunks[0][1]
-    fits = isinstance(part, torch.Tensor) and part.ndim > work.dim % hidden.ndim
-    if not fits or part.shape[work.dim] != positions:
-        found = list(part.shape) if isinstance(part, torch.Tensor) else type(part).__name__
+def _refuse_shape(work: _Work, hidden: torch.Tensor, part: Any, positions: int) -> None:
+    """Raises `UsageError` unless the module returned one tensor with as many positions as a chunk has."""
+    tensor = isinstance(part, torch.Tensor)
+    if not tensor or part.ndim != hidden.ndim or part.shape[work.dim] != positions:
         raise UsageError(
-            f"{type(work.module).__name__} returned {found} for a chunk of {positions} positions along dimension "
-            f"{work.dim}; a tiled module returns one tensor with as many positions as its input"
+            f"{type(work.module).__name__} returned {list(part.shape) if tensor else type(part).__name__} for a chunk "
+            f"of {positions} positions along dimension {work.dim}; a tiled module returns one tensor with as many "
+            "dimensions and positions as its input"
         )
-    shape = list(part.shape)
-    shape[work.dim] = hidden.shape[work.dim]
-    output: torch.Tensor = part.new_empty(shape)
-    return output
 
 
 def _add(sums: list[torch.Tensor | None], found: list[torch.Tensor | None]) -> None:
