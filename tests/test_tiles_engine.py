@@ -17,6 +17,7 @@ import offload
 from offload.engine.tiles import known_mlps
 from tests.support import models, rounding_bounds
 from tests.support.oracle import (
+    DTYPES,
     Job,
     PlainEngine,
     assert_same,
@@ -29,6 +30,8 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
+from tests.test_causal_lm_loss import Peak
+from tests.test_tiles import Gated
 
 TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
 DISK = ("nvme", "nvme")
@@ -223,6 +226,45 @@ def test_autocast_inside_of_the_engine_is_replayed(tmp_path: Path) -> None:
     found = same_bits(job, tmp_path, TIERS, tile_mlp=3)
     rounded = job._replace(dtype="bf16")
     rounding_bounds.same_losses(found.losses, plain_loop(job).losses, rounded)
+
+
+class Stack(nn.Module):
+    """Residual MLPs, as in a decoder without attention."""
+
+    def __init__(self, layers: int, features: int, inner: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(features, inner) for _ in range(layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("positions", [1024, 4096])
+def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: int, dtype: str, tmp_path: Path) -> None:
+    """Beside the arena: a hidden state for each layer, some of the backward, one tile, and gradients of one MLP."""
+    layers, features, inner, length, size = 3, 32, 128, 64, DTYPES[dtype].itemsize
+
+    def stack() -> nn.Module:
+        model = Stack(layers, features, inner)
+        for layer in model.layers:
+            offload.tiled(layer, chunk_length=length)
+        return model
+
+    engine = start(Job(stack, models.language_loss, dtype=dtype), ("cpu", "cpu"), tmp_path)
+    hidden = torch.randn(1, positions, features, dtype=DTYPES[dtype])
+    with Peak() as counted:
+        engine(hidden).backward(torch.ones_like(hidden))
+    engine.destroy(remove=True)
+    state = positions * features * size
+    tile = length * (6 * inner + 2 * features) * size
+    gradients = (3 * features * inner + features) * (4 + size)
+    small = 4 * torch.get_rng_state().numel() + 1024
+    # States: the sums of the layers, and in the backward the slope, the slope of the MLP's input, and their sum.
+    formula = (layers + 3) * state + tile + gradients + small
+    assert (layers + 1) * state < counted.peak <= formula < layers * positions * 4 * inner * size
 
 
 # -- "tile_mlp" ---------------------------------------------------------------------------------------

@@ -265,7 +265,7 @@ class _Chunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, hidden: torch.Tensor, *trained: torch.Tensor) -> torch.Tensor:
         before = generators(hidden)
-        output = None
+        output: torch.Tensor | None = None
         with _weights_held(work.module), autocast(work.casts):
             for chunk in work.chunks:
                 part = work.run(hidden.narrow(work.dim, *chunk).contiguous())
