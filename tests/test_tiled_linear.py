@@ -25,8 +25,9 @@ def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.T
     """Returns weight and bias of the whole layer, or their gradients, put together from the blocks."""
     rows: list[list[Any]] = [[block for block in row] for row in layer.linears]  # type: ignore[union-attr, attr-defined]
     value = (lambda parameter: parameter.grad) if gradient else (lambda parameter: parameter.detach())
-    weight = torch.cat([torch.cat([value(row[o].weight) for row in rows], 1) for o in range(layer.out_splits)])
-    bias = [value(block.bias) for block in rows[-1] if block.bias is not None]
+    weight = torch.cat([torch.cat([value(block.weight) for block in row], 1) for row in rows])
+    bias = [value(row[-1].bias) for row in rows if row[-1].bias is not None]
+    assert all(block.bias is None for row in rows for block in row[:-1])
     return weight, torch.cat(bias) if bias else None
 
 
@@ -162,7 +163,7 @@ def test_parameters_of_a_paged_model_are_copied(tmp_path: Path) -> None:
     layer = engine.module.layers[1]
     layer.copy_params_from(other)
     blocks = [[block.weight.clone().cpu() for block in row] for row in layer.linears]
-    assert torch.equal(torch.cat([torch.cat([row[o] for row in blocks], 1) for o in range(2)]), other.weight)
+    assert torch.equal(torch.cat([torch.cat(row, 1) for row in blocks]), other.weight)
     engine.destroy(remove=True)
 
 

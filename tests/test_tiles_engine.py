@@ -256,7 +256,8 @@ def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: in
     engine = start(Job(stack, models.language_loss, dtype=dtype), ("cpu", "cpu"), tmp_path)
     hidden = torch.randn(1, positions, features, dtype=DTYPES[dtype])
     with Peak() as counted:
-        engine(hidden).backward(torch.ones_like(hidden))
+        output = engine(hidden)
+        output.backward(torch.ones_like(output))
     engine.destroy(remove=True)
     state = positions * features * size
     tile = length * (6 * inner + 2 * features) * size

@@ -1,6 +1,6 @@
 """A linear layer as a grid of smaller ones, each of which can be a unit of its own.
 
-Block (i, o) maps the i-th part of the input to the o-th part of the output, and the outputs of a column are added. So a
+Block (o, i) maps the i-th part of the input to the o-th part of the output, and the outputs of a row are added. So a
 layer that is larger than the device budget needs one block on the device at a time, in the backward too.
 
 [Note: bits] With one split of the input each output is the sum of the same products as in `nn.Linear`. With more, the
@@ -38,8 +38,8 @@ class _Block(nn.Linear):
 class TiledLinear(nn.Module):
     """A linear layer whose weight is divided into `in_splits` times `out_splits` blocks, after DeepSpeed's.
 
-    `linears[i][o]` is the layer from the i-th part of the input to the o-th part of the output; the bias belongs to the
-    last i. Parts differ by one feature at most, and the first ones are the larger ones.
+    `linears[o][i]` is the layer from the i-th part of the input to the o-th part of the output; the bias belongs to the
+    last i. Parts differ by one feature at most, and the first ones are the larger ones. DeepSpeed's names are the same.
     """
 
     def __init__(
@@ -77,22 +77,23 @@ class TiledLinear(nn.Module):
         last = in_splits - 1
         self.linears = nn.ModuleList(
             nn.ModuleList(
-                _Block(in_features, inputs, outputs, bias and i == last, device, dtype) for outputs in self._outputs
+                _Block(in_features, inputs, outputs, bias and i == last, device, dtype)
+                for i, inputs in enumerate(self._inputs)
             )
-            for i, inputs in enumerate(self._inputs)
+            for outputs in self._outputs
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns the (..., out_features) output of a (..., in_features) input."""
-        totals: list[torch.Tensor | None] = [None] * self.out_splits
-        for part, row in zip(hidden.split(self._inputs, -1), self.linears, strict=True):
-            assert isinstance(row, nn.ModuleList)
-            for o, block in enumerate(row):
-                before, found = totals[o], block(part)
-                totals[o] = found if before is None else before + found
-        outputs = [each for each in totals if each is not None]
+        parts = hidden.split(self._inputs, -1)
+        outputs = []
+        for o in range(self.out_splits):
+            total = self._block(o, 0)(parts[0])
+            for i in range(1, self.in_splits):
+                total = total + self._block(o, i)(parts[i])
+            outputs.append(total)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
     @torch.no_grad()
@@ -115,15 +116,15 @@ class TiledLinear(nn.Module):
         rows = other.weight.split(self._outputs, 0)
         for o, rows_of_output in enumerate(rows):
             for i, weight in enumerate(rows_of_output.split(self._inputs, 1)):
-                self._block(i, o).weight.copy_(weight)
+                self._block(o, i).weight.copy_(weight)
         if other.bias is not None:
             for o, bias in enumerate(other.bias.split(self._outputs)):
-                self._block(self.in_splits - 1, o).bias.copy_(bias)
+                self._block(o, self.in_splits - 1).bias.copy_(bias)
 
-    def _block(self, i: int, o: int) -> nn.Linear:
-        row = self.linears[i]
+    def _block(self, o: int, i: int) -> nn.Linear:
+        row = self.linears[o]
         assert isinstance(row, nn.ModuleList)
-        block = row[o]
+        block = row[i]
         assert isinstance(block, nn.Linear)
         return block
 
