@@ -222,6 +222,16 @@ def test_checkpointing_around_it_changes_no_bit(reentrant: bool) -> None:
     assert equal(*found)
 
 
+def test_checkpointing_does_not_compute_the_forward_of_a_last_mlp_again() -> None:
+    """It is computed in the forward, and again in the backward: not in the recomputation too."""
+    layer = nn.Sequential(nn.LayerNorm(16), offload.tiled(Gated(), chunks=4))
+    calls = list[int]()
+    layer[1].up.register_forward_hook(lambda *_: calls.append(1))
+    output = checkpoint(lambda hidden: hidden + layer(hidden), inputs(1, 16, 16), use_reentrant=False)
+    output.sum().backward()
+    assert len(calls) == 4 + 4
+
+
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 def test_compiled_code_around_it_changes_no_bit() -> None:
     module = nn.Sequential(nn.LayerNorm(16), offload.tiled(Gated(), chunks=2))
