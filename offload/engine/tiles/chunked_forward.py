@@ -175,15 +175,12 @@ class _Chunks(torch.autograd.Function):
                 wanted = [part, *trained] if slope_of_input is not None else trained
                 found: list[torch.Tensor | None] = []
                 found += torch.autograd.grad(output, wanted, slope.narrow(work.dim, *chunk), allow_unused=True)
-                del output, part
                 if slope_of_input is not None and (of_input := found.pop(0)) is not None:
                     slope_of_input.narrow(work.dim, *chunk).copy_(of_input)
-                    del of_input
+                    del of_input  # as in the forward
                 _add(sums, found)
-        for index, parameter in enumerate(trained):
-            each, sums[index] = sums[index], None  # its memory is free before the next one is rounded
-            sums[index] = None if each is None else each.to(parameter.dtype)
-        return None, slope_of_input, *sums
+        rounded = [None if each is None else each.to(of.dtype) for each, of in zip(sums, trained, strict=True)]
+        return None, slope_of_input, *rounded
 
 
 def _refuse_shape(work: _Work, hidden: torch.Tensor, part: Any, positions: int) -> None:
