@@ -22,6 +22,7 @@ __all__ = [
     "OffloadError",
     "RankError",
     "StoreError",
+    "TiledLinear",
     "UsageError",
     "__version__",
     "auto_dtype",
@@ -49,7 +50,9 @@ __all__ = [
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
     "schedules",
+    "tiled",
     "unregister_external_parameter",
+    "untiled",
 ]
 
 # Strings instead of imports: `offload --help` must not wait seconds for torch.
@@ -63,6 +66,7 @@ _MODULE_OF = {
     "OffloadError": "offload.errors",
     "RankError": "offload.errors",
     "StoreError": "offload.errors",
+    "TiledLinear": "offload.engine.tiles.linear",
     "UsageError": "offload.errors",
     "auto_dtype": "offload.engine.setup.dtype_choice",
     "estimate_zero2_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
@@ -86,7 +90,9 @@ _MODULE_OF = {
     "safe_set_local_fp32_param": "offload.engine.tensor_api",
     "safe_set_local_grad": "offload.engine.tensor_api",
     "safe_set_local_optimizer_state": "offload.engine.tensor_api",
+    "tiled": "offload.engine.tiles.sequence",
     "unregister_external_parameter": "offload.engine.tensor_api",
+    "untiled": "offload.engine.tiles.sequence",
 }
 """Module of each public name. A test compares it with `__all__` and with the imports for type checkers below."""
 
@@ -140,6 +146,8 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         unregister_external_parameter,
     )
+    from offload.engine.tiles.linear import TiledLinear
+    from offload.engine.tiles.sequence import tiled, untiled
     from offload.errors import (
         BudgetError,
         ConfigError,

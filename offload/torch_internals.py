@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import __file__ as _module_file
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -35,12 +37,14 @@ __all__ = [
     "inner_tensors",
     "inside_backward",
     "make_subclass",
+    "module_call",
     "outside_of_compiled_code",
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
     "saves_checkpoint_input",
     "set_data",
+    "tensor_hooks_of",
     "tensors_in",
     "top_saved_tensor_hooks",
     "tree_flatten",
@@ -87,6 +91,12 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
         # Each assignment makes torch call the list again.
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+
+
+def tensor_hooks_of(parameter: torch.nn.Parameter) -> bool:
+    """Returns True if the user has registered hooks of `torch.Tensor.register_hook` on a parameter."""
+    with plain_tensors():
+        return bool(parameter._backward_hooks)
 
 
 make_subclass = torch.Tensor._make_subclass
@@ -151,6 +161,14 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
     # `disabled`.
     return skip(call)
+
+
+def module_call() -> types.FrameType:
+    """Returns the Python frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
+        frame = frame.f_back
+    return frame
 
 
 # -- modes of dispatch -------------------------------------------------------------------------------

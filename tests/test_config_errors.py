@@ -72,6 +72,12 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         'bf16 should be a block, as {...}, got True; write "bf16": {"enabled": true}',
     ),
     "a switch off for a block": ({"fp16": False}, 'got False; write "fp16": {"enabled": false}'),
+    "a word for tiles": (
+        {"offload": {"tile_mlp": "always"}},
+        "offload.tile_mlp should be 'auto', false or a number of chunks of at least 1, got 'always'",
+    ),
+    "a switch for tiles": ({"offload": {"tile_mlp": True}}, "a number of chunks of at least 1, got True"),
+    "no tiles": ({"offload": {"tile_mlp": 0}}, "a number of chunks of at least 1, got 0"),
     "a word for a mode": ({"fp16": "O2"}, """got 'O2'; write "fp16": {"enabled": true}"""),
     "a stage for a block": (
         {"zero_optimization": 2},

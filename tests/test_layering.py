@@ -72,6 +72,7 @@ WITHIN = {
         "checkpoint": "distributed params training",
         "memory_report": "training",
         "param_access": "callbacks distributed params training",
+        "tiles": "param_access params",
         "shutdown": "training",
         "step": "callbacks metrics optim training",
         "model_io": "checkpoint distributed keywords params training",
@@ -83,7 +84,7 @@ WITHIN = {
         "persistence_api": "checkpoint core deepspeed_api keywords model_io",
         "engine": "keywords persistence_api training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
-        "training",
+        "tiles training",
     },
     "planner": {
         "memory": "",

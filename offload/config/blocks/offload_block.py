@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.blocks.block import Block
-from offload.config.blocks.values import Count, DeviceName, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
+from offload.config.blocks.values import (
+    Count,
+    DeviceName,
+    Integer,
+    Memory,
+    Name,
+    Names,
+    Number,
+    Paths,
+    Ratio,
+    Tiles,
+    expanded,
+)
 
 
 class Debug(Block):
@@ -26,7 +38,7 @@ class Every(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    OWN_AUTO = ("run", "resume", "io_backend", "activations")
+    OWN_AUTO = ("run", "resume", "io_backend", "activations", "tile_mlp")
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"
@@ -74,6 +86,12 @@ class OffloadBlock(Block):
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
+    tile_mlp: Tiles = Field(
+        False,
+        description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "
+        "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
+        "reference/python/tiles.md",
+    )
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
     )

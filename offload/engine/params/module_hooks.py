@@ -17,7 +17,6 @@ keep the casts of all units there. So the cache is off while a site runs, and a 
 
 from __future__ import annotations
 
-import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -25,7 +24,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
@@ -42,6 +40,7 @@ from offload.timeline import OFF, Phase, Timeline
 from offload.torch_internals import (
     call_after_backward,
     inside_backward,
+    module_call,
     outside_of_compiled_code,
     plain_tensors,
     tensors_in,
@@ -194,16 +193,20 @@ class ModuleHooks:
         Returns:
             False if neither a forward nor a backward runs.
         """
-        if not self.running:
+        if not self.runs_now():
             return False
-        if inside_backward():
-            self._begin_backward()
         if stays and self._local.frames:
             self._unit_views.use(unit)
             self._local.frames[-1].units.append(unit)
         else:
             self._unit_views.keep(unit)
         return True
+
+    def runs_now(self) -> bool:
+        """Returns `running`. A backward that runs begins at the latest now: its weights are about to be used."""
+        if inside_backward():
+            self._begin_backward()
+        return self.running
 
     def use_in(self, module: nn.Module, unit: int) -> None:
         """Adds `unit` to the units that are materialized whenever `module` runs."""
@@ -275,7 +278,7 @@ class ModuleHooks:
                 self._pager.begin(kind)
                 self._timeline.begin_phase(Phase.FORWARD if kind is PassKind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), kept)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.
@@ -396,11 +399,3 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
-
-
-def _module_call() -> types.FrameType:
-    """Returns the Python frame in which torch calls the module whose hook runs now."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename != module_file:
-        frame = frame.f_back
-    return frame

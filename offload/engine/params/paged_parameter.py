@@ -20,7 +20,8 @@ costs nothing per call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +53,9 @@ class ParamOwner(Protocol):
 
     def end_edits(self, unit: int) -> None:
         """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
+
+    def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """Returns a context in which `units` stay materialized, if a forward or a backward runs and they have room."""
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
@@ -285,9 +289,6 @@ def handle_of(tensor: Any) -> ParamHandle | None:
     return tensor.offload_handle if type(tensor) in (PagedParameter, PagedParameterView) else None
 
 
-# -- dispatch of a torch function --------------------------------------------------------------------------
-
-
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Applies the rule of `func`, if there is one; otherwise calls `func` with weights if it needs any element."""
     handle = handle_of(args[0]) if args else None
@@ -379,9 +380,6 @@ def _name(func: Any) -> str:
     if name in ("__get__", "__set__"):
         name = getattr(getattr(func, "__self__", None), "__name__", name)
     return name
-
-
-# -- shape, dtype and device of a parameter are fixed ------------------------------------------------------
 
 
 def check_kind(handle: ParamHandle, tensor: Any, values: Any) -> None:

@@ -107,6 +107,23 @@ class WeightEdits:
         """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
         return self._hooks.fetch(unit, stays)
 
+    @contextlib.contextmanager
+    def hold(self, units: Sequence[int]) -> Iterator[None]:
+        """Holds `units` while the context is open: none if neither a forward nor a backward runs, or without room."""
+        held: list[int] = []
+        try:
+            try:
+                for unit in units if self._hooks.runs_now() else ():
+                    self._unit_views.use(unit)
+                    held.append(unit)
+            except BudgetError:  # each module then fetches its own unit, and one that has no room raises again
+                while held:
+                    self._unit_views.release_unit(held.pop())
+            yield
+        finally:
+            while held:
+                self._unit_views.release_unit(held.pop())
+
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""
         self._callbacks.report_missed_gradient(name)

@@ -40,6 +40,7 @@ from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
 from offload.engine.setup.run_files import NewStore, RunFiles
+from offload.engine.tiles.known_mlps import tile as tile_mlps
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader, check_data, load
@@ -277,6 +278,9 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             parts = assemble(plan, model, optimizer, found, progress is not None, recorders, callbacks)
             # The timeline begins once the components are built: the filling of the tiers is not shown.
             timeline.start()
+            if plan.tiled_mlps:  # last, as nothing that fails follows before the engine owns the components
+                untile = tile_mlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
+                parts = dataclasses.replace(parts, untile=untile)
             return parts
 
         notices = (

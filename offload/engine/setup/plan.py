@@ -23,6 +23,8 @@ from offload.engine.setup.checks import (
     check_same,
 )
 from offload.engine.setup.resume import FoundRun, find_run, leftovers, no_room
+from offload.engine.tiles.known_mlps import choose as choose_mlps
+from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
@@ -64,6 +66,8 @@ class Plan:
     """True if an existing run of this name is deleted."""
     device_kernels: bool
     """True if the device has kernels of its own for AdamW and for sums of squares."""
+    tiled_mlps: tuple[str, ...]
+    """Modules that the config tiles, by name."""
     notices: tuple[str, ...]
 
     @property
@@ -119,6 +123,7 @@ def decide(
     check_alone(optimizer, world_size)
     check_partitioned_activations(config, world_size)
     check_tier(config.activation_tier, bool(config.drives))
+    tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
     layouts = layouts_of(model, units, world_size, kept)
@@ -154,7 +159,8 @@ def decide(
         # With "never", a closed run of this name is replaced too, with a notice.
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
-        notices=_notices(config, found, memory, why_not, rank),
+        tiled_mlps=tiled_mlps,
+        notices=(*_notices(config, found, memory, why_not, rank), *tile_notices(tiled_mlps, config.offload.tile_mlp)),
     )
 
 

@@ -50,6 +50,8 @@ class EngineComponents:
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
+    untile: Callable[[], None] | None = None
+    """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
 
     @property
     def rank(self) -> int:
@@ -67,6 +69,7 @@ class EngineComponents:
         A component is closed before those that it uses: the worker before the pager, all I/O before the host arena.
         """
         return [
+            *(() if self.untile is None else (self.untile,)),
             self.hooks.remove,
             self.weights.remove,
             *(() if self.update_worker is None else (self.update_worker.close,)),

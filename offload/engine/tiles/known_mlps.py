@@ -1,0 +1,117 @@
+"""The MLPs of decoders of transformers, which `"tile_mlp"` in the block "offload" tiles.
+
+An MLP is known by where it is and what it consists of, not by its family: a module named as an MLP in a layer of a
+`ModuleList`, with linear layers of known names and without experts, whose forward takes the hidden states alone. A
+structure does not show that each token is computed by itself, so only modules of transformers are known.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from offload.engine.tiles.sequence import is_tiled, tiled, untiled
+from offload.errors import ConfigError
+from offload.notices import Remark
+
+_NAMES = ("mlp", "feed_forward", "ffn")
+_FORMS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"up_proj", "down_proj"},
+    {"dense_h_to_4h", "dense_4h_to_h"},
+    {"c_fc", "c_proj"},
+    {"fc1", "fc2"},
+    {"fc_in", "fc_out"},
+    {"w1", "w2", "w3"},
+)
+"""Names of the linear layers of an MLP, form by form."""
+
+TILE_DIM = -2
+"""The dimension of tokens: of (batch, sequence, features), and of packed (tokens, features)."""
+
+
+def known_mlps(model: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the MLPs of a decoder. Those that the user has tiled are not among them."""
+    modules = dict(model.named_modules())
+    layers = [
+        f"{name}.{child}" if name else child
+        for name, module in modules.items()
+        if isinstance(module, nn.ModuleList)
+        for child, _ in module.named_children()
+    ]
+    names = [f"{layer}.{name}" for layer in layers for name in _NAMES]
+    return tuple(name for name in names if name in modules and _is_mlp(modules[name]))
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Returns True if a module has the form of an MLP that computes each token by itself."""
+    if is_tiled(module) or not type(module).__module__.startswith("transformers."):
+        return False
+    linears = {name for name, child in module.named_children() if _is_linear(child)}
+    return linears in _FORMS and not _has_others(module, linears) and _takes_hidden_states(module)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Returns True for a module with a matrix, such as `nn.Linear`, `Conv1D` of transformers, or an adapter of peft."""
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.ndim == 2
+
+
+def _has_others(module: nn.Module, linears: set[str]) -> bool:
+    """Returns True if a module owns parameters beside those of its linear layers and of norms."""
+    return any(
+        True
+        for name, child in module.named_children()
+        if name not in linears and any(each.ndim != 1 for each in child.parameters())
+    )
+
+
+def _takes_hidden_states(module: nn.Module) -> bool:
+    """Returns True if the forward of a module has one argument."""
+    _, *arguments = inspect.signature(type(module).forward).parameters.values()
+    return len(arguments) == 1 and arguments[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def choose(model: nn.Module, tile_mlp: Literal["auto"] | int) -> tuple[str, ...]:
+    """Returns the names of the modules that `"tile_mlp"` asks to tile: none for `False`.
+
+    Raises:
+        ConfigError: if a number of chunks is given, and the model has no MLP that is known.
+    """
+    if tile_mlp is False:
+        return ()
+    names = known_mlps(model)
+    if not names and tile_mlp != "auto":
+        raise ConfigError(
+            f'"tile_mlp" of the "offload" block is {tile_mlp}, and {type(model).__name__} has no MLP of a decoder of '
+            'transformers that is not tiled already; call offload.tiled(module) for its MLPs, or leave "tile_mlp" out'
+        )
+    return names
+
+
+def notices(names: Sequence[str], tile_mlp: Literal["auto"] | int) -> tuple[str, ...]:
+    """Returns the line about tiled MLPs for the start of a run; none if nothing was asked for."""
+    if tile_mlp is False:
+        return ()
+    if not names:
+        return ('"tile_mlp": "auto" found no MLP of a decoder of transformers; offload.tiled(module) tiles others',)
+    how = "as many tokens as features" if tile_mlp == "auto" else f"{tile_mlp} chunks"
+    return (Remark(f"{len(names)} MLPs are computed in tiles of {how}, from {names[0]} on"),)
+
+
+def tile(model: nn.Module, names: Sequence[str], tile_mlp: Literal["auto"] | int) -> Callable[[], None]:
+    """Tiles the named modules, and returns a function that undoes it."""
+    modules: list[Any] = [model.get_submodule(name) for name in names]
+    for module in modules:
+        tiled(module, TILE_DIM, tile_mlp)
+
+    def undo() -> None:
+        for module in modules:
+            untiled(module)
+
+    return undo

@@ -1,0 +1,160 @@
+"""Faults in modules that are computed piece by piece, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_FORWARD = "offload.engine.tiles.chunked_forward"
+_STATE = "offload.engine.tiles.forward_state"
+_TILES = "tests/test_tiles.py"
+_ENGINE = "tests/test_tiles_engine.py"
+
+MUTANTS = (
+    Mutant(
+        "add gradients of chunks in 16 bits",
+        _FORWARD,
+        "wide = torch.promote_types(gradient.dtype, torch.float32)",
+        "wide = gradient.dtype",
+        _TILES,
+    ),
+    Mutant(
+        "add gradients of chunks in memory of autograd",
+        _FORWARD,
+        "gradient.to(wide, copy=True, memory_format=torch.contiguous_format)",
+        "gradient.to(wide)",
+        _TILES,
+    ),
+    Mutant(
+        "lose the gradients of all chunks but the last",
+        _FORWARD,
+        "            total.add_(gradient)",
+        "            sums[index] = gradient.clone()",
+        _TILES,
+    ),
+    Mutant(
+        "keep a chunk's output beside the next chunk",
+        _FORWARD,
+        "                del part  # otherwise it would be in memory beside the next chunk\n",
+        "",
+        _TILES,
+    ),
+    Mutant(
+        "keep the gradient of a chunk beside the next chunk",
+        _FORWARD,
+        "                    del of_input  # as in the forward\n",
+        "",
+        _TILES,
+    ),
+    Mutant(
+        "compute a chunk again from the weights of another step",
+        _FORWARD,
+        "        if version != work.versions[name]:",
+        "        if False:",
+        _ENGINE,
+    ),
+    Mutant(
+        "take the weights of an engine for those of torch when looking for changes",
+        _FORWARD,
+        "found[name] = parameter._version if handle is None else handle.engine.updates(handle.unit)",
+        "found[name] = parameter._version",
+        _ENGINE,
+    ),
+    Mutant(
+        "give a tensor of others no gradient without a word",
+        _FORWARD,
+        "        if leaf is not None and id(leaf) not in mine:",
+        "        if False:",
+        _TILES,
+    ),
+    Mutant(
+        "call hooks of parameters for each chunk",
+        _FORWARD,
+        "        if tensor_hooks_of(parameter):",
+        "        if False:",
+        _TILES,
+    ),
+    Mutant(
+        "save the input of a tiled module after its chunks",
+        _FORWARD,
+        "    saves = torch.is_grad_enabled() and hidden.requires_grad",
+        "    saves = False",
+        _TILES,
+    ),
+    Mutant(
+        "bring the weights of a tiled module for each chunk",
+        _FORWARD,
+        "    if not handles:",
+        "    if True:",
+        _ENGINE,
+    ),
+    Mutant(
+        "hold weights that have no room together",
+        "offload.engine.params.weight_edits",
+        "            except BudgetError:  # each module",
+        "            except ZeroDivisionError:  # each module",
+        _ENGINE,
+    ),
+    Mutant(
+        "hold weights of a tiled module for good",
+        "offload.engine.params.weight_edits",
+        "            while held:\n                self._unit_views.release_unit(held.pop())\n\n",
+        "            pass\n\n",
+        _ENGINE,
+    ),
+    Mutant(
+        "draw other numbers for dropout in the backward of a chunk",
+        _STATE,
+        "        torch.set_rng_state(cpu)\n",
+        "",
+        _TILES,
+    ),
+    Mutant(
+        "leave the generator of the user where a backward had it",
+        _STATE,
+        'with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):',
+        "with contextlib.nullcontext():",
+        _TILES,
+    ),
+    Mutant(
+        "leave casts without a graph in the cache of autocast",
+        _STATE,
+        "cache_enabled=False",
+        "cache_enabled=True",
+        _TILES,
+    ),
+    Mutant(
+        "compute a chunk again in the autocast of the backward",
+        _STATE,
+        "        for kind, enabled, dtype in casts:\n",
+        "        for kind, enabled, dtype in casts if not torch.is_grad_enabled() else ():\n",
+        _TILES,
+    ),
+    Mutant(
+        "take a module of the user for an MLP of transformers",
+        "offload.engine.tiles.known_mlps",
+        'or not type(module).__module__.startswith("transformers.")',
+        "",
+        _ENGINE,
+    ),
+    Mutant(
+        "leave the MLPs of a model tiled after its engine",
+        "offload.engine.training.components",
+        "            *(() if self.untile is None else (self.untile,)),\n",
+        "",
+        _ENGINE,
+    ),
+    Mutant(
+        "add the bias of a tiled layer once for each part of the input",
+        "offload.engine.tiles.linear",
+        "bias and i == last,",
+        "bias,",
+        "tests/test_tiled_linear.py",
+    ),
+    Mutant(
+        "draw the weights of a tiled layer for the inputs of a block",
+        "offload.engine.tiles.linear",
+        "bound = self.whole_inputs**-0.5",
+        "bound = self.in_features**-0.5",
+        "tests/test_tiled_linear.py",
+    ),
+)

@@ -1,0 +1,372 @@
+"""Tiled modules of a paged model: the same bits in every tier, weights brought once, and the config's own tiles."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import offload
+from offload.engine.tiles import known_mlps
+from tests.support import models, rounding_bounds
+from tests.support.oracle import (
+    DTYPES,
+    Job,
+    PlainEngine,
+    assert_same,
+    config,
+    plain_loop,
+    room_for,
+    run,
+    same_bits,
+    start,
+    train_step,
+    trained,
+)
+from tests.test_causal_lm_loss import Peak
+from tests.test_tiles import Gated
+
+TIERS = [("none", "none"), ("cpu", "cpu"), ("nvme", "nvme")]
+DISK = ("nvme", "nvme")
+
+
+def of(kind: str, **more: Any) -> nn.Module:
+    """Returns a small causal language model of a family."""
+    made = getattr(transformers, f"{kind}Config")(**{**models.DECODER, "pad_token_id": 0, **more})
+    return getattr(transformers, f"{kind}ForCausalLM")(made)  # type: ignore[no-any-return]
+
+
+def qwen2() -> nn.Module:
+    return of("Qwen2")
+
+
+def recomputed(reentrant: bool) -> nn.Module:
+    model: Any = models.llama()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    return model  # type: ignore[no-any-return]
+
+
+def recomputed_by_hooks() -> nn.Module:
+    return recomputed(False)
+
+
+def recomputed_by_a_function() -> nn.Module:
+    model: Any = recomputed(True)
+    model.enable_input_require_grads()
+    return model  # type: ignore[no-any-return]
+
+
+def lora_in_mlps() -> nn.Module:
+    adapters = peft.LoraConfig(r=4, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(models.llama(), adapters)  # type: ignore[no-any-return, arg-type]
+
+
+JOBS = {
+    "llama": Job(models.llama, models.language_loss, steps=3, accumulation=2),
+    "llama, bf16": Job(models.llama, models.language_loss, steps=3, accumulation=2, dtype="bf16"),
+    "llama, fp16": Job(models.llama, models.language_loss, steps=3, dtype="fp16"),
+    "gpt2": Job(models.gpt2, models.language_loss, steps=3),
+    "qwen2": Job(qwen2, models.language_loss, steps=3),
+    "lora": Job(lora_in_mlps, models.language_loss, steps=3),
+    "recomputed": Job(recomputed_by_hooks, models.language_loss, steps=3),
+    "recomputed, reentrant": Job(recomputed_by_a_function, models.language_loss, steps=3),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
+def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:
+    """And numbers are those of the untiled model but for roundings; see the bound in `rounding_bounds`."""
+    job = JOBS[name]
+    mine = same_bits(job, tmp_path / "tiled", TIERS, tile_mlp=3)
+    rounding_bounds.same_training(mine, plain_loop(job), job, reordered=True)
+    assert mine.losses[1:] != run(job, DISK, tmp_path / "whole").losses[1:] or name != "llama, bf16", (
+        "nothing was tiled"
+    )
+
+
+def test_dropout_draws_the_same_in_every_tier(tmp_path: Path) -> None:
+    same_bits(models.DROPOUT._replace(steps=3), tmp_path, TIERS, tile_mlp=2)
+
+
+def tiled_by_hand() -> nn.Module:
+    model: Any = models.llama()
+    for layer in model.model.layers:
+        offload.tiled(layer.mlp, chunks=3)
+    return model  # type: ignore[no-any-return]
+
+
+def test_the_config_the_call_and_plain_torch_give_the_same(tmp_path: Path) -> None:
+    """In fp32 with one micro-batch, a plain loop has the bits of the engine."""
+    job = JOBS["llama"]
+    by_hand = job._replace(model=tiled_by_hand)
+    assert_same(run(job, DISK, tmp_path / "1", tile_mlp=3), run(by_hand, DISK, tmp_path / "2"))
+    rounding_bounds.same_training(run(by_hand, DISK, tmp_path / "3"), plain_loop(by_hand), by_hand)
+
+
+@pytest.mark.parametrize("units", [(), ("Linear",)], ids=["layers", "matrices"])
+def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -> None:
+    """With matrices as units and room for two, the three of an MLP never fit together."""
+    job = JOBS["llama"]
+    expected = run(job, ("none", "none"), tmp_path / "whole", tile_mlp=3)
+    matrix = 64 * 128 * 4
+    room = 2 * matrix + 2048 if units else room_for(job, 1)
+    found = run(job, DISK, tmp_path / "small", tile_mlp=3, units=list(units), device_memory=room)
+    assert_same(expected, found)
+
+
+def acquired(engine: Any, work: Callable[[], Any]) -> list[str]:
+    """Returns the units that the pager is asked for, in order, while `work` runs."""
+    pager, found = engine._core.components.pager, list[int]()
+    acquire = pager.acquire
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pager, "acquire", lambda unit: (found.append(unit), acquire(unit))[1])
+        work()
+    names = [entry.size.name for entry in pager.table.entries]
+    return [names[unit] for unit in found]
+
+
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_weights_are_brought_once_for_all_chunks(chunks: int, tmp_path: Path) -> None:
+    """In the forward by the layer, if it is a unit, else by the MLP; in the backward by the MLP."""
+    for units in ([], ["Linear"]):
+        job, room = JOBS["llama"], room_for(JOBS["llama"], 3)
+        engine = start(job, DISK, tmp_path / str(len(units)), tile_mlp=chunks, units=units, device_memory=room)
+        loss = list[torch.Tensor]()
+        forward = acquired(engine, lambda: loss.append(models.language_loss(engine, 0, 0)))  # noqa: B023
+        backward = acquired(engine, lambda: engine.backward(loss[0]))  # noqa: B023
+        unit = "model.layers.0.mlp.up_proj" if units else "model.layers.0"
+        assert forward.count(unit) == 1
+        # The attention of the layer needs the unit again, after its MLP.
+        assert backward.count(unit) == (1 if units else 2)
+        engine.destroy(remove=True)
+
+
+def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
+    engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
+    gradients, calls = engine._core.components.gradients, list[tuple[int, int]]()
+    add = gradients.add
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "add", lambda unit, at, each: (calls.append((unit, at)), add(unit, at, each))[1])
+        engine.backward(models.language_loss(engine, 0, 0))
+    assert len(calls) == len(set(calls)) == len(list(engine.module.parameters()))
+    engine.destroy(remove=True)
+
+
+def test_an_exception_in_a_chunk_is_recovered_from(tmp_path: Path) -> None:
+    """In the forward, and in the backward; the next micro-batch gives the bits that it would have given."""
+    job = JOBS["llama"]._replace(accumulation=1)
+    expected = run(job, DISK, tmp_path / "expected", tile_mlp=4)
+    engine = start(job, DISK, tmp_path / "fails", tile_mlp=4)
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in (2, 2 + 4 + 2):  # the second chunk of the first forward, and of the second one's backward
+            raise ValueError("in a chunk")
+
+    hook = engine.module.model.layers[1].mlp.act_fn.register_forward_hook(fail)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in a chunk"):
+            engine.backward(models.language_loss(engine, 0, 0))
+        engine.zero_grad()
+    hook.remove()
+    assert_same(trained(engine, job), expected)
+    engine.destroy(remove=True)
+
+
+def test_a_graph_made_before_a_step_is_refused(tmp_path: Path) -> None:
+    """Chunks that were computed again would be those of newer weights."""
+
+    def stack() -> nn.Module:
+        return nn.Sequential(*(offload.tiled(nn.Sequential(nn.Linear(8, 8)), chunks=2) for _ in range(2)))
+
+    def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+        return model(torch.ones(1, 6, 8)).square().mean()  # type: ignore[no-any-return]
+
+    job = Job(stack, loss)
+    engine = start(job, DISK, tmp_path)
+    old = loss(engine, 0, 0)
+    train_step(engine, job, 0)
+    with pytest.raises(offload.UsageError, match=r"graph made before step\(\): the weights of 0\.weight of the tiled"):
+        old.backward()
+    engine.destroy(remove=True)
+
+
+def test_a_tiled_module_runs_alone(tmp_path: Path) -> None:
+    """Outside of the model's call, and its backward is then the whole backward."""
+    job = JOBS["llama"]
+    gradients = []
+    for how in (3, False):
+        engine = start(job, DISK, tmp_path / str(how), tile_mlp=how)
+        mlp = engine.module.model.layers[0].mlp
+        hidden = torch.ones(1, 9, 64).cumsum(1).div(9).to(engine.device).requires_grad_()
+        mlp(hidden).square().sum().backward()
+        gradients.append([hidden.grad, *(offload.safe_get_full_grad(each) for each in mlp.parameters())])
+        engine.destroy(remove=True)
+    for mine, right in zip(*gradients, strict=True):
+        assert right.any() and torch.allclose(mine, right, rtol=0, atol=float(right.abs().max()) * 64 * 2.0**-24)
+
+
+def test_autocast_inside_of_the_engine_is_replayed(tmp_path: Path) -> None:
+    def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return models.language_loss(model, step, micro)
+
+    job = Job(models.llama, loss, steps=2)
+    found = same_bits(job, tmp_path, TIERS, tile_mlp=3)
+    rounded = job._replace(dtype="bf16")
+    rounding_bounds.same_losses(found.losses, plain_loop(job).losses, rounded)
+
+
+class Stack(nn.Module):
+    """Residual MLPs, as in a decoder without attention."""
+
+    def __init__(self, layers: int, features: int, inner: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gated(features, inner) for _ in range(layers))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("positions", [1024, 4096])
+def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: int, dtype: str, tmp_path: Path) -> None:
+    """Beside the arena: a hidden state for each layer, some of the backward, one tile, and gradients of one MLP."""
+    layers, features, inner, length, size = 3, 32, 128, 64, DTYPES[dtype].itemsize
+
+    def stack() -> nn.Module:
+        model = Stack(layers, features, inner)
+        for layer in model.layers:
+            offload.tiled(layer, chunk_length=length)
+        return model
+
+    engine = start(Job(stack, models.language_loss, dtype=dtype), ("cpu", "cpu"), tmp_path)
+    hidden = torch.randn(1, positions, features, dtype=DTYPES[dtype])
+    with Peak() as counted:
+        output = engine(hidden)
+        output.backward(torch.ones_like(output))
+    engine.destroy(remove=True)
+    state = positions * features * size
+    tile = length * (6 * inner + 2 * features) * size
+    gradients = (3 * features * inner + features) * (4 + size)
+    small = 4 * torch.get_rng_state().numel() + 1024
+    # States: the sums of the layers, and in the backward the slope, the slope of the MLP's input, and their sum.
+    formula = (layers + 3) * state + tile + gradients + small
+    assert (layers + 1) * state < counted.peak <= formula < layers * positions * 4 * inner * size
+
+
+# -- "tile_mlp" ---------------------------------------------------------------------------------------
+
+
+def begun(model: nn.Module, folder: Path, **options: Any) -> tuple[Any, ...]:
+    return offload.initialize(model=model, config=config(JOBS["llama"], DISK, folder, **options))
+
+
+def test_the_engine_undoes_its_tiles_and_leaves_those_of_the_user(tmp_path: Path) -> None:
+    model: Any = models.llama()
+    mine, theirs = (layer.mlp for layer in model.model.layers)
+    keys, kind = list(model.state_dict()), type(mine)
+    offload.tiled(mine, chunks=2)
+    engine = begun(model, tmp_path, tile_mlp=3)[0]
+    assert type(theirs) is not kind and isinstance(theirs, kind) and list(model.state_dict()) == keys
+    assert any(
+        "1 MLPs are computed in tiles of 3 chunks, from model.layers.1.mlp on" in each for each in engine.notices
+    )
+    engine.destroy(remove=True)
+    assert type(theirs) is kind and type(mine) is not kind
+    assert type(offload.untiled(mine)) is kind
+
+
+def test_a_start_that_fails_leaves_the_modules_as_they_were(tmp_path: Path) -> None:
+    model: Any = models.llama()
+    with pytest.raises(offload.BudgetError):
+        begun(model, tmp_path, tile_mlp=3, host_memory=1)
+    with pytest.raises(offload.errors.OffloadError):
+        begun(model, tmp_path / "file" if not (tmp_path / "file").write_text("") else tmp_path, tile_mlp=3)
+    assert {type(layer.mlp).__mro__[1] for layer in model.model.layers} == {nn.Module}
+
+
+def test_auto_computes_short_sequences_whole(tmp_path: Path) -> None:
+    """Chunks of 1024 tokens in a small model: as many as features, but not fewer."""
+    model: Any = of("Llama", max_position_embeddings=2048)
+    engine = begun(model, tmp_path, tile_mlp="auto")[0]
+    calls = list[int]()
+    engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    for length, expected in ((1024, 1), (1025, 2 + 2), (64, 1)):
+        calls.clear()
+        ids = torch.randint(128, (1, length), device=engine.device)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        assert len(calls) == expected
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Phi3", "Olmo2", "StableLm", "Phi"])
+def test_mlps_of_decoders_are_known(kind: str) -> None:
+    model = of(kind, num_key_value_heads=4, head_dim=8)
+    assert known_mlps.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (models.gpt2, 3),
+        (lora_in_mlps, 2),
+        (lambda: of("GPTNeoX"), 2),
+        (models.mixtral, 0),
+        (lambda: of("Qwen2Moe", num_experts=2, moe_intermediate_size=32, shared_expert_intermediate_size=32), 0),
+        (models.t5, 0),
+        (models.Mixture, 0),
+        (tiled_by_hand, 0),
+        (lambda: nn.ModuleList([nn.ModuleDict({"mlp": nn.ModuleDict({"fc1": nn.Linear(2, 2)})})]), 0),
+        (lambda: of("Bloom", n_layer=2, n_head=4), 0),  # its MLP takes the residual too
+    ],
+    ids=["gpt2", "lora", "neox", "mixtral", "qwen2moe", "t5", "mixture", "tiled already", "others", "bloom"],
+)
+def test_only_mlps_that_compute_each_token_by_itself_are_known(make: Callable[[], nn.Module], expected: int) -> None:
+    assert len(known_mlps.known_mlps(make())) == expected
+
+
+class LlamaMLP(nn.Module):
+    """A module of the user that looks like an MLP, and mixes its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x).cumsum(1))  # type: ignore[no-any-return]
+
+
+def test_a_module_of_the_user_is_never_taken_for_a_known_one() -> None:
+    layer = nn.Module()
+    layer.mlp = LlamaMLP()
+    assert known_mlps.known_mlps(nn.ModuleList([layer])) == ()
+
+
+def test_a_model_without_known_mlps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = models.MIXTURE._replace(steps=1)
+    with pytest.raises(offload.ConfigError, match='"tile_mlp" of the "offload" block is 4, and Mixture has no MLP'):
+        run(job, DISK, tmp_path / "4", tile_mlp=4)
+    assert not list(tmp_path.rglob("*.swap"))
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        run(job, DISK, tmp_path / "auto", tile_mlp="auto")
+    assert '"tile_mlp": "auto" found no MLP of a decoder' in caplog.text
+
+
+def test_the_plain_engine_is_not_tiled() -> None:
+    """The oracle of this file is the whole computation."""
+    assert not known_mlps.is_tiled(PlainEngine(JOBS["llama"]).module.model.layers[0].mlp)
