@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
+from offload.planner.activations.load import Load
 from offload.planner import measure_model as measured
 from offload.planner.hardware import Hardware, described
 from offload.planner.model_shape import Shape, from_name
-from offload.planner.timing import Load
 from offload.sizes import GIB
 
 TOKENS = 16

@@ -19,12 +19,12 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.planner.activations.load import Load
 from offload.planner import recommend as choice
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
 from offload.planner.model_shape import Shape, from_count, from_name
 from offload.planner.recommend import Planned
-from offload.planner.timing import Load
 from offload.precision import choose
 from offload.sizes import format_size, parse_size
 from offload.swapper.memory.limits import free_host_memory

@@ -88,7 +88,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
             layers + 1, 2.0 * outer * sequence, 57.0 * logits, _FP32 * logits, itemsize * tokens, largest=_FP32 * logits
         ),
     )
-    return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence)
+    return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize)
 
 
 def _hidden(parameters: int, layers: int) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def from_name(
         with fake_tensors(), torch.device("cpu"):
             check_positions(config, sequence)
             model = model_of(config, dtype)
-            return _counted(model, model, model.parameters(), name, sequence, units)
+            return _counted(model, model, list(model.parameters()), name, sequence, units)
     except ConfigError:
         raise
     except Exception as error:  # a model's own code may raise any error
@@ -192,7 +192,7 @@ def _config(transformers: Any, name: str) -> Any:
 def _counted(
     model: nn.Module,
     forward: Callable[..., Any],
-    weights: Iterable[torch.Tensor],
+    weights: Sequence[torch.Tensor],
     name: str,
     sequence: int,
     named: Sequence[str],
@@ -227,6 +227,7 @@ def _counted(
         for hook in hooks:
             hook.remove()
     text = getattr(model, "config", None)
+    itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
         name,
         layouts_of(model, units),
@@ -234,6 +235,7 @@ def _counted(
         counter.largest,
         sequence,
         None if text is None else positions_of(text),
+        itemsize,
     )
 
 

@@ -59,6 +59,8 @@ class Shape(NamedTuple):
     """Tokens of a sequence."""
     positions: int | None = None
     """Most tokens of a sequence, by the model's config; None if there is no limit."""
+    itemsize: int = 2
+    """Bytes of an element of weights and activations."""
 
     @property
     def parameters(self) -> int:
