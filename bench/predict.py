@@ -17,9 +17,9 @@ import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
 from offload.hardware.probe import DTYPES, probe
-from offload.planner.activations.load import Load
 from offload.planner import memory
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.measure_model import compute_seconds, measured
 from offload.planner.model_shape import Shape, from_name

@@ -16,11 +16,11 @@ from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
-from offload.planner.activations import budgets
-from offload.planner.activations.load import Load
 from offload.planner import memory, timing
 from offload.planner import recommend as choice
 from offload.planner import request as ask
+from offload.planner.activations import budgets
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
 from offload.sizes import GIB, MIB, parse_size

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
-from offload.planner.activations.load import Load
 from offload.planner import measure_model as measured
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described
 from offload.planner.model_shape import Shape, from_name
 from offload.sizes import GIB

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planner.activations.load import Load
 from offload.planner import memory, timing
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS

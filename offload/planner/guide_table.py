@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offload.errors import BudgetError
-from offload.planner.activations.load import Load
 from offload.planner import recommend as choice
 from offload.planner import report
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import from_count

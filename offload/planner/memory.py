@@ -215,8 +215,11 @@ def settings(
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
-    if "nvme" in (weights, states, activations) or durability == "step":
+    if "nvme" in (weights, states) or durability == "step":
         block["nvme_path"] = list(paths)
+    elif activations in ("nvme", "auto") and paths:
+        block["nvme_path"] = list(paths)
+        block["durability"] = "none" if durability == "auto" else durability
     if host_memory is not None:
         block["host_memory"] = host_memory
     if device_memory is not None:

@@ -12,8 +12,8 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
-from offload.planner.activations.load import Load
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import Planned

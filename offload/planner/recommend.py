@@ -99,18 +99,38 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
         BudgetError: a budget is too small, or the activations do not fit.
     """
-    memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
-    if not hardware.drives and (memory.slots or memory.spilled):
-        raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
+    memory = settled(shape, hardware, load, content)
     wish = wish_of(memory.config, content)
-    if wish.tier == "nvme" and not hardware.drives:
-        raise ConfigError('this machine has no drive for "activations": "nvme"; give --drive or --nvme-path')
-    # Activations are checked before the arena grows, which takes only memory that they leave free.
     room = room_of(hardware, memory, wish)
+    if wish.tier == "nvme" and not room.drives:
+        raise ConfigError(
+            '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
+            'in the block "offload" of a config'
+        )
+    # Activations are checked before the arena grows, which takes only memory that they leave free.
     load = activation_room.within(shape, load, wish, room)
     activation_room.check(shape, load, wish, room)
     memory = _grown(memory, shape, hardware, load)
     return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+
+
+def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
+    """Returns the memory of a config on a machine, as it is before the first step.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step, of which the accumulation matters.
+        content: a config in DeepSpeed's form.
+
+    Raises:
+        ConfigError: the config is wrong, or needs a drive that the machine does not have.
+        BudgetError: a budget is too small.
+    """
+    memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
+    if not hardware.drives and (memory.slots or memory.spilled):
+        raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
+    return memory
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
@@ -192,6 +212,8 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     """
     error: Exception | None = None
     found: list[Planned] = []
+    # A folder without a drive behind it would be no place for anything.
+    options = options if hardware.drives else {**options, "paths": ()}
     # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again, tier in _ways(recompute, options.pop("activations", None)):
         if found and tier not in (None, "device"):
@@ -201,8 +223,9 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
             # Without drives these tiers cannot exist; the next candidate is tried.
             if "nvme" in (weights, states, tier) and not hardware.drives:
                 continue
-            sizes = {"batch": load.batch, "accumulation": load.accumulation}
-            content = settings(weights, states, activations=tier, **sizes, **options)
+            content = settings(
+                weights, states, activations=tier, batch=load.batch, accumulation=load.accumulation, **options
+            )
             try:
                 refusal = _never_fits(shape, hardware, on, content)
                 if refusal is not None:

@@ -5,8 +5,8 @@ compute of a use     flops / matmul + bytes of weights / weights + bytes / eleme
                      prepares a use while the GPU computes the one before
 backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
                      + 2 * bytes / elementwise
-of a tiled MLP       its products once more, and sums of its gradients for each tile; of the loss in chunks sums alone
-input of a block     copied to HOST or DISK beside the forward of the next block, and back one block ahead of its backward
+of a tiled MLP       its products once more, and sums of its gradients for each tile; a loss in chunks has sums alone
+input of a block     leaves for HOST or DISK beside the forward of the next block, and returns one block ahead
 of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
 gradient of a unit   copied beside the backward's compute on a GPU, after the compute on a CPU
 accumulated on a GPU (2 * bytes of the total + bytes of the gradient) / elementwise; the last micro-batch copies the

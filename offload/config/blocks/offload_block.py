@@ -26,7 +26,7 @@ class Every(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    OWN_AUTO = ("run", "resume", "io_backend")
+    OWN_AUTO = ("run", "resume", "io_backend", "activations", "tile_mlp")
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"

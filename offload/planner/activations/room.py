@@ -61,7 +61,8 @@ def room_of(hardware: Hardware, memory: Memory, wish: Wish) -> Room:
         device = for_device(hardware, memory) - memory.device - gradient_in_flight(memory)
     share = _HOST_SHARE if memory.config.offload.host_memory is None else _SHARE_OF_REST
     host = max(int(share * rest), 0) if wish.host is None else min(wish.host, rest)
-    drives = hardware.drives
+    # Files of inputs are in the folders that the config names.
+    drives = hardware.drives if memory.config.drives else ()
     unknown = any(drive.free is None for drive in drives)
     free = _UNKNOWN if unknown else sum(drive.free or 0 for drive in drives) - memory.stored - memory.spilled
     return Room(device, host, free if drives else 0, hardware.on_cpu or hardware.unified, bool(drives))
