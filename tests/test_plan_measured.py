@@ -163,7 +163,7 @@ def test_the_hand_over_of_weights_is_not_the_models(shape: Shape, machine: Hardw
     """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
     free = replace(machine, handed_seconds=0.0)
     assert measured.compute_seconds(shape, machine, 1) == measured.compute_seconds(shape, free, 1)
-    first, second = (sum(each.seconds for each in measured.forward(shape, on, 1)) for on in (machine, free))
+    first, second = (sum(each.seconds for each in measured.forward(shape, on, Load(1))) for on in (machine, free))
     assert first - second == pytest.approx(len(shape.uses) * 1e-3)
 
 

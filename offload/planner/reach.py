@@ -65,7 +65,7 @@ def ways(hardware: Hardware) -> Iterator[Way]:
         yield Way("in host memory", "cpu")
     if hardware.drives:
         yield Way("on drives", "nvme")
-    yield Way("anywhere, MLPs in tiles", "auto", tiled=True)
+    yield Way("anywhere, tiled MLPs", "auto", tiled=True)
 
 
 def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[str, Any]:

@@ -227,10 +227,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
                 weights, states, activations=tier, batch=load.batch, accumulation=load.accumulation, **options
             )
             try:
-                refusal = _never_fits(shape, hardware, on, content)
-                if refusal is not None:
-                    error = error or refusal
-                    break
+                _check_device(shape, hardware, on, content)
                 found.append(_fitting(shape, hardware, on, content, (weights, states)))
             except (BudgetError, ConfigError) as refusal:
                 error = refusal
@@ -256,14 +253,18 @@ def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | No
     return [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
 
 
-def _never_fits(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> BudgetError | None:
-    """Returns the error if a GPU without anything else has no room for the activations, else None."""
+def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:
+    """Raises `BudgetError` if not even a GPU without a budget for weights has room for the activations.
+
+    The error comes before any budget is tried, and names the largest micro-batch beside the budgets of `content`.
+    """
     if hardware.on_cpu:
-        return None
+        return
     wish = wish_of(load_config(content), content)
     whole = ActivationRoom(hardware.gpu_memory, 1 << 62, 1 << 62, drives=bool(hardware.drives))
-    load = activation_room.within(shape, load, wish, whole)
-    return None if whole.has(need(shape, load)) else activation_room.too_long(shape, load, wish, whole)
+    if not whole.has(need(shape, activation_room.within(shape, load, wish, whole))):
+        room = room_of(hardware, settled(shape, hardware, load, content), wish)
+        raise activation_room.too_long(shape, activation_room.within(shape, load, wish, room), wish, room)
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:

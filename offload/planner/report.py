@@ -220,8 +220,8 @@ def reach_heading(planned: Planned) -> str:
     """Returns the line above the table of `reach_table`."""
     batch, sequence = planned.load.batch, planned.shape.sequence
     return (
-        f"tokens of the longest sequence with {batch} in a micro-batch, sequences of {sequence:,} tokens in the largest "
-        f"micro-batch, and the step beside that of the plan:"
+        f"tokens of the longest sequence with {batch} in a micro-batch, sequences of {sequence:,} tokens in the "
+        f"largest micro-batch, and the step beside that of the plan:"
     )
 
 
@@ -266,6 +266,15 @@ def _longest_json(each: Longest) -> dict[str, Any]:
     }
 
 
+def longest_heading(found: Sequence[Longest]) -> str:
+    """Returns the line above the table of `longest_table`."""
+    batch = next((each.planned.load.batch for each in found if each.planned is not None), 1)
+    return (
+        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
+        f"chunks; a step of the longer one:"
+    )
+
+
 def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
     """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
     return [_longest_row(each) for each in found]
@@ -278,7 +287,7 @@ def _longest_row(each: Longest) -> tuple[str, ...]:
         return (*start, "", "", "")
     timing, zero = each.planned.timing, each.planned.memory.config.zero_optimization
     tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
-    return (*start, tiers, format_time(timing.seconds), f"{timing.tokens_per_second:,.0f}")
+    return (*start, tiers, _seconds(timing.seconds), f"{timing.tokens_per_second:,.0f}")
 
 
 def longest_lines(found: Sequence[Longest]) -> list[str]:

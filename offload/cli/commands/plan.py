@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
 _REACH = ("inputs of blocks", "longest sequence", "loss in chunks", "micro-batch", "step")
-_LONGEST = ("inputs of blocks", "longest sequence", "loss in chunks", "states", "step", "tokens/s")
+_LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
 
 
 def register(app: typer.Typer) -> None:
@@ -268,6 +268,7 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
     if typed.json_output:
         print(json.dumps(report.longest_json(found)), flush=True)
         return
+    console.print(report.longest_heading(found), soft_wrap=True)
     _print_table(console, _LONGEST, report.longest_table(found))
     for line in report.longest_lines(found):
         console.print(line, soft_wrap=True)
