@@ -19,10 +19,10 @@ from bench.throttle import throttled
 from offload.hardware.probe import DTYPES, probe
 from offload.planner import memory
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.measure_model import compute_seconds, measured
 from offload.planner.model_shape import Shape, from_name
-from offload.planner.timing import Load
 from offload.presets import build
 from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory

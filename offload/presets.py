@@ -115,6 +115,12 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def positions_of(config: Any) -> int | None:
+    """Returns the most tokens of a sequence that a transformers config allows, or None if it sets no limit."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest if isinstance(longest, int) and longest > 0 else None  # XLNet uses -1 for no limit
+
+
 def check_positions(config: Any, seq_len: int) -> None:
     """Checks that a model has enough positions for a sequence.
 
@@ -125,8 +131,8 @@ def check_positions(config: Any, seq_len: int) -> None:
     Raises:
         ConfigError: the model has fewer positions.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if longest is not None and 0 < longest < seq_len:  # XLNet uses -1 for no limit
+    longest = positions_of(config)
+    if longest is not None and longest < seq_len:
         raise ConfigError(f"--seq-len {seq_len} is more than the {longest} positions of this model; lower --seq-len")
 
 

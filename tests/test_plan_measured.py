@@ -17,9 +17,9 @@ from offload.cli.main import app
 from offload.errors import ConfigError
 from offload.hardware.probe import DTYPES, DtypeRates, Probed, Rates, keep
 from offload.planner import measure_model as measured
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described
 from offload.planner.model_shape import Shape, from_name
-from offload.planner.timing import Load
 from offload.sizes import GIB
 
 TOKENS = 16
@@ -163,7 +163,7 @@ def test_the_hand_over_of_weights_is_not_the_models(shape: Shape, machine: Hardw
     """What a model takes alone has none; a step has it once for each use in the forward and in the backward."""
     free = replace(machine, handed_seconds=0.0)
     assert measured.compute_seconds(shape, machine, 1) == measured.compute_seconds(shape, free, 1)
-    first, second = (sum(each.seconds for each in measured.forward(shape, on, 1)) for on in (machine, free))
+    first, second = (sum(each.seconds for each in measured.forward(shape, on, Load(1))) for on in (machine, free))
     assert first - second == pytest.approx(len(shape.uses) * 1e-3)
 
 

@@ -12,11 +12,12 @@ from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.planner import memory, report, request
 from offload.planner import recommend as choice
+from offload.planner.activations.budgets import beside_weights
+from offload.planner.activations.load import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
 from offload.planner.published.gpus import GPUS, Gpu, find_gpu
 from offload.planner.published.rate import ORIGINS, Rate
-from offload.planner.timing import Load, beside_weights
 from offload.sizes import GIB
 
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]

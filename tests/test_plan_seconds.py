@@ -9,11 +9,11 @@ import pytest
 
 from offload.planner import memory, timing
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS
 from offload.planner.report import in_short
-from offload.planner.timing import Load
 from offload.sizes import GIB
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -87,10 +87,12 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
 def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_cpu: bool) -> None:
     """A GPU computes one use while the host prepares the next, so the slower of the two counts."""
     shape, on = small(), machine(on_cpu, "5GB/s")
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), 1)
+    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     handed = max(each.seconds for each in alone) * 0.9
     assert min(each.seconds for each in alone) < handed
-    for with_host, without in zip(timing.forward(shape, replace(on, handed_seconds=handed), 1), alone, strict=True):
+    for with_host, without in zip(
+        timing.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
+    ):
         if on_cpu:
             assert with_host.seconds == without.seconds + handed
             assert with_host.backward == without.backward + handed
@@ -119,7 +121,7 @@ def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
     for name, more in (("weights", 2.0), ("elementwise", 1.3)):
         seconds = {
-            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), replace(of, **{name: 1e7}), 1))
+            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
             for dtype, of in on.items()
         }
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Clock
+from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
 from offload.planner.simulation.simulate import Budgets, Use, simulate
 from offload.states import Tier
@@ -42,7 +43,8 @@ def cases(draw: st.DrawFn, tiers: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier
     tiers = [draw(st.sampled_from(tiers)) for _ in pages]
     numbers = st.integers(0, len(pages) - 1)
     seconds = st.floats(0.0, 3.0)
-    uses = draw(st.lists(st.builds(Use, numbers, seconds, st.integers(1, 2)), min_size=1, max_size=20))
+    inputs = st.builds(Input, st.sampled_from((0, 0, PAGE, 5 * PAGE)), st.booleans())
+    uses = draw(st.lists(st.builds(Use, numbers, seconds, st.integers(1, 2), inputs, inputs), min_size=1, max_size=20))
     spills = draw(st.booleans())
     return Case(
         uses,
@@ -60,6 +62,7 @@ rates = st.none() | st.builds(
     st.sampled_from((PAGE / 3, 1.0 * PAGE, 10.0 * PAGE, 1e30)),
     st.sampled_from((1000.0, 4096.0, 1e30)),
     st.booleans(),
+    st.sampled_from((PAGE / 3, 1e30)),
 )
 
 

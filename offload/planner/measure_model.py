@@ -18,9 +18,11 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
+from offload.planner.activations.budgets import activations
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, Measured
 from offload.planner.model_shape import Shape, config_of, from_name, model_of
-from offload.planner.timing import Load, activations, backward, forward
+from offload.planner.timing import backward, forward
 from offload.presets import error_message
 from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
@@ -86,7 +88,7 @@ def measured(
 def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     """Returns the predicted seconds of a forward and backward of the model alone, without any copy of gradients."""
     alone = replace(hardware, handed_seconds=0.0)
-    first = forward(shape, alone, batch)
+    first = forward(shape, alone, Load(batch))
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
     return sum(each.seconds for each in (*first, *second))
 

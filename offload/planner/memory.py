@@ -195,6 +195,8 @@ def settings(
     batch: int = 1,
     accumulation: int = 1,
     paths: Sequence[str] = (PATH,),
+    activations: str | None = None,
+    tile_mlp: int | str | None = None,
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
@@ -207,16 +209,25 @@ def settings(
         durability: the value of the key "durability".
         batch: sequences of a micro-batch on each rank.
         accumulation: micro-batches of a step.
-        paths: folders for swap files; the config contains folders only if a store may be needed.
+        paths: folders for swap files; the config contains folders only if something may need them.
+        activations: tier of the inputs of repeated blocks; None keeps all activations.
+        tile_mlp: tokens of a tile of an MLP, or "auto"; None for no tiles.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
     if "nvme" in (weights, states) or durability == "step":
         block["nvme_path"] = list(paths)
+    elif activations in ("nvme", "auto") and paths:
+        block["nvme_path"] = list(paths)
+        block["durability"] = "none" if durability == "auto" else durability
     if host_memory is not None:
         block["host_memory"] = host_memory
     if device_memory is not None:
         block["device_memory"] = device_memory
+    if activations is not None:
+        block["activations"] = activations
+    if tile_mlp is not None:
+        block["tile_mlp"] = tile_mlp
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation,

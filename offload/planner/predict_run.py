@@ -13,10 +13,10 @@ from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
 from offload.planner.model_shape import from_training
 from offload.planner.recommend import Planned
-from offload.planner.timing import Load
 from offload.swapper.memory.device_choice import compute_device
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES

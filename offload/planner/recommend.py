@@ -11,12 +11,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.device_need import growth
+from offload.planner.activations import room as activation_room
+from offload.planner.activations.budgets import beside_weights, host_peak
+from offload.planner.activations.formulas import Need, need
+from offload.planner.activations.kept import wish_of
+from offload.planner.activations.load import Load
+from offload.planner.activations.room import Room as ActivationRoom
+from offload.planner.activations.room import for_device, room_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.timing import Load, Timing, activations, beside_weights, host_peak, predict
+from offload.planner.timing import Timing, predict
 from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
@@ -45,8 +53,13 @@ class Planned(NamedTuple):
 
     @property
     def activations(self) -> int:
-        """Returns the bytes of a micro-batch's activations."""
-        return activations(self.shape, self.load)
+        """Returns the bytes of a micro-batch's activations on the device."""
+        return self.needed.device
+
+    @property
+    def needed(self) -> Need:
+        """Returns the bytes of a micro-batch's activations in every tier."""
+        return need(self.shape, self.load)
 
     @property
     def host_peak(self) -> int:
@@ -78,20 +91,46 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     Args:
         shape: the model.
         hardware: the machine.
-        load: micro-batch, accumulation and recomputation of a step.
+        load: micro-batch, accumulation and loss of a step, and recomputation by the model itself. The config has the
+            rest: the tiers of the blocks' inputs, and tiles.
         content: a config in DeepSpeed's form.
 
     Raises:
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
         BudgetError: a budget is too small, or the activations do not fit.
     """
+    memory = settled(shape, hardware, load, content)
+    wish = wish_of(memory.config, content)
+    room = room_of(hardware, memory, wish)
+    if wish.tier == "nvme" and not room.drives:
+        raise ConfigError(
+            '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
+            'in the block "offload" of a config'
+        )
+    # Activations are checked before the arena grows, which takes only memory that they leave free.
+    load = activation_room.within(shape, load, wish, room)
+    activation_room.check(shape, load, wish, room)
+    memory = _grown(memory, shape, hardware, load)
+    return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+
+
+def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
+    """Returns the memory of a config on a machine, as it is before the first step.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step, of which the accumulation matters.
+        content: a config in DeepSpeed's form.
+
+    Raises:
+        ConfigError: the config is wrong, or needs a drive that the machine does not have.
+        BudgetError: a budget is too small.
+    """
     memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
-    # Activations are checked before the arena grows, which takes only memory that they leave free.
-    _check_activations(shape, hardware, load, memory)
-    memory = _grown(memory, shape, hardware, load)
-    return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+    return memory
 
 
 def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memory:
@@ -99,37 +138,9 @@ def _grown(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Memo
     if hardware.on_cpu:
         return memory
     kept = beside_weights(memory, shape, load)
-    room = DeviceRoom(_for_device(hardware, memory) - memory.device - kept, kept)
+    room = DeviceRoom(for_device(hardware, memory) - memory.device - kept, kept)
     more = growth(memory.device, memory.placement.device_need, room)
     return replace(memory, placement=memory.placement.grown(more))
-
-
-def _check_activations(shape: Shape, hardware: Hardware, load: Load, memory: Memory) -> None:
-    """Raises `BudgetError` if the activations have no room beside the budgets."""
-    need = activations(shape, load)
-    if hardware.on_cpu:
-        have = hardware.ram - memory.host - memory.device
-    else:
-        have = _for_device(hardware, memory) - memory.device - (beside_weights(memory, shape, load) - need)
-    if need > have:
-        raise _too_long(shape, load, have)
-
-
-def _for_device(hardware: Hardware, memory: Memory) -> int:
-    """Returns the bytes that the GPU may take; of a memory that it shares, those that the host arena leaves."""
-    return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
-
-
-def _too_long(shape: Shape, load: Load, have: int) -> BudgetError:
-    """Returns the error for activations that exceed `have` bytes, with the largest micro-batch that fits."""
-    most = max(have, 0) // activations(shape, load._replace(batch=1))
-    advice = f"--batch-size {most} fits" if most else "not even one sequence fits: lower --seq-len"
-    if not load.recompute:
-        advice += ", or recompute them in backward (--gradient-checkpointing)"
-    return BudgetError(
-        f"activations of {load.batch} x {shape.sequence} tokens take {format_size(activations(shape, load))}, and "
-        f"{format_size(max(have, 0))} is free beside the budgets; {advice}"
-    )
 
 
 def _room(hardware: Hardware) -> Room:
@@ -201,18 +212,23 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     """
     error: Exception | None = None
     found: list[Planned] = []
+    # A folder without a drive behind it would be no place for anything.
+    options = options if hardware.drives else {**options, "paths": ()}
     # Without recomputation first: if both are about as fast, the simpler run is chosen.
-    for again in (False, True) if recompute is None else (recompute,):
-        if not hardware.on_cpu and activations(shape, load._replace(recompute=again)) > hardware.gpu_memory:
-            error = error or _too_long(shape, load._replace(recompute=again), hardware.gpu_memory)
-            continue
+    for again, tier in _ways(recompute, options.pop("activations", None)):
+        if found and tier not in (None, "device"):
+            break
+        on = load._replace(recompute=again)
         for weights, states in PLACEMENTS:
             # Without drives these tiers cannot exist; the next candidate is tried.
-            if "nvme" in (weights, states) and not hardware.drives:
+            if "nvme" in (weights, states, tier) and not hardware.drives:
                 continue
-            content = settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
+            content = settings(
+                weights, states, activations=tier, batch=load.batch, accumulation=load.accumulation, **options
+            )
             try:
-                found.append(_fitting(shape, hardware, load._replace(recompute=again), content, (weights, states)))
+                _check_device(shape, hardware, on, content)
+                found.append(_fitting(shape, hardware, on, content, (weights, states)))
             except (BudgetError, ConfigError) as refusal:
                 error = refusal
     if not found:
@@ -222,6 +238,33 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     # faster one.
     best = max(each.timing.tokens_per_second for each in found)
     return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
+
+
+def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:
+    """Returns the ways to keep activations that are tried: recomputation by the model itself, tier of blocks' inputs.
+
+    Args:
+        recompute: as the user wants; None to leave the choice.
+        tier: tier of the inputs as the user wants; None to leave the choice.
+    """
+    if tier is not None or recompute is not None:
+        return [(bool(recompute), tier)]
+    # The last two move bytes that the first two do not, so they are for what fits in no other way.
+    return [(False, None), (False, "device"), (False, "cpu"), (False, "nvme")]
+
+
+def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> None:
+    """Raises `BudgetError` if not even a GPU without a budget for weights has room for the activations.
+
+    The error comes before any budget is tried, and names the largest micro-batch beside the budgets of `content`.
+    """
+    if hardware.on_cpu:
+        return
+    wish = wish_of(load_config(content), content)
+    whole = ActivationRoom(hardware.gpu_memory, 1 << 62, 1 << 62, drives=bool(hardware.drives))
+    if not whole.has(need(shape, activation_room.within(shape, load, wish, whole))):
+        room = room_of(hardware, settled(shape, hardware, load, content), wish)
+        raise activation_room.too_long(shape, activation_room.within(shape, load, wish, room), wish, room)
 
 
 def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, Any], tiers: tuple[str, str]) -> Planned:
@@ -240,7 +283,10 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
         if hardware.on_cpu or "nvme" not in tiers:
             raise
         memory = settle(shape.layouts, content, _room(hardware))
-        room = _for_device(hardware, memory) - beside_weights(memory, shape, load)
+        wish = wish_of(memory.config, content)
+        # With no room on the device all inputs leave it that can.
+        least = activation_room.within(shape, load, wish, room_of(hardware, memory, wish)._replace(device=0))
+        room = for_device(hardware, memory) - beside_weights(memory, shape, least)
         content["offload"]["device_memory"] = max(room // PAGE * PAGE, 0)
         planned = plan(shape, hardware, load, content)
     _check_moved(planned, tiers)
@@ -281,7 +327,12 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
     many = load._replace(accumulation=load.accumulation * 4)
     yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
     if load.recompute:
-        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), content)
+        kept = {
+            **content,
+            "offload": {**content.get("offload", {}), "activations": None},
+            "activation_checkpointing": {},
+        }
+        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), kept)
     if hardware.drives and planned.memory.slots:
         one = hardware.drives[0]
         # Files are spread evenly over all drives, so one more drive speeds up reads and writes.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.planner.published.rate import ORIGINS, Rate, sentences
+from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Planned
 from offload.planner.timing import Timing, hiding_tokens
 from offload.sizes import format_count, format_size, format_time
@@ -31,8 +34,15 @@ class Asked(NamedTuple):
     """Bytes that all drives together are rated to have written to them (TBW)."""
 
 
-def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
-    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second."""
+def as_json(planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = ()) -> dict[str, Any]:
+    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second.
+
+    Args:
+        planned: the plan.
+        advice: what to change.
+        asked: quantities for additional answers.
+        reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
+    """
     memory, timing, shape = planned.memory, planned.timing, planned.shape
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
@@ -57,12 +67,19 @@ def as_json(planned: Planned, advice: Advice, asked: Asked) -> dict[str, Any]:
         "disk": memory.stored + memory.spilled,
         "export": memory.export,
         "activations": planned.activations,
+        "activation_tiers": {**planned.needed._asdict(), "inputs": _inputs(planned)},
+        "ways": [
+            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": _rounded(each.seconds)}
+            for each in reaches
+        ],
         "host_peak": planned.host_peak,
         "step": {
             "batch": planned.load.batch,
             "sequence": shape.sequence,
             "accumulation": planned.load.accumulation,
             "recompute": planned.load.recompute,
+            "chunked_loss": planned.load.chunked_loss,
+            "tile_mlp": planned.load.tile,
             "tokens": timing.tokens,
             "seconds": _rounded(timing.seconds),
             "tokens_per_second": _rounded(timing.tokens_per_second),
@@ -109,7 +126,8 @@ def heading(planned: Planned) -> list[str]:
         f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM{shared}; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
-        f"{', activations recomputed' if load.recompute else ''}",
+        f"{', activations recomputed' if load.recompute else ''}{', loss in chunks' if load.chunked_loss else ''}"
+        f"{f', MLPs in tiles of {load.tile} tokens' if load.tile else ''}",
         *planned.memory.notices,
     ]
 
@@ -169,7 +187,8 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     lines_found = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
-        f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena",
+        f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena"
+        f"{_describe_inputs(planned)}",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
         f"{format_size(memory.export)} more",
     ]
@@ -178,6 +197,113 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         # Free space is shown only if known for all drives, since files are spread over them.
         lines_found[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
     return lines_found
+
+
+def _inputs(planned: Planned) -> dict[str, int]:
+    """Returns how many blocks' inputs wait in each tier for the backward; none if blocks keep all activations."""
+    load, count = planned.load, len(planned.shape.blocks) if planned.load.recompute else 0
+    return {"device": count - load.on_host - load.on_disk, "host": load.on_host, "disk": load.on_disk}
+
+
+def _describe_inputs(planned: Planned) -> str:
+    """Returns where the inputs of blocks wait, in words; nothing if blocks keep all activations."""
+    counts, needed = _inputs(planned), planned.needed
+    if not any(counts.values()):
+        return ""
+    beside = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
+    sizes = {"device": "", "host": f" ({format_size(needed.host)})", "disk": f" ({format_size(needed.disk)})"}
+    parts = [f"{count} {beside[tier]}{sizes[tier]}" for tier, count in counts.items() if count]
+    return f"; inputs of {sum(counts.values())} blocks: {', '.join(parts)}"
+
+
+def reach_heading(planned: Planned) -> str:
+    """Returns the line above the table of `reach_table`."""
+    batch, sequence = planned.load.batch, planned.shape.sequence
+    return (
+        f"tokens of the longest sequence with {batch} in a micro-batch, sequences of {sequence:,} tokens in the "
+        f"largest micro-batch, and the step beside that of the plan:"
+    )
+
+
+def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, ...]]:
+    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now."""
+    now = planned.timing.seconds
+    return [
+        (
+            each.way.words,
+            _tokens(each.sequence),
+            _tokens(each.sequence_chunked),
+            f"{each.batch:,}" if each.batch else "none",
+            "does not fit" if each.seconds is None else f"{each.seconds / now:.2f} x",
+        )
+        for each in reaches
+    ]
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,}" if count else "none"
+
+
+def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
+    """Returns the object that `--longest-sequence --json` prints: for each way, lengths, needs and config."""
+    return {"longest": [_longest_json(each) for each in found]}
+
+
+def _longest_json(each: Longest) -> dict[str, Any]:
+    """Returns the JSON object of one way."""
+    way = {"way": each.way.words, "sequence": each.sequence, "sequence_chunked": each.sequence_chunked}
+    if each.planned is None:
+        return way
+    planned, timing = each.planned, each.planned.timing
+    return {
+        **way,
+        "chunked_loss": planned.load.chunked_loss,
+        "activation_tiers": {**planned.needed._asdict(), "inputs": _inputs(planned)},
+        "seconds": _rounded(timing.seconds),
+        "tokens_per_second": _rounded(timing.tokens_per_second),
+        "limit": timing.limit,
+        "config": dict(planned.content),
+    }
+
+
+def longest_heading(found: Sequence[Longest]) -> str:
+    """Returns the line above the table of `longest_table`."""
+    batch = next((each.planned.load.batch for each in found if each.planned is not None), 1)
+    return (
+        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
+        f"chunks; a step of the longer one:"
+    )
+
+
+def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
+    """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
+    return [_longest_row(each) for each in found]
+
+
+def _longest_row(each: Longest) -> tuple[str, ...]:
+    """Returns the row of one way."""
+    start = (each.way.words, _tokens(each.sequence), _tokens(each.sequence_chunked))
+    if each.planned is None:
+        return (*start, "", "", "")
+    timing, zero = each.planned.timing, each.planned.memory.config.zero_optimization
+    tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
+    return (*start, tiers, _seconds(timing.seconds), f"{timing.tokens_per_second:,.0f}")
+
+
+def longest_lines(found: Sequence[Longest]) -> list[str]:
+    """Returns the lines below the table: what to set for the longest sequence, and a limit of the model."""
+    plans = [each.planned for each in found if each.planned is not None]
+    if not plans:
+        return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]
+    best = max(plans, key=lambda planned: planned.shape.sequence)
+    set_ = {name: best.content[name] for name in ("zero_optimization", "offload")}
+    lines_found = [f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
+    if best.load.chunked_loss:
+        lines_found.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
+    positions = best.shape.positions
+    if positions is not None and positions < best.shape.sequence:
+        lines_found.append(f"the config of the model allows {positions:,} positions: more need another one")
+    return [*lines_found, "assumed: attention keeps no matrix of tokens times tokens (FlashAttention)"]
 
 
 def _of_time(planned: Planned) -> list[str]:

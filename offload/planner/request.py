@@ -20,17 +20,20 @@ from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
 from offload.planner import recommend as choice
+from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
+from offload.planner.memory import settings
 from offload.planner.model_shape import Shape, from_count, from_name
+from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
-from offload.planner.timing import Load
 from offload.precision import choose
 from offload.sizes import format_size, parse_size
 from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.modes import DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
+_ACTIVATIONS = ("device", "cpu", "nvme", "auto")
 
 
 class Model(NamedTuple):
@@ -61,6 +64,11 @@ class Step(NamedTuple):
     recompute: bool | None = None
     dtype: str | None = None
     durability: str | None = None
+    activations: str | None = None
+    """Tier of the inputs of repeated blocks."""
+    chunked_loss: bool | None = None
+    tile_mlp: str | None = None
+    """ "auto", "off", or tokens of a tile."""
 
 
 def planned(
@@ -96,18 +104,55 @@ def planned(
     units = config.offload.units if config is not None else ()
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
-        load = Load(step.batch or 1, step.accumulation or 1)
+        load = _load(step)
         on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
-        options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
-        # Drives of the probed machine have real folders, which the config can name.
-        if machine.gpu is None and on.drives and not machine.drives:
-            options["paths"] = [drive.name for drive in on.drives]
-        return choice.choose(of, on, load, step.recompute, **options)
-    # A config is planned for one rank.
-    sizes = resolve_batch(load_config(content), 1)
-    load = Load(step.batch or sizes.micro, step.accumulation or sizes.accumulation, bool(step.recompute))
+        options = _options(machine, on, step, dtype)
+        return choice.choose(of, on, load, step.recompute, activations=step.activations, **options)
+    load = _load(step, content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     return choice.plan(of, on, load, content)
+
+
+def longest(model: Model, machine: Described, step: Step, file: Path | None = None) -> list[Longest]:
+    """Returns the longest sequence for each way to keep activations; arguments as of `planned`.
+
+    Raises:
+        ConfigError: options or config are wrong.
+        BudgetError: the states alone do not fit.
+    """
+    _check(step, file)
+    content = None if file is None else read_json(file)
+    config = None if content is None else load_config(content)
+    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
+    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    of = shape(model, step.sequence, DTYPES[dtype], config.offload.units if config is not None else ())
+    if content is not None:
+        return search(of, on, _load(step, content), [content], step.chunked_loss)
+    load, options = _load(step), _options(machine, on, step, dtype)
+    sizes = {"batch": load.batch, "accumulation": load.accumulation}
+    contents = [settings(*tiers, **options, **sizes) for tiers in choice.PLACEMENTS if on.drives or "nvme" not in tiers]
+    return search(of, on, load, contents, step.chunked_loss)
+
+
+def _load(step: Step, content: Mapping[str, Any] | None = None) -> Load:
+    """Returns the work of a step; a config has the numbers that no option gives, and is planned for one rank."""
+    chunked = bool(step.chunked_loss)
+    if content is None:
+        return Load(step.batch or 1, step.accumulation or 1, chunked_loss=chunked)
+    sizes = resolve_batch(load_config(content), 1)
+    micro, accumulation = step.batch or sizes.micro, step.accumulation or sizes.accumulation
+    return Load(micro, accumulation, bool(step.recompute), chunked)
+
+
+def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
+    """Returns the arguments of `memory.settings` that the options give."""
+    options: dict[str, Any] = {"dtype": dtype, "durability": step.durability or "auto"}
+    # Drives of the probed machine have real folders, which the config can name.
+    if machine.gpu is None and on.drives and not machine.drives:
+        options["paths"] = [drive.name for drive in on.drives]
+    if step.tile_mlp not in (None, "off"):
+        options["tile_mlp"] = step.tile_mlp if step.tile_mlp == "auto" else int(step.tile_mlp)
+    return options
 
 
 def _dtype(machine: Described) -> str:
@@ -126,8 +171,21 @@ def _check(step: Step, file: Path | None) -> None:
         raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
     if step.durability is not None and step.durability not in _DURABILITIES:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
-    if file is not None and (step.dtype or step.durability):
-        raise ConfigError("--dtype and --durability cannot be given beside --config; set them in the config")
+    if step.activations is not None and step.activations not in _ACTIVATIONS:
+        raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
+    tile = step.tile_mlp
+    if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
+        raise ConfigError(f"expected --tile-mlp of auto, off or a number of tokens, got {tile!r}")
+    if step.activations is not None and step.recompute is False:
+        raise ConfigError(
+            "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
+            "one of them out"
+        )
+    if file is not None and (step.dtype or step.durability or step.activations or tile):
+        raise ConfigError(
+            "--dtype, --durability, --activations and --tile-mlp cannot be given beside --config; set them in the "
+            "config"
+        )
 
 
 def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:

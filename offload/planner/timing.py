@@ -5,12 +5,15 @@ compute of a use     flops / matmul + bytes of weights / weights + bytes / eleme
                      prepares a use while the GPU computes the one before
 backward of a use    the products once for the gradient of the input, and once more for that of trainable weights,
                      + 2 * bytes / elementwise
+of a tiled MLP       its products once more, and sums of its gradients for each tile; a loss in chunks has sums alone
+input of a block     leaves for HOST or DISK beside the forward of the next block, and returns one block ahead
 of an embedding      bytes of its gradient / fresh, and the same for each other use of the unit, to sum the gradients
 gradient of a unit   copied beside the backward's compute on a GPU, after the compute on a CPU
 accumulated on a GPU (2 * bytes of the total + bytes of the gradient) / elementwise; the last micro-batch copies the
                      total to the host
 
-The module also predicts from how many tokens per micro-batch all I/O hides behind compute, and the memory of a step.
+Only repeated blocks are recomputed, not the head. The module also predicts from how many tokens per micro-batch all
+I/O hides behind compute.
 """
 
 from __future__ import annotations
@@ -23,41 +26,29 @@ from itertools import chain
 from typing import NamedTuple
 
 from offload.layout.pager_inputs import limits, unit_sizes
+from offload.planner.activations.formulas import Moving, moving
+from offload.planner.activations.load import Load
+from offload.planner.activations.seconds import of_chunks, of_tiles
 from offload.planner.bound import least
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
 from offload.planner.simulation.inputs import buffer_budgets, update_costs
+from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Moved, Waited
 from offload.planner.simulation.simulate import Simulation, simulate
 from offload.planner.simulation.simulate import Use as TimedUse
 from offload.planner.simulation.updater import UpdateCost
 from offload.report import phases
-from offload.sizes import MIB
 from offload.states import State, Tier
 
 _NEAR = 1.05
 """Factor within which a step counts as having reached a bound."""
-_LIBRARIES = 32 * MIB
-"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
 _TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
-
-
-class Load(NamedTuple):
-    """Work of a step: micro-batch, accumulation, recomputation."""
-
-    batch: int
-    """Sequences of a micro-batch."""
-    accumulation: int = 1
-    recompute: bool = False
-
-    def tokens(self, shape: Shape) -> int:
-        """Returns the tokens of a step."""
-        return self.batch * self.accumulation * shape.sequence
 
 
 class Pass(NamedTuple):
@@ -68,6 +59,12 @@ class Pass(NamedTuple):
     backward: float = 0.0
     """Seconds of the backward, for a use in a forward."""
     lookup: bool = False
+    block: bool = False
+    """True for a use in a repeated block, which may be computed again in the backward."""
+    sends: Moving = Moving()
+    """Input of the block before, which leaves the device in the forward meanwhile."""
+    receives: Moving = Moving()
+    """Input of the use's block, which has to be on the device before the backward of the use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,10 +117,11 @@ class Timing:
         )
 
 
-def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
-    """Returns the uses of one micro-batch's forward, in order; `batch` is its number of sequences."""
+def forward(shape: Shape, hardware: Hardware, load: Load) -> list[Pass]:
+    """Returns the uses of one micro-batch's forward, in order."""
     found, times = [], Counter(use.unit for use in shape.uses)
-    for use in shape.uses:
+    batch, inside = load.batch, {position for block in shape.blocks for position in block.uses}
+    for position, use in enumerate(shape.uses):
         layout = shape.layouts[use.unit]
         learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel
         # The time to read weights is paid once per use, for any batch.
@@ -132,9 +130,22 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
         # A tied embedding receives a gradient from each of its uses, and all of them are summed.
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
         # One product for the gradient of the input, one for that of the weights if these train.
-        back = (1 + learning) * products + 2 * other + made
-        found.append(Pass(use.unit, _with_host(products + other, hardware), _with_host(back, hardware), use.lookup))
-    return found
+        back = (1 + learning) * products + 2 * other + made + of_tiles(shape, use, load, hardware)
+        if position == len(shape.uses) - 1:
+            back += of_chunks(shape, load, hardware)
+        seconds = _with_host(products + other, hardware), _with_host(back, hardware)
+        found.append(Pass(use.unit, *seconds, use.lookup, position in inside))
+    return _with_inputs(found, shape, load)
+
+
+def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
+    """Returns the uses of a forward with the inputs of blocks that they send and receive."""
+    blocks, moves = shape.blocks, moving(shape, load)
+    for block, after, each in zip(blocks, blocks[1:], moves, strict=False):
+        # An input leaves once the next one has come. In the backward the last use of a block is its first one.
+        passes[after.uses[0]] = passes[after.uses[0]]._replace(sends=each)
+        passes[block.uses[-1]] = passes[block.uses[-1]]._replace(receives=each)
+    return passes
 
 
 def _with_host(seconds: float, hardware: Hardware) -> float:
@@ -176,7 +187,7 @@ def backward(
     last = {each.unit: position for position, each in reversed(list(enumerate(first)))}
     found: list[Pass] = []
     for position, each in reversed(list(enumerate(first))):
-        seconds = each.backward + (each.seconds if recompute else 0.0)
+        seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
         if last[each.unit] == position and each.unit in totals:
             nbytes = totals[each.unit]
             seconds += (2 * nbytes + hardware.itemsize * parts_numel[each.unit]) / hardware.elementwise
@@ -187,7 +198,7 @@ def backward(
         if each.lookup and found:
             found[-1] = found[-1]._replace(seconds=found[-1].seconds + seconds)
         else:
-            found.append(Pass(each.unit, seconds))
+            found.append(Pass(each.unit, seconds, receives=each.receives))
     return found
 
 
@@ -206,6 +217,7 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
         hardware.upload,
         hardware.optimizer if hardware.on_cpu else _updated(memory, hardware),
         hardware.on_cpu,
+        hardware.download,
     )
 
 
@@ -239,9 +251,9 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     Raises:
         BudgetError: units in use at the same time have no room on the device.
     """
-    first = forward(shape, hardware, load.batch)
+    first = forward(shape, hardware, load)
     second = backwards(first, memory, hardware, load)
-    passes = [TimedUse(each.unit, each.seconds) for back in second for each in (*first, *back)]
+    passes = [timed for back in second for timed in (*map(_sending, first), *map(_receiving, back))]
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
@@ -277,6 +289,16 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     )
 
 
+def _sending(each: Pass) -> TimedUse:
+    """Returns a use of a forward for the simulation."""
+    return TimedUse(each.unit, each.seconds, sends=Input(*each.sends))
+
+
+def _receiving(each: Pass) -> TimedUse:
+    """Returns a use of a backward for the simulation."""
+    return TimedUse(each.unit, each.seconds, receives=Input(*each.receives))
+
+
 def _busy(
     found: Simulation,
     costs: Sequence[UpdateCost | None],
@@ -285,12 +307,16 @@ def _busy(
     hardware: Hardware,
 ) -> dict[str, float]:
     """Returns the seconds of work of each resource."""
-    uploads = sum(span.end - max(span.start, 0.0) for span in found.spans if span.row == "upload")
+    on_link: dict[str, float] = defaultdict(float)
+    for span in found.spans:
+        on_link[span.row] += span.end - max(span.start, 0.0)
+    # Both directions of the link work at once.
+    copies = max(on_link["upload"] + on_link["input upload"], on_link["input download"])
     moved = found.moved
     kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
     return {
         "compute": compute,
-        "PCIe": 0.0 if hardware.on_cpu else uploads,
+        "PCIe": 0.0 if hardware.on_cpu else copies,
         "NVMe": rates.drive_seconds(moved.read, moved.written) if moved.read + moved.written else 0.0,
         "DRAM": max(kernel, (moved.read + moved.written) / hardware.memory),
     }
@@ -338,7 +364,7 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
     rates = rates_of(memory, hardware)
 
     def hidden(batch: int) -> bool:
-        first = forward(shape, hardware, batch)
+        first = forward(shape, hardware, load._replace(batch=batch))
         second = backwards(first, memory, hardware, load)
         compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
         return _least(first, second, memory, costs, rates) <= _NEAR * compute
@@ -354,42 +380,3 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
         middle = (low + batch) // 2
         low, batch = (low, middle) if hidden(middle) else (middle, batch)
     return batch * shape.sequence
-
-
-# -- memory of a step ---------------------------------------------------------------------------------
-
-
-def activations(shape: Shape, load: Load) -> int:
-    """Returns the bytes of a micro-batch's activations: all saved tensors, the largest temporary and its gradient."""
-    kept = sum(use.saved for use in shape.uses)
-    # With checkpointing each layer keeps its input; one layer at a time, and the head, keep all they save.
-    if load.recompute:
-        layers = [use.saved for use in shape.uses[:-1]]
-        kept = sum(use.boundary for use in shape.uses) + max(layers, default=0) + shape.uses[-1].saved
-    return load.batch * (kept + 2 * shape.temporary)
-
-
-def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
-    """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
-    # Gradients whose tier is DEVICE stay in the arena, which is counted already.
-    copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
-    return activations(shape, load) + (memory.parts.largest_gradient if copies_out else 0)
-
-
-def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
-    """Returns the peak bytes of RAM beyond those in use before the run.
-
-    On a GPU these are the bytes of the host arena. If the CPU computes, they also include the device arena and
-    activations. The host arena then counts only touched pages: no tiles if states are updated in place. torch also
-    allocates a gradient, a copy of a layer's weights in the layout that its products use, and a second gradient if
-    weights are tied.
-    """
-    if not hardware.on_cpu:
-        # The arena is pinned at the start, which touches all of its pages.
-        return memory.host
-    touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
-    parts = memory.parts
-    # A unit that is used twice has tied weights.
-    tied = len({use.unit for use in shape.uses}) < len(shape.uses)
-    beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
-    return touched + memory.device + activations(shape, load) + beside

@@ -12,9 +12,10 @@ from offload.bench.gpu.work import StepSize, Work
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
+from offload.planner.activations.budgets import activations
+from offload.planner.activations.load import Load
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_name
-from offload.planner.timing import Load, activations
 from offload.sizes import format_size
 from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.limits import free_host_memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,12 +14,18 @@ from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.progress import measuring
 from offload.cli.signals import exit_on_signal, signals
+from offload.errors import ConfigError
 from offload.sizes import parse_size
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offload.planner.recommend import Planned
+    from offload.planner.request import Described, Model, Step
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
+_REACH = ("inputs of blocks", "longest sequence", "loss in chunks", "micro-batch", "step")
+_LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
 
 
 def register(app: typer.Typer) -> None:
@@ -146,6 +153,28 @@ class PlanOptions:
             "--activation-checkpointing/--no-activation-checkpointing",
         ),
     ] = None
+    activations: Annotated[
+        str | None,
+        option(
+            _STEP,
+            "--activations",
+            "Recompute blocks, and keep their inputs on: device, cpu, nvme or auto. [default: if they do not fit]",
+        ),
+    ] = None
+    chunked_loss: Annotated[
+        bool | None,
+        option(
+            _STEP, "--chunked-loss/--no-chunked-loss", "Compute the loss for chunks of tokens. [default: all logits]"
+        ),
+    ] = None
+    tile_mlp: Annotated[
+        str | None,
+        option(_STEP, "--tile-mlp", "Compute MLPs for tiles of so many tokens: auto, off or a number. [default: off]"),
+    ] = None
+    longest_sequence: Annotated[
+        bool,
+        option(_OUTPUT, "--longest-sequence", "Search the longest sequence for each way to keep activations, instead."),
+    ] = False
     measure: Annotated[
         bool,
         option(_OUTPUT, "--measure", "Run the model, or some layers, on this machine first: a better prediction."),
@@ -175,15 +204,18 @@ def plan(typed: PlanOptions) -> None:
     Example: offload plan --parameters 13B --layers 40 --gpu 24GB --ram 64GB --drive 7GB/s,4GB/s
     """
     from rich.console import Console
-    from rich.table import Table
 
     from offload.finetune.options import Start, recipe
     from offload.planner import recommend as choice
     from offload.planner import report
     from offload.planner import request as ask
+    from offload.planner.reach import reach
     from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
+    if typed.longest_sequence:
+        _print_longest(typed, console)
+        return
     with errors(BAD_INPUT):
         planned = _planned(typed)
         wanted = report.Asked(
@@ -191,6 +223,7 @@ def plan(typed: PlanOptions) -> None:
         )
         # This call takes the longest: it repeats the prediction for every change that could be advised.
         advice = choice.advise(planned)
+        ways = reach(planned)
     with errors(FAILED):
         if typed.write is not None:
             # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
@@ -198,48 +231,54 @@ def plan(typed: PlanOptions) -> None:
             # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
     if typed.json_output:
-        print(json.dumps(report.as_json(planned, advice, wanted)), flush=True)
+        print(json.dumps(report.as_json(planned, advice, wanted, ways)), flush=True)
         return
     for line in report.heading(planned):
         console.print(line, soft_wrap=True)
-    table = Table(box=None)
-    for name in ("", "device", "host", "disk"):
-        table.add_column(name, justify="right" if name else "left")
-    for row in report.table(planned):
-        table.add_row(*row)
-    console.print(table)
+    _print_table(console, ("", "device", "host", "disk"), report.table(planned))
     for line in report.lines(planned, advice, wanted):
         console.print(line, soft_wrap=True)
+    console.print(report.reach_heading(planned), soft_wrap=True)
+    _print_table(console, _REACH, report.reach_table(planned, ways))
     if typed.write is not None:
         console.print(f"written to {typed.write}", soft_wrap=True)
+
+
+def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table whose first column is text and whose others are numbers."""
+    from rich.table import Table
+
+    table = Table(box=None)
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _print_longest(typed: PlanOptions, console: Console) -> None:
+    """Prints the longest sequence for each way to keep activations, and the config of the longest."""
+    from offload.planner import report
+    from offload.planner import request as ask
+
+    with errors(BAD_INPUT):
+        if typed.write is not None or typed.measure:
+            raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
+        found = ask.longest(_model(typed), _machine(typed), _step(typed), typed.config)
+    if typed.json_output:
+        print(json.dumps(report.longest_json(found)), flush=True)
+        return
+    console.print(report.longest_heading(found), soft_wrap=True)
+    _print_table(console, _LONGEST, report.longest_table(found))
+    for line in report.longest_lines(found):
+        console.print(line, soft_wrap=True)
 
 
 def _planned(typed: PlanOptions) -> Planned:
     """Returns the plan that the options ask for. With `--measure` the model is timed first, which may take minutes."""
     from offload.planner import request as ask
 
-    model = ask.Model(
-        name=typed.model,
-        parameters=None if typed.parameters is None else parse_count(typed.parameters),
-        layers=typed.layers,
-    )
-    machine = ask.Described(
-        gpu=typed.gpu,
-        ram=typed.ram,
-        drives=tuple(typed.drive or ()),
-        memory=typed.memory_bandwidth,
-        link=typed.pcie,
-        paths=tuple(typed.nvme_path or ()),
-    )
-    step = ask.Step(
-        batch=typed.batch_size,
-        sequence=typed.seq_len,
-        accumulation=typed.accumulation,
-        recompute=typed.recompute,
-        # The planner takes None for "auto".
-        dtype=None if typed.dtype == "auto" else typed.dtype,
-        durability=typed.durability,
-    )
+    model, machine, step = _model(typed), _machine(typed), _step(typed)
     # The file to write is checked before the model is timed: a bad path must not cost minutes.
     ask.check_target(typed.write)
     if not typed.measure:
@@ -247,3 +286,46 @@ def _planned(typed: PlanOptions) -> Planned:
     # Nothing needs cleaning up while the model runs, so a signal may end the process inside native code.
     with exit_on_signal("stopped; nothing was written"), measuring() as tell:
         return ask.planned(model, machine, step, typed.config, measure=True, tell=tell)
+
+
+def _model(typed: PlanOptions) -> Model:
+    """Returns the options that describe the model."""
+    from offload.planner.request import Model
+
+    return Model(
+        name=typed.model,
+        parameters=None if typed.parameters is None else parse_count(typed.parameters),
+        layers=typed.layers,
+    )
+
+
+def _machine(typed: PlanOptions) -> Described:
+    """Returns the options that describe the machine."""
+    from offload.planner.request import Described
+
+    return Described(
+        gpu=typed.gpu,
+        ram=typed.ram,
+        drives=tuple(typed.drive or ()),
+        memory=typed.memory_bandwidth,
+        link=typed.pcie,
+        paths=tuple(typed.nvme_path or ()),
+    )
+
+
+def _step(typed: PlanOptions) -> Step:
+    """Returns the options that describe a step."""
+    from offload.planner.request import Step
+
+    return Step(
+        batch=typed.batch_size,
+        sequence=typed.seq_len,
+        accumulation=typed.accumulation,
+        recompute=typed.recompute,
+        # The planner takes None for "auto".
+        dtype=None if typed.dtype == "auto" else typed.dtype,
+        durability=typed.durability,
+        activations=typed.activations,
+        chunked_loss=typed.chunked_loss,
+        tile_mlp=typed.tile_mlp,
+    )

@@ -29,6 +29,8 @@ class Rates(NamedTuple):
     """Elements updated per second."""
     on_cpu: bool = False
     """True if the device is the CPU: compute and kernel share the cores, and the model's thread makes the copies."""
+    download: float = math.inf
+    """Bytes per second from the device, beside copies to it."""
 
     @property
     def beside(self) -> tuple[float, float]:
@@ -61,16 +63,19 @@ class Moved(NamedTuple):
     updates_written: int = 0
     gradients_read: int = 0
     gradients_written: int = 0
+    inputs_read: int = 0
+    """Inputs of repeated blocks, for the backward."""
+    inputs_written: int = 0
 
     @property
     def read(self) -> int:
         """Returns all bytes read."""
-        return self.weights_read + self.updates_read + self.gradients_read
+        return self.weights_read + self.updates_read + self.gradients_read + self.inputs_read
 
     @property
     def written(self) -> int:
         """Returns all bytes written."""
-        return self.updates_written + self.gradients_written
+        return self.updates_written + self.gradients_written + self.inputs_written
 
 
 class Waited(NamedTuple):
@@ -103,6 +108,8 @@ class Machine:
         self._kernel = self.clock.server("cores")
         self._compute = self.clock.server("cores" if rates.on_cpu else "device")
         self._link = self.clock.server("cores" if rates.on_cpu else "link")
+        # A link copies both ways at once.
+        self._link_down = self.clock.server("cores" if rates.on_cpu else "link down")
         # Mutable counters; the properties return them as tuples.
         self._moved = dict.fromkeys(Moved._fields, 0)
         self._waited = dict.fromkeys(Waited._fields, 0.0)
@@ -141,9 +148,13 @@ class Machine:
         self._moved[cause] += nbytes
         return self.clock.begin(self._writes, row, unit, nbytes / self._rates.written)
 
-    def upload(self, unit: int, nbytes: int) -> Work:
-        """Starts a copy from host to device."""
-        return self.clock.begin(self._link, "upload", unit, nbytes / self._rates.upload)
+    def upload(self, unit: int, nbytes: int, row: str = "upload") -> Work:
+        """Starts a copy from host to device; `row` is the kind of the copy, for the timeline."""
+        return self.clock.begin(self._link, row, unit, nbytes / self._rates.upload)
+
+    def download(self, row: str, unit: int, nbytes: int) -> Work:
+        """Starts a copy from device to host."""
+        return self.clock.begin(self._link_down, row, unit, nbytes / self._rates.download)
 
     def update(self, unit: int, numel: int) -> Work:
         """Starts the optimizer's kernel on `numel` elements."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.planner.simulation.clock import Span
+from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
 from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
@@ -35,6 +36,10 @@ class Use(NamedTuple):
     """Seconds of compute at full speed."""
     held: int = 1
     """Number of uses after which the unit is released; 1 releases the unit before the next use starts."""
+    sends: Input = Input()
+    """An input that leaves the device from the start of the use on."""
+    receives: Input = Input()
+    """An input that has to be on the device when the use computes."""
 
 
 class Budgets(NamedTuple):
@@ -141,6 +146,7 @@ class _Loop:
     ) -> None:
         self._uses, self._overlap = uses, overlap
         self._pager, self._updater, self._machine = pager, updater, machine
+        self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in uses], machine)
         self._last_use = {use.unit: position for position, use in enumerate(uses)}
         self._computing = False
         self.marks = [self._figures()]
@@ -174,6 +180,7 @@ class _Loop:
                 self._pager.release(ends.pop(position, ()))
                 yield from self._pager.acquire(use.unit)
                 ends.setdefault(position + use.held, []).append(use.unit)
+                yield from self._inputs.before(position)
                 yield from self._compute(use)
                 # The gradient of a unit is complete after its last use in the step.
                 if position == self._last_use[use.unit]:

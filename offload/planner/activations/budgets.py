@@ -1,0 +1,51 @@
+"""Activations beside the budgets: peaks of device and host memory of a planned step."""
+
+from __future__ import annotations
+
+from offload.planner.activations.formulas import need
+from offload.planner.activations.load import Load
+from offload.planner.hardware import Hardware
+from offload.planner.memory import Memory
+from offload.planner.model_shape import Shape
+from offload.sizes import MIB
+from offload.states import State, Tier
+
+_LIBRARIES = 32 * MIB
+"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
+
+
+def activations(shape: Shape, load: Load) -> int:
+    """Returns the bytes of a micro-batch's activations on the device."""
+    return need(shape, load).device
+
+
+def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
+    """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
+    return activations(shape, load) + gradient_in_flight(memory)
+
+
+def gradient_in_flight(memory: Memory) -> int:
+    """Returns the bytes of the one gradient on a GPU that waits for its copy to the host."""
+    # Gradients whose tier is DEVICE stay in the arena, which is counted already.
+    copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
+    return memory.parts.largest_gradient if copies_out else 0
+
+
+def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:
+    """Returns the peak bytes of RAM beyond those in use before the run.
+
+    On a GPU these are the bytes of the host arena and of inputs in HOST. If the CPU computes, they also include the
+    device arena and activations. The host arena then counts only touched pages: no tiles if states are updated in
+    place. torch also allocates a gradient, a copy of a layer's weights in the layout that its products use, and a
+    second gradient if weights are tied.
+    """
+    needed = need(shape, load)
+    if not hardware.on_cpu:
+        # The arena is pinned at the start, which touches all of its pages.
+        return memory.host + needed.host
+    touched = memory.host - (0 if memory.slots or memory.spilled else memory.placement.classes.tiles)
+    parts = memory.parts
+    # A unit that is used twice has tied weights.
+    tied = len({use.unit for use in shape.uses}) < len(shape.uses)
+    beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
+    return touched + memory.device + needed.device + needed.host + beside

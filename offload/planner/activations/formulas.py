@@ -1,0 +1,147 @@
+"""Bytes of a micro-batch's activations in every tier. Pure functions of a shape and a load.
+
+With T the tokens of a micro-batch, on the device there are at most, at a time:
+
+all kept      what every block saves + head
+recomputed    inputs of the blocks + the larger of head, and one block with what it saves
+inputs        T * hidden * size for each block; in HOST or on DISK all leave the device but the newest and those on
+              their way
+block         what it saves + 2 times its largest tensor, a gradient and the one made from it
+block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
+head          the logits that the loss saves + 2 times the logits in fp32
+head, chunked logits of one chunk + gradients of the hidden states and of the head, once more while they are scaled
+
+Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload.planner.activations.load import Load
+from offload.planner.model_shape import Block, Shape, Use
+from offload.sizes import align_up
+
+CHUNK_TOKENS = 1024
+"""Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
+IN_FLIGHT = 2
+"""Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
+STAGED_INPUTS = 4
+"""Host buffers through which inputs go to DISK."""
+_FP32 = 4
+
+
+class Need(NamedTuple):
+    """Bytes of activations in each tier."""
+
+    device: int
+    host: int = 0
+    disk: int = 0
+
+
+class Moving(NamedTuple):
+    """Bytes of a block's input that leave the device in the forward and return in the backward."""
+
+    nbytes: int = 0
+    on_disk: bool = False
+
+
+def need(shape: Shape, load: Load) -> Need:
+    """Returns the bytes of a micro-batch's activations in every tier.
+
+    A longer sequence or a larger micro-batch never needs less in any tier.
+
+    Args:
+        shape: the model.
+        load: work of a step.
+    """
+    blocks = shape.blocks
+    staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
+    moved = moving(shape, load)
+    return Need(
+        _on_device(shape, load, blocks),
+        staged + sum(align_up(each.nbytes) for each in moved if not each.on_disk),
+        sum(align_up(each.nbytes) for each in moved if each.on_disk),
+    )
+
+
+def moving(shape: Shape, load: Load) -> list[Moving]:
+    """Returns for each block what leaves the device; nothing for blocks whose input stays."""
+    if not load.recompute:
+        return [Moving() for _ in shape.blocks]
+    tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
+    stay = [Moving()] * (len(shape.blocks) - len(tiers))
+    return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(shape.blocks, tiers, strict=False)] + stay
+
+
+def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
+    """Returns the bytes of a block's input in a micro-batch."""
+    return load.batch * shape.uses[block.uses[0]].boundary
+
+
+def is_tiled(shape: Shape, load: Load) -> bool:
+    """Returns True if a micro-batch has more tokens than a tile."""
+    return 0 < load.tile < load.batch * shape.sequence
+
+
+def mlp_numel(shape: Shape, use: Use) -> int:
+    """Returns the elements of an MLP's weights: a product takes two operations for each, and token."""
+    return round(use.mlp_flops / (2 * shape.sequence))
+
+
+def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+    """Returns the most bytes on the device at a time."""
+    inside = {position for block in blocks for position in block.uses}
+    last = max(inside, default=-1)
+    outside = [(position, use) for position, use in enumerate(shape.uses) if position not in inside]
+    # The head and the norm before it have gone when the backward reaches the last block.
+    before = sum(use.saved for position, use in outside if position < last)
+    after = sum(use.saved for position, use in outside if last < position < len(shape.uses) - 1)
+    head = load.batch * after + (_head(shape, load) if len(shape.uses) - 1 not in inside else 0)
+    saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
+    work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
+    if not load.recompute:
+        return load.batch * before + sum(saved) + max(head, *work, 0)
+    in_blocks = max((kept + more for kept, more in zip(saved, work, strict=True)), default=0)
+    return load.batch * before + _inputs(shape, load, blocks) + max(head, in_blocks)
+
+
+def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
+    """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
+    gone = load.on_disk + load.on_host
+    sizes = [input_nbytes(shape, load, block) for block in blocks]
+    return sum(sizes[gone:]) + min(gone, IN_FLIGHT) * max(sizes, default=0)
+
+
+def _saved(shape: Shape, load: Load, use: Use) -> int:
+    """Returns the bytes that a block's use saves for the backward of a micro-batch."""
+    # A tiled MLP saves its input alone.
+    return load.batch * (use.saved - use.mlp_saved + use.boundary if _tiles(shape, load, use) else use.saved)
+
+
+def _work(shape: Shape, load: Load, use: Use) -> int:
+    """Returns the bytes that a block's use needs in the backward, beside what it saved."""
+    if not _tiles(shape, load, use):
+        return load.batch * 2 * max(use.largest, use.mlp_largest)
+    # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
+    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * load.tile // shape.sequence
+    return load.batch * 2 * use.largest + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize)
+
+
+def _tiles(shape: Shape, load: Load, use: Use) -> bool:
+    return bool(use.mlp_saved) and is_tiled(shape, load)
+
+
+def _head(shape: Shape, load: Load) -> int:
+    """Returns the bytes of the head and the loss."""
+    head, size = shape.uses[-1], shape.itemsize
+    if not load.chunked_loss:
+        return load.batch * (head.saved + 2 * shape.temporary)
+    tokens = load.batch * shape.sequence
+    # Logits in fp32, and in the model's dtype if that is another one.
+    of_token = head.largest // shape.sequence
+    logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
+    numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
+    # The head's input stays; gradients are summed in fp32, and later scaled into new memory of the model's dtype.
+    summed = numel * _FP32 + hidden
+    return hidden + summed + max(logits + numel * size, summed + numel * size)

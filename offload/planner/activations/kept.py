@@ -1,0 +1,87 @@
+"""Where the inputs of repeated blocks wait for the backward: the config's wish, and its tiers for one machine."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from offload.config import Config
+from offload.planner.activations.formulas import STAGED_INPUTS, Need, input_nbytes, need
+from offload.planner.activations.load import Load
+from offload.planner.model_shape import Shape
+
+_LEAST_TILE = 1024
+"""Least tokens of an automatic tile, as of the engine's."""
+
+
+class Wish(NamedTuple):
+    """The config's keys on activations."""
+
+    tier: str | None = None
+    """ "device", "cpu", "nvme" or "auto"; None if no block is computed again by the engine."""
+    host: int | None = None
+    """Bytes of host memory for inputs; None for the default."""
+    tile: int | None = 0
+    """Tokens of a tile of an MLP; 0 for no tiles, None for as many as the engine takes by itself."""
+
+
+def wish_of(config: Config, content: Mapping[str, Any]) -> Wish:
+    """Returns the wish of a config.
+
+    Args:
+        config: the config.
+        content: the same in DeepSpeed's form, for DeepSpeed's own keys.
+    """
+    own = config.offload
+    theirs = content.get("activation_checkpointing")
+    tier: str | None = own.activations
+    if tier is None and isinstance(theirs, Mapping):
+        tier = "cpu" if theirs.get("cpu_checkpointing") else "device" if theirs.get("number_checkpoints") else None
+    tile = None if own.tile_mlp == "auto" else int(own.tile_mlp)
+    return Wish(tier, own.activation_memory, tile)
+
+
+def auto_tile(shape: Shape) -> int:
+    """Returns the tokens of an automatic tile: as many as the hidden size, but no fewer than matrix units need."""
+    hidden = max((shape.uses[block.uses[0]].boundary for block in shape.blocks), default=0)
+    return max(hidden // (shape.sequence * shape.itemsize), _LEAST_TILE)
+
+
+def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Load:
+    """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
+
+    "auto" keeps inputs on the device while they fit, then in HOST, then on DISK. The oldest leave first, since the
+    backward needs them last.
+
+    Args:
+        shape: the model.
+        load: work of a step; its own tiers do not matter.
+        wish: the config's wish.
+        room: bytes that each tier has for activations.
+        drives: True if inputs can go to DISK.
+    """
+    load = load._replace(tile=auto_tile(shape) if wish.tile is None else wish.tile, on_disk=0, on_host=0)
+    if wish.tier is None:
+        return load
+    load = load._replace(recompute=True)
+    # The newest input stays, since the backward begins with it.
+    most = max(len(shape.blocks) - 1, 0)
+    if wish.tier == "device" or not most:
+        return load
+    if wish.tier == "cpu":
+        return load._replace(on_host=most)
+    if wish.tier == "nvme":
+        return load._replace(on_disk=most)
+
+    def on_device(gone: int) -> bool:
+        return need(shape, load._replace(on_host=gone)).device <= room.device
+
+    gone = min(bisect_left(range(most + 1), True, key=on_device), most)
+    largest = max(input_nbytes(shape, load, block) for block in shape.blocks)
+    in_host = min(gone, max(room.host, 0) // largest)
+    if in_host < gone and drives:
+        # Inputs on DISK pass through buffers in HOST.
+        in_host = max(0, min(gone, max(room.host, 0) // largest - STAGED_INPUTS))
+        return load._replace(on_host=in_host, on_disk=gone - in_host)
+    return load._replace(on_host=gone)

@@ -1,0 +1,29 @@
+"""The work of a step, with where each block's input waits for the backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from offload.planner.model_shape import Shape
+
+
+class Load(NamedTuple):
+    """Work of a step: micro-batch, accumulation, recomputation."""
+
+    batch: int
+    """Sequences of a micro-batch."""
+    accumulation: int = 1
+    recompute: bool = False
+    """True if repeated blocks keep their input alone, and are computed again in the backward."""
+    chunked_loss: bool = False
+    """True if the loss is computed for chunks of tokens, so that never all logits are in memory."""
+    tile: int = 0
+    """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once."""
+    on_disk: int = 0
+    """Blocks whose input waits on DISK, the first ones of the forward."""
+    on_host: int = 0
+    """Blocks whose input waits in HOST memory, the next ones; the inputs of all others stay on the device."""
+
+    def tokens(self, shape: Shape) -> int:
+        """Returns the tokens of a step."""
+        return self.batch * self.accumulation * shape.sequence

@@ -1,0 +1,13 @@
+"""A model in numbers: layouts of its units, the work of each, and the bytes saved for the backward.
+
+A preset or a folder's config is built and run once on fake tensors, which allocate no memory. A count of parameters
+needs no model.
+"""
+
+from __future__ import annotations
+
+from offload.planner.model_shape.from_count import from_count
+from offload.planner.model_shape.from_model import config_of, from_name, from_training, model_of
+from offload.planner.model_shape.shape import Block, Shape, Use
+
+__all__ = ["Block", "Shape", "Use", "config_of", "from_count", "from_name", "from_training", "model_of"]

@@ -1,0 +1,111 @@
+"""The numbers of a model that a prediction needs: `Shape`, its uses of units, and the repeated blocks among them."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from typing import NamedTuple
+
+from offload.layout.flat_layout import UnitLayout
+
+_BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+"""Name of a repeated block at the start of a unit's name: up to the first number, as "model.layers.3"."""
+
+
+class Use(NamedTuple):
+    """A use of a unit in the forward of one sequence."""
+
+    unit: int
+    flops: float
+    """Operations of matrix products and attention."""
+    nbytes: float
+    """Bytes that all other operations read and write."""
+    saved: int
+    """Bytes saved for the backward."""
+    boundary: int
+    """Bytes of the input, which is all that activation checkpointing keeps."""
+    lookup: bool = False
+    """True for an embedding, whose backward does not read the weights."""
+    largest: int = 0
+    """Bytes of the largest tensor that the use creates, an MLP's own tensors aside."""
+    attention: float = 0.0
+    """Operations of attention, a part of `flops`; they grow with the square of the sequence."""
+    mlp_flops: float = 0.0
+    """Operations of the block's MLP, a part of `flops`."""
+    mlp_saved: int = 0
+    """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
+    mlp_largest: int = 0
+    """Bytes of the largest tensor that the block's MLP creates."""
+
+
+class Block(NamedTuple):
+    """A repeated block: the consecutive uses that activation checkpointing computes again together."""
+
+    name: str
+    uses: range
+    """Positions of the block's uses in `Shape.uses`."""
+
+
+class Shape(NamedTuple):
+    """The model's side of a prediction."""
+
+    name: str
+    layouts: tuple[UnitLayout, ...]
+    uses: tuple[Use, ...]
+    """Uses in the order of the forward."""
+    temporary: int
+    """Bytes of the largest tensor that one sequence creates, usually the logits."""
+    sequence: int
+    """Tokens of a sequence."""
+    positions: int | None = None
+    """Most tokens of a sequence, by the model's config; None if there is no limit."""
+    itemsize: int = 2
+    """Bytes of an element of weights and activations."""
+
+    @property
+    def parameters(self) -> int:
+        """Returns the number of parameters; a tied one counts once."""
+        return sum(segment.numel for layout in self.layouts for segment in layout.segments)
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Returns the repeated blocks in the order of the forward."""
+        found = []
+        for name, positions in groupby(range(len(self.uses)), lambda position: self._block_name(position)):
+            first, *others = positions
+            if name is not None:
+                found.append(Block(name, range(first, first + 1 + len(others))))
+        return tuple(found)
+
+    def at(self, sequence: int) -> Shape:
+        """Returns the shape for sequences of another length.
+
+        Bytes grow with the tokens, as do all operations but those of attention, which grow with their square.
+        """
+
+        def scaled(nbytes: int) -> int:
+            # A division of integers: a longer sequence never has fewer bytes, however long it is.
+            return nbytes * sequence // self.sequence
+
+        times = sequence / self.sequence
+        uses = tuple(
+            use._replace(
+                flops=(use.flops - use.attention) * times + use.attention * times**2,
+                nbytes=use.nbytes * times,
+                saved=scaled(use.saved),
+                boundary=scaled(use.boundary),
+                largest=scaled(use.largest),
+                attention=use.attention * times**2,
+                mlp_flops=use.mlp_flops * times,
+                mlp_saved=scaled(use.mlp_saved),
+                mlp_largest=scaled(use.mlp_largest),
+            )
+            for use in self.uses
+        )
+        return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence)
+
+    def _block_name(self, position: int) -> str | None:
+        """Returns the name of the block to which a use belongs, or None."""
+        use = self.uses[position]
+        found = None if use.lookup else _BLOCK.match(self.layouts[use.unit].name)
+        return None if found is None else found.group()

@@ -1,0 +1,191 @@
+"""The longest sequence and the largest micro-batch that a machine has room for, by the tier of the blocks' inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from offload.config import load_config
+from offload.errors import BudgetError, ConfigError
+from offload.planner.activations.kept import wish_of
+from offload.planner.activations.load import Load
+from offload.planner.activations.room import largest_batch, longest_sequence, room_of
+from offload.planner.hardware import Hardware
+from offload.planner.memory import PATH, Memory
+from offload.planner.model_shape import Shape
+from offload.planner.recommend import Planned, plan, settled
+
+_NEAR = 0.98
+"""Fraction of the longest sequence that a faster placement has to reach to be preferred."""
+
+
+class Way(NamedTuple):
+    """A way to keep activations."""
+
+    words: str
+    tier: str | None
+    """Tier of the blocks' inputs; None if blocks keep all activations."""
+    tiled: bool = False
+    """True if MLPs are computed in tiles."""
+
+
+class Reach(NamedTuple):
+    """A way, and how far it reaches with the tiers of a plan."""
+
+    way: Way
+    sequence: int
+    """Tokens of the longest sequence at the plan's micro-batch, with all logits in memory; 0 if none fits."""
+    sequence_chunked: int
+    """The same with the loss in chunks."""
+    batch: int
+    """Sequences of the largest micro-batch at the plan's sequence and loss."""
+    seconds: float | None
+    """Seconds of the plan's step; None if it does not fit."""
+
+
+class Longest(NamedTuple):
+    """A way, and the longest sequence that a machine reaches by it with any tiers of weights and states."""
+
+    way: Way
+    sequence: int
+    """Tokens of the longest sequence with all logits in memory; 0 if none fits."""
+    sequence_chunked: int
+    """The same with the loss in chunks."""
+    planned: Planned | None
+    """The plan of the longer of both; None if no sequence fits."""
+
+
+def ways(hardware: Hardware) -> Iterator[Way]:
+    """Yields the ways to keep activations on a machine, from the fastest to the one with the least device memory."""
+    yield Way("all kept", None)
+    yield Way("on the device", "device")
+    # Where device memory is host memory, a copy there would free nothing.
+    if not (hardware.on_cpu or hardware.unified):
+        yield Way("in host memory", "cpu")
+    if hardware.drives:
+        yield Way("on drives", "nvme")
+    yield Way("anywhere, tiled MLPs", "auto", tiled=True)
+
+
+def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[str, Any]:
+    """Returns a config with the keys of a way in the place of its own on activations.
+
+    Args:
+        content: a config in DeepSpeed's form.
+        way: the way.
+        hardware: the machine, whose drives the config names if it names none.
+    """
+    found = copy.deepcopy(dict(content))
+    found.pop("activation_checkpointing", None)
+    block = found.setdefault("offload", {})
+    for name, value in (("activations", way.tier), ("tile_mlp", "auto" if way.tiled else None)):
+        block.pop(name, None)
+        if value is not None:
+            block[name] = value
+    if way.tier in ("nvme", "auto") and hardware.drives and not load_config(found).drives:
+        block["nvme_path"] = [drive.name for drive in hardware.drives if drive.name.startswith("/")] or [PATH]
+        # With a folder "auto" would mean durable steps, which the config did not have before.
+        if block.get("durability", "auto") == "auto":
+            block["durability"] = "none"
+    return found
+
+
+def reach(planned: Planned) -> list[Reach]:
+    """Returns how far each way reaches with the tiers and budgets of a plan, and the seconds of the plan's step."""
+    found = []
+    load = planned.load._replace(recompute=False)
+    for way in ways(planned.hardware):
+        content = with_way(planned.content, way, planned.hardware)
+        memory = settled(planned.shape, planned.hardware, load, content)
+        lengths = _lengths(planned.shape, planned.hardware, load, content, memory)
+        wish = wish_of(memory.config, content)
+        batch = largest_batch(planned.shape, load, wish, room_of(planned.hardware, memory, wish))
+        found.append(Reach(way, *lengths, batch, _seconds(planned, load, content)))
+    return found
+
+
+def search(
+    shape: Shape, hardware: Hardware, load: Load, contents: Sequence[Mapping[str, Any]], chunked: bool | None = None
+) -> list[Longest]:
+    """Returns for each way the longest sequence with any of some configs.
+
+    Args:
+        shape: the model, for sequences of any length.
+        hardware: the machine.
+        load: micro-batch and accumulation of a step.
+        contents: configs in DeepSpeed's form, the fastest first; their keys on activations do not matter.
+        chunked: True or False to fix the loss of the plans; None for the one that reaches further.
+
+    Raises:
+        ConfigError: no config can be placed on the machine; the error is that of the last one.
+        BudgetError: likewise.
+    """
+    placed, error = [], None
+    for content in contents:
+        try:
+            placed += list(_budgets(shape, hardware, load, content))
+        except (BudgetError, ConfigError) as refusal:
+            error = refusal
+    if not placed:
+        assert error is not None
+        raise error
+    return [_longest(shape, hardware, load, placed, way, chunked) for way in ways(hardware)]
+
+
+def _budgets(
+    shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]
+) -> Iterator[tuple[Mapping[str, Any], Memory]]:
+    """Yields a config and its memory, then those with the least host budget, which leaves the most to inputs."""
+    memory = settled(shape, hardware, load, content)
+    yield content, memory
+    if memory.config.offload.host_memory is None and memory.placement.on_disk:
+        block = {**content.get("offload", {}), "host_memory": memory.least_host}
+        tight = {**content, "offload": block}
+        yield tight, settled(shape, hardware, load, tight)
+
+
+def _longest(
+    shape: Shape,
+    hardware: Hardware,
+    load: Load,
+    placed: Sequence[tuple[Mapping[str, Any], Memory]],
+    way: Way,
+    chunked: bool | None,
+) -> Longest:
+    """Returns the longest sequences of one way, and the plan of the longer one."""
+    contents = [with_way(content, way, hardware) for content, _ in placed]
+    lengths = [
+        _lengths(shape, hardware, load, content, memory) for content, (_, memory) in zip(contents, placed, strict=True)
+    ]
+    plain, in_chunks = (max(each[index] for each in lengths) for index in (0, 1))
+    with_chunks = in_chunks > plain if chunked is None else chunked
+    most = in_chunks if with_chunks else plain
+    if not most:
+        return Longest(way, plain, in_chunks, None)
+    # The configs are in the order of their speed: a faster one that is nearly as long is worth more.
+    position = next(index for index, each in enumerate(lengths) if each[with_chunks] >= _NEAR * most)
+    at = shape.at(lengths[position][with_chunks])
+    found = plan(at, hardware, load._replace(chunked_loss=with_chunks), contents[position])
+    return Longest(way, plain, in_chunks, found)
+
+
+def _lengths(
+    shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory
+) -> tuple[int, int]:
+    """Returns the tokens of the longest sequence with all logits in memory, and with the loss in chunks."""
+    wish = wish_of(load_config(content), content)
+    room = room_of(hardware, memory, wish)
+    plain, chunked = (
+        longest_sequence(shape, load._replace(chunked_loss=in_chunks, recompute=False), wish, room)
+        for in_chunks in (False, True)
+    )
+    return plain, chunked
+
+
+def _seconds(planned: Planned, load: Load, content: Mapping[str, Any]) -> float | None:
+    """Returns the seconds of the plan's step with another config; None if it does not fit."""
+    try:
+        return plan(planned.shape, planned.hardware, load, content).timing.seconds
+    except BudgetError:
+        return None
