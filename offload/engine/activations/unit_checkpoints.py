@@ -43,6 +43,7 @@ from offload.torch_internals import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    under_transforms,
 )
 
 
@@ -147,6 +148,9 @@ class UnitCheckpoints:
         """Returns True if a backward through this call could need activations, which nobody else computes again."""
         # A forward inside of a backward is a recomputation, by this object or by somebody else's checkpoint.
         if not torch.is_grad_enabled() or inside_backward() or are_of_checkpoint(self._other_hooks()):
+            return False
+        # Values of torch.func end with its transform, long before a recomputation.
+        if under_transforms():
             return False
         # A layer of transformers that checkpoints itself has this attribute.
         if getattr(module, "gradient_checkpointing", False) and module.training:
