@@ -52,6 +52,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "under_modes",
+    "under_transforms",
     "without_modes",
 ]
 
@@ -179,7 +180,12 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 
 def under_modes() -> bool:
     """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
-    return bool(_dispatch_modes()) or _interpreter() is not None
+    return bool(_dispatch_modes()) or under_transforms()
+
+
+def under_transforms() -> bool:
+    """Returns True if a transform of torch.func is active on this thread."""
+    return _interpreter() is not None
 
 
 @contextmanager
@@ -258,11 +264,12 @@ def saves_checkpoint_input() -> bool:
 
     Torch has no such query; the callers of the hook tell.
     """
-    frame = sys._getframe(2)
+    # A double backward on a thread of autograd's saves tensors without a Python function below.
+    frame = sys._getframe(1).f_back
     for _ in range(_FRAMES):
+        if frame is None:
+            return False
         if frame.f_code.co_filename == torch_checkpoint.__file__:
             return True
-        if frame.f_back is None:
-            return False
         frame = frame.f_back
     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -59,7 +60,7 @@ class Memory:
 
 
 class KeptInput:
-    """One input. The graph alone holds the object; when the graph drops it, `released` receives its memory."""
+    """One input. Graphs alone hold the object; when the last drops it, `released` receives its memory."""
 
     __slots__ = ("__weakref__", "changed", "form", "memory", "nbytes", "position", "released", "stays", "version")
 
@@ -112,6 +113,17 @@ class Form:
         """Returns an uninitialized tensor of this form."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
+    def view(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a view of this form of the memory of a dense tensor with as many bytes."""
+        return bytes_of(tensor).view(self.dtype).as_strided(self.size, self.stride)
+
+
+class InputView(NamedTuple):
+    """What a graph holds for an input: the memory, which inputs of other forms may have as well, and the form."""
+
+    kept: KeptInput
+    form: Form
+
 
 def may_move(tensor: torch.Tensor, device: torch.device) -> bool:
     """Returns True for an activation that moving can free: dense, not tiny, computed, on the device.
@@ -122,6 +134,11 @@ def may_move(tensor: torch.Tensor, device: torch.device) -> bool:
         type(tensor) is torch.Tensor
         and tensor.grad_fn is not None
         and tensor.device == device
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+        # The bytes of these two are not their values.
+        and not tensor.is_conj()
+        and not tensor.is_neg()
         and tensor.numel() * tensor.element_size() >= LEAST_NBYTES
         and is_dense(tensor.size(), tensor.stride())
     )

@@ -7,7 +7,8 @@ An input is kept as long as autograd keeps it: the graph holds a `KeptInput`, wh
 drops the object. So an exception, a Ctrl-C or a graph that is never run backward gives everything back by itself. An
 input that autograd asks for twice (`retain_graph`) is copied to the device twice.
 
-Inputs that share memory and form, such as an encoder's output for all layers of a decoder, are kept once.
+Inputs that are the same memory, such as an encoder's output for all layers of a decoder, or a view of all of it, are
+kept once.
 
 [Note: a tensor that is being copied] The download reads memory of a tensor that the forward may no longer need. The
 tensor is held until compute is ordered after the copy, so torch's allocator cannot give the memory to other compute
@@ -15,7 +16,8 @@ before. A change in place meanwhile might be copied in part: versions are compar
 that torch raises without tiers.
 
 Threads. The thread that runs the model calls `keep`, autograd's threads call `fetch`; one lock guards both. A graph may
-die on any thread and within any call, also one that holds the lock: `KeptInput.__del__` only appends to a deque.
+die on any thread and within any call, also one that holds the lock: `KeptInput.__del__` only appends to a deque. The
+handler of a signal runs in the waits for I/O, with the lock: it may call `close` by destroying the engine.
 """
 
 from __future__ import annotations
@@ -30,9 +32,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from offload.engine.activations import policy
-from offload.engine.activations.kept_input import Form, KeptInput, Memory, bytes_of, may_move
+from offload.engine.activations.kept_input import Form, InputView, KeptInput, Memory, bytes_of, may_move
 from offload.engine.activations.staging import Staging
-from offload.errors import UsageError
 from offload.interrupts import uninterrupted
 from offload.sizes import format_size
 from offload.states import Tier
@@ -46,7 +47,7 @@ logger = logging.getLogger("offload")
 _READ_AHEAD = 2
 """Inputs that are read from disk before the backward asks for them, beside the one that is uploaded."""
 _MOST_SHARED = 64
-"""Entries of the table of shared inputs at which expired ones are removed."""
+"""Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
 
 
 class KeptInputs:
@@ -69,17 +70,17 @@ class KeptInputs:
         """
         self._device, self._staging = device, staging
         self._device_limit, self._timeline = device_limit, timeline
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._released: deque[Memory] = deque()
         self._kept: list[weakref.ref[KeptInput]] = []
-        """The inputs in the order of the forward. Dropped ones at the end are removed, so a position is an index."""
+        """The inputs in the order of the forward; a position is an index. Dropped ones go when they are many."""
         self._leaving: list[KeptInput] = []
         """Inputs whose tensor is held until compute is ordered after its download."""
         self._shared: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[KeptInput]]] = {}
-        """The newest input at each address and offset, with its storage: an address may be used again."""
+        """The newest input of each address and size, with its storage: an address may be used again."""
         self.peak: dict[Tier, int] = dict.fromkeys(Tier, 0)
         """Most bytes of inputs in each tier at a time."""
-        self._reported_full = self._closed = False
+        self._reported_full = False
 
     @property
     def arenas(self) -> list[HostArena]:
@@ -99,14 +100,14 @@ class KeptInputs:
     def recover(self) -> None:
         """Takes back the memory of inputs that an aborted forward or backward has left."""
         with self._lock:
-            if not self._closed:
+            if not self._staging.closed:
                 self._let_go_of_leaving()
                 self._recover()
 
     # -- forward ------------------------------------------------------------------------------------
 
     @uninterrupted
-    def keep(self, tensor: torch.Tensor) -> KeptInput | None:
+    def keep(self, tensor: torch.Tensor) -> InputView | None:
         """Keeps an input of a checkpointed unit until the graph drops the result; older inputs may leave the device.
 
         Args:
@@ -118,10 +119,12 @@ class KeptInputs:
         Raises:
             IoError: if an earlier input could not be written.
             StoreError: if a drive has no room for the file.
+            UsageError: if the engine was closed.
         """
         if not may_move(tensor, self._device.torch):
             return None
         with self._lock, without_modes():
+            self._staging.check_open()
             self._recover()
             self._let_go_of_leaving()
             kept = self._same(tensor)
@@ -131,15 +134,15 @@ class KeptInputs:
                 self._share(tensor, kept)
             self._make_room()
             self._count()
-            return kept
+            return InputView(kept, Form.of(tensor))
 
     def _same(self, tensor: torch.Tensor) -> KeptInput | None:
-        """Returns the input that was kept of the same memory in the same form, if it is unchanged."""
+        """Returns the input that was kept of the same memory, if it is unchanged."""
         entry = self._shared.get(_place(tensor))
         if entry is None or entry[0].expired():
             return None
         kept = entry[1]()
-        if kept is None or kept.changed or kept.version != tensor._version or kept.form != Form.of(tensor):
+        if kept is None or kept.changed or kept.version != tensor._version:
             return None
         return kept
 
@@ -160,9 +163,7 @@ class KeptInputs:
     def _leave_device(self, kept: KeptInput) -> None:
         """Starts the copy of an input to host memory, if there is room."""
         memory, tensor = kept.memory, kept.memory.tensor
-        assert tensor is not None
-        if memory.block is not None:  # in a block already, and fetched from there before
-            return
+        assert tensor is not None and memory.block is None
         if tensor._version != kept.version:
             kept.changed = kept.stays = True
             return
@@ -204,17 +205,19 @@ class KeptInputs:
     # -- backward -----------------------------------------------------------------------------------
 
     @uninterrupted
-    def fetch(self, kept: KeptInput) -> torch.Tensor:
+    def fetch(self, view: InputView) -> torch.Tensor:
         """Returns an input on the device, and starts to bring those that the backward needs next.
 
         Raises:
             RuntimeError: if the input was changed in place after the forward, as torch raises it.
-            IoError: if the input could not be read.
+            IoError: if the input could not be read, or another one not be written to make room.
+            StoreError: if a drive has no room for the file.
+            BudgetError: if other engines have taken the host memory that the input needs.
             UsageError: if the engine was closed.
         """
+        kept = view.kept
         with self._lock, without_modes():
-            if self._closed:
-                raise UsageError("this engine was destroyed, and with it the activations of its graphs")
+            self._staging.check_open()
             self._recover()
             self._let_go_of_leaving()
             memory, tensor = kept.memory, kept.memory.tensor
@@ -231,7 +234,7 @@ class KeptInputs:
             assert tensor is not None
             self._fetch_ahead(kept)
             self._count()
-            return tensor
+            return tensor if view.form == kept.form else view.form.view(tensor)
 
     def _fetch_ahead(self, kept: KeptInput) -> None:
         """Starts the upload of the input before `kept` and the reads of those before, as far as blocks are free."""
@@ -275,6 +278,12 @@ class KeptInputs:
         """Takes back the memory of inputs that graphs have dropped."""
         while self._kept and self._kept[-1]() is None:
             self._kept.pop()
+        alive = self._alive()
+        # If the next forward always begins before the backward of the last, the end is never a dropped one.
+        if len(self._kept) > 2 * len(alive) + _MOST_SHARED:
+            for position, kept in enumerate(alive):
+                kept.position = position
+            self._kept = [weakref.ref(kept) for kept in alive]
         dropped = []
         while self._released:
             memory = self._released.popleft()
@@ -286,14 +295,19 @@ class KeptInputs:
             dropped.append(memory)
         self._staging.recover(dropped)
 
+    @uninterrupted
     def close(self) -> None:
-        """Waits for transfers in flight and frees host memory and files. Idempotent; a graph must not be run after."""
+        """Waits for transfers in flight and frees all memory of inputs. Idempotent. Graphs cannot be run afterwards."""
         with self._lock:
-            self._closed = True
             self._let_go_of_leaving()
-            self._staging.close([*(kept.memory for kept in self._alive()), *self._released])
+            memories = [*(kept.memory for kept in self._alive()), *self._released]
+            self._staging.close(memories)
+            # A graph that outlives the engine keeps no memory. The device is idle, if it has copied anything.
+            for memory in memories:
+                memory.tensor = memory.block = memory.slot = memory.arriving = None
+            self._released.clear()
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the address of a tensor's storage, and the tensor's offset in elements."""
-    return tensor.untyped_storage().data_ptr(), int(tensor.storage_offset())
+    """Returns the address and the bytes of a dense tensor."""
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()

@@ -3,7 +3,8 @@
     download ──► block ──write──► slot          a block whose bytes are in a slot may be given to another input
     upload  ◄── block ◄──read─── slot
 
-The lock of `KeptInputs` guards every call. A call that needs a block waits for I/O alone.
+The lock of `KeptInputs` guards every call. A call that needs a block waits for I/O alone. A Ctrl-C may end such a wait:
+the request is then still in flight, and whoever asks for its memory next waits for it again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from offload.engine.activations import policy
 from offload.engine.activations.disk_slots import DiskSlots
 from offload.engine.activations.host_blocks import Block, HostBlocks
 from offload.engine.activations.kept_input import KeptInput, Memory
+from offload.errors import BudgetError, IoError, UsageError
+from offload.sizes import format_size
 from offload.swapper.memory.host_arena import HostArena
 from offload.timeline import OFF, Row, Timeline
 
@@ -32,6 +35,7 @@ class Staging:
         self._blocks, self._slots, self._timeline = blocks, slots, timeline
         self._ending: list[Memory] = []
         """Memory of dropped inputs that a read or write still uses."""
+        self.closed = False
 
     @property
     def arenas(self) -> list[HostArena]:
@@ -57,22 +61,28 @@ class Staging:
             self._write(each)
 
     def block(self, nbytes: int, kept: Sequence[KeptInput]) -> Block | None:
-        """Returns a block, for which the oldest of `kept` goes to DISK if necessary; None if there is no room."""
+        """Returns a block, for which the oldest of `kept` goes to DISK if necessary; None if there is no room.
+
+        Raises:
+            IoError: if an input could not be written.
+            StoreError: if a drive has no room for the file.
+        """
         while (block := self._blocks.take(nbytes)) is None:
             if self._slots is None or not self._free_a_block(nbytes, kept):
                 return None
         return block
 
     def _free_a_block(self, nbytes: int, kept: Sequence[KeptInput]) -> bool:
-        """Frees the block of the oldest input, if possible of one that is not on its way to the device."""
+        """Frees the block of the oldest input, if possible a large one of an input that is not on its way back."""
         if self._ending:
-            self.give_back(self._ending.pop(0))
+            self.give_back(self._ending[0])
+            self._ending.pop(0)
             return True
-        found = [each for each in kept if _has_block(each.memory, nbytes)]
+        found = [each for each in kept if _has_block(each.memory)]
         if not found:
             return False
-        # `min` returns the first of equals, which is the oldest.
-        oldest = min(found, key=lambda each: each.memory.arriving is not None or each.memory.reading is not None)
+        # Smaller blocks make room too, when all of a slab are free. `min` returns the first of equals, the oldest.
+        oldest = min(found, key=lambda each: _cost_of_block(each.memory, nbytes))
         memory = oldest.memory
         self._end_read(memory)
         if memory.slot is None:
@@ -92,22 +102,28 @@ class Staging:
         memory = kept.memory
         assert self._slots is not None and memory.block is not None and memory.slot is None
         memory.downloaded.wait()  # the drive reads what the device has written
-        memory.slot = self._slots.take(kept.nbytes)
-        memory.writing = memory.slot.write(memory.block.buffer.buffer[: kept.nbytes])
+        slot = self._slots.take(kept.nbytes)
+        try:
+            memory.writing = slot.write(memory.block.buffer.buffer[: kept.nbytes])
+        except BaseException:
+            self._slots.give(slot)
+            raise
+        memory.slot = slot
 
     def _end_write(self, memory: Memory) -> None:
         """Waits for the write of an input. After an error the block alone has the bytes."""
         if memory.writing is None:
             return
-        writing, memory.writing = memory.writing, None
         try:
             with self._timeline.span(Row.WAITS, "waits for the write of an input"):
-                writing.wait()
-        except BaseException:
-            slot, memory.slot = memory.slot, None
+                memory.writing.wait()
+        except IoError:  # no other error: after a Ctrl-C the drive still reads the block
+            slot, memory.slot, memory.writing = memory.slot, None, None
             if slot is not None and self._slots is not None:
                 self._slots.give(slot)
             raise
+        self.check_open()
+        memory.writing = None
 
     # -- from the disk ------------------------------------------------------------------------------
 
@@ -125,12 +141,18 @@ class Staging:
         """Returns the block of an input after the read of its bytes; for `others` see `block`.
 
         Raises:
-            IoError: if the input could not be read.
+            IoError: if the input could not be read, or another one not be written.
+            StoreError: if a drive has no room for the file.
+            BudgetError: if other engines have taken the memory through which the input went to DISK.
         """
         memory = kept.memory
         if memory.block is None:
             block = self.block(kept.nbytes, others)
-            assert block is not None, "an input on DISK has passed through a block, and blocks are given back"
+            if block is None:
+                raise BudgetError(
+                    f"host memory has no room for {format_size(kept.nbytes)} of an input of a checkpointed unit, which "
+                    'is on disk: raise "host_memory", or call destroy() on engines that are no longer used'
+                )
             self._read(kept, block)
         self._end_read(memory)
         assert memory.block is not None
@@ -140,39 +162,43 @@ class Staging:
         """Starts the read of an input into `block`."""
         memory = kept.memory
         assert memory.slot is not None, "an input is in a block or on DISK"
-        for event in block.after:  # the drive overwrites what the device may still read
-            event.wait()
+        try:
+            for event in block.after:  # the drive overwrites what the device may still read
+                event.wait()
+            memory.reading = memory.slot.read(block.buffer.buffer[: kept.nbytes])
+        except BaseException:
+            self._blocks.give(block)
+            raise
         memory.block = block
-        memory.reading = memory.slot.read(block.buffer.buffer[: kept.nbytes])
 
     def _end_read(self, memory: Memory) -> None:
         """Waits for the read of an input. After an error DISK alone has the bytes."""
         if memory.reading is None:
             return
-        reading, memory.reading = memory.reading, None
         try:
             with self._timeline.span(Row.WAITS, "waits for the read of an input"):
-                reading.wait()
-        except BaseException:
-            block, memory.block = memory.block, None
+                memory.reading.wait()
+        except IoError:  # no other error: after a Ctrl-C the drive still writes to the block
+            block, memory.block, memory.reading = memory.block, None, None
             if block is not None:
                 self._blocks.give(block)
             raise
+        self.check_open()
+        memory.reading = None
 
     # -- the end of an input ------------------------------------------------------------------------
 
     def recover(self, dropped: Sequence[Memory]) -> None:
         """Takes back the memory of dropped inputs, as soon as no read or write uses it."""
-        ending, self._ending = [*self._ending, *dropped], []
-        for memory in ending:
-            if memory.transfers_done:
-                self.give_back(memory)
-            else:
-                self._ending.append(memory)
+        self._ending += dropped
+        for memory in [each for each in self._ending if each.transfers_done]:
+            self.give_back(memory)
+            self._ending.remove(memory)  # afterwards: a Ctrl-C may end the call before
 
     def give_back(self, memory: Memory) -> None:
         """Waits for the transfer of a dropped input, whose error no longer matters, and frees block and slot."""
         memory.settle()
+        self.check_open()
         if memory.slot is not None and self._slots is not None:
             self._slots.give(memory.slot)
         if memory.block is not None:
@@ -181,13 +207,25 @@ class Staging:
 
     def close(self, memories: Sequence[Memory]) -> None:
         """Waits for the transfers of `memories` and of dropped inputs, and frees host memory and files. Idempotent."""
+        self.closed = True
         for memory in (*memories, *self._ending):
             memory.settle()
         self._blocks.close()
         if self._slots is not None:
             self._slots.close()
 
+    def check_open(self) -> None:
+        """Raises `UsageError` after `close`, which the handler of a signal may call during a wait in here."""
+        if self.closed:
+            raise UsageError("this engine was destroyed, and with it the activations of its graphs")
 
-def _has_block(memory: Memory, nbytes: int) -> bool:
-    """Returns True if an input has a block of `nbytes` that it could give: its tensor has left the device."""
-    return memory.block is not None and memory.tensor is None and memory.block.buffer.nbytes >= nbytes
+
+def _has_block(memory: Memory) -> bool:
+    """Returns True if an input has a block that it could give: its tensor has left the device."""
+    return memory.block is not None and memory.tensor is None
+
+
+def _cost_of_block(memory: Memory, nbytes: int) -> tuple[bool, bool]:
+    """Returns a key that orders blocks which a request for `nbytes` may take: the least one first."""
+    assert memory.block is not None
+    return memory.block.buffer.nbytes < nbytes, memory.arriving is not None or memory.reading is not None

@@ -6,12 +6,16 @@
 
 The hooks enclose those of `ModuleHooks`, so a block's weights are fetched in its recomputation as in its forward. The
 model's code and names stay as they are. What is computed again, also by the user's own hooks, must be the same: torch
-compares shapes.
+compares shapes. What a block does to a list or a dictionary among its arguments, it does in the forward alone.
+
+[Note: cache] A cache of keys and values would be filled once more in a recomputation. A block that trains gets none,
+as in transformers' own checkpointing. A call with a cache that is in use, or while the block evaluates, keeps its cache
+and is not checkpointed.
 
 [Note: buffers] A recomputation runs a module once more, and with it changes of its buffers, such as the statistics of
 a BatchNorm. The buffers have the values of the forward again afterwards. A module that also reads a buffer that it
-changes would compute something else: that is an error after its first forward, except for a BatchNorm, which reads
-none while it trains.
+changes would compute something else: that is an error after its first forward, except for a norm with statistics, which
+reads none while it trains.
 
 Threads. Forward hooks run on the thread that runs the model, recomputations on autograd's.
 """
@@ -39,6 +43,7 @@ from offload.torch_internals import (
     tree_flatten,
     tree_leaves,
     tree_unflatten,
+    under_transforms,
 )
 
 
@@ -123,7 +128,7 @@ class UnitCheckpoints:
         self._local.calls.append(call)  # first, since the post-hook ends a call also after an error in here
         if not self._is_checkpointed(module, args, kwargs):
             return None
-        args, kwargs = without_cache((args, kwargs))
+        args, kwargs = without_cache(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
 
         def recompute(*inputs: Any) -> None:
@@ -144,8 +149,13 @@ class UnitCheckpoints:
         # A forward inside of a backward is a recomputation, by this object or by somebody else's checkpoint.
         if not torch.is_grad_enabled() or inside_backward() or are_of_checkpoint(self._other_hooks()):
             return False
+        # Values of torch.func end with its transform, long before a recomputation.
+        if under_transforms():
+            return False
         # A layer of transformers that checkpoints itself has this attribute.
         if getattr(module, "gradient_checkpointing", False) and module.training:
+            return False
+        if any(_is_cache(value) and not _is_dispensable(value, module) for value in (*args, *kwargs.values())):
             return False
         # No input of a frozen prefix is kept: its activations are not saved either.
         return any(
@@ -226,12 +236,18 @@ def blocks_of(model: nn.Module, named: Sequence[str] = ()) -> tuple[str, ...]:
     return tuple(outermost)
 
 
-def without_cache(arguments: Any) -> Any:
-    """Returns a block's arguments without a cache of transformers, which a recomputation would fill once more."""
-    args, kwargs = arguments
-    kwargs = {name: False if name == "use_cache" and value else value for name, value in kwargs.items()}
-    leaves, tree = tree_flatten((args, kwargs))
-    return tree_unflatten([None if _is_cache(leaf) else leaf for leaf in leaves], tree)
+def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a block's arguments without a cache of transformers; see [Note: cache]."""
+    if not any(_is_cache(value) for value in (*args, *kwargs.values())):
+        return args, kwargs
+    args = tuple(None if _is_cache(value) else value for value in args)
+    kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+    return args, kwargs | ({"use_cache": False} if "use_cache" in kwargs else {})
+
+
+def _is_dispensable(cache: Any, module: nn.Module) -> bool:
+    """Returns True if a call of `module` computes the same without this cache, and nobody will look into the cache."""
+    return module.training and int(cache.get_seq_length()) == 0
 
 
 def _is_cache(value: Any) -> bool:
@@ -244,10 +260,19 @@ def _is_cache(value: Any) -> bool:
 def _check_buffers(module: nn.Module, name: str, call: _Call) -> None:
     """Raises `UsageError` if the forward has changed a buffer that it may also have read; see [Note: buffers]."""
     for buffer_name, buffer, version in call.versions:
-        owner = module.get_submodule(buffer_name.rpartition(".")[0])
-        if buffer._version != version and not isinstance(owner, nn.modules.batchnorm._BatchNorm):
+        path, _, last = buffer_name.rpartition(".")
+        owner = module.get_submodule(path)
+        changed = buffer._version != version or _differs(owner._buffers.get(last), buffer)
+        if changed and not isinstance(owner, nn.modules.batchnorm._NormBase):
             raise UsageError(
                 f"{name} changes its buffer {buffer_name} in forward, so a recomputation in backward would compute "
                 'something else. Leave "activations" and "activation_checkpointing" out of the config, and checkpoint '
                 "other modules by torch.utils.checkpoint, if any"
             )
+
+
+def _differs(now: torch.Tensor | None, before: torch.Tensor) -> bool:
+    """Returns True if a buffer was replaced by one with other values. A table that grows has another shape."""
+    if now is None or now is before or now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    return now.device != before.device or not torch.equal(now, before)

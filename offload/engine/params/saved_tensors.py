@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.activations.kept_input import KeptInput
+from offload.engine.activations.kept_input import InputView
 from offload.engine.activations.kept_inputs import KeptInputs
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
@@ -212,7 +212,7 @@ class SavedTensors:
         )
 
     @uninterrupted
-    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped | KeptInput) -> torch.Tensor:
+    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped | InputView) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 
         Raises:
@@ -221,7 +221,7 @@ class SavedTensors:
         """
         if isinstance(packed, _Handle):
             return self._view(packed)
-        if isinstance(packed, KeptInput):
+        if isinstance(packed, InputView):
             assert self.inputs is not None
             return self.inputs.fetch(packed)
         if isinstance(packed, _Packed):
