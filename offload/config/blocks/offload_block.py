@@ -58,19 +58,6 @@ class OffloadBlock(Block):
     device_memory: Memory | None = Field(
         None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
     )
-    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
-        None,
-        description="compute each repeated block again in the backward, and keep its input alone: on the device, in "
-        "host memory (cpu) or in files (nvme); auto: in the first of them with room; default: blocks keep all",
-    )
-    activation_memory: Memory | None = Field(
-        None, description="host memory for these inputs; default: half of what host_memory leaves"
-    )
-    tile_mlp: Literal["auto", False] | Count = Field(
-        False,
-        description="tokens for which an MLP is computed at a time; auto: as many as the hidden size, but at least "
-        "1024; false: all",
-    )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
         description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
