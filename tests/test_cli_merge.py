@@ -279,3 +279,11 @@ def test_a_value_that_is_no_block_is_an_error(file: dict[str, Any]) -> None:
 def test_a_stage_may_be_a_switch() -> None:
     content, _ = merge({"zero_optimization": True}, Options(offload_param="cpu"))
     assert load_config(content).zero_optimization.stage == 1
+
+
+def test_the_tier_of_activations_is_an_option_and_a_key() -> None:
+    assert merge(None, Options(activations="cpu"))[0]["offload"]["activations"] == "cpu"
+    file = {"offload": {"activations": "nvme"}}
+    assert merge(file, Options())[0]["offload"]["activations"] == "nvme"
+    content, lines = merge(file, Options(activations="auto"))
+    assert content["offload"]["activations"] == "auto" and any("--activations" in line for line in lines)

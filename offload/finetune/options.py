@@ -22,16 +22,11 @@ DEFAULT_DECAY = 0.1
 
 
 class Start(enum.Enum):
-    """The starting point of training, which determines the default learning rate."""
+    """The starting point of training; the value of each is the default learning rate."""
 
     SCRATCH = 3e-4
     WEIGHTS = 2e-5
     ADAPTERS = 2e-4
-
-    @property
-    def lr(self) -> float:
-        """Returns the default learning rate."""
-        return self.value
 
     @classmethod
     def of(cls, folder: Path | None, adapters: bool = False) -> Start:
@@ -44,7 +39,7 @@ class Start(enum.Enum):
 
 def recipe(start: Start) -> dict[str, Any]:
     """Returns the command's default optimizer and clipping as a config; the schedule is not part of it."""
-    params = {"lr": start.lr, "weight_decay": DEFAULT_DECAY}
+    params = {"lr": start.value, "weight_decay": DEFAULT_DECAY}
     return {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": DEFAULT_CLIP}
 
 
@@ -67,6 +62,7 @@ class Options:
     config: Path | None = None
     offload_param: str | None = None
     offload_optimizer: str | None = None
+    activations: str | None = None
     nvme_path: tuple[str, ...] = ()
     dtype: str | None = None
     host_memory: str | None = None
@@ -93,6 +89,7 @@ class Options:
 _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
+    ("activations", ("offload", "activations"), None),
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
     ("grad_clip", ("gradient_clipping",), DEFAULT_CLIP),
     ("host_memory", ("offload", "host_memory"), None),
@@ -133,7 +130,7 @@ def merge(
     if isinstance(params := _get(merged, ("optimizer", "params")), dict):
         params.update({name: spelled_number(value) for name, value in params.items()})
     lines: list[str] = []
-    for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.lr)):
+    for name, path, default in (*_KEYS, ("lr", ("optimizer", "params", "lr"), start.value)):
         # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:

@@ -199,6 +199,14 @@ class TrainOptions:
     offload_optimizer: Annotated[
         TierName | None, option(_PLACEMENT, "--offload-optimizer", "Tier of the optimizer states. [default: nvme]")
     ] = None
+    activations: Annotated[
+        Literal["device", "cpu", "nvme", "auto"] | None,
+        option(
+            _PLACEMENT,
+            "--activations",
+            "Keep only the input of each layer for the backward, in this tier, and compute the rest again.",
+        ),
+    ] = None
     nvme_path: Annotated[
         list[str] | None,
         option(
