@@ -37,6 +37,35 @@ def adapted() -> nn.Module:
     return peft.get_peft_model(models.llama(), config)  # type: ignore[no-any-return, arg-type]
 
 
+class OfTransformers50(transformers.LlamaForCausalLM):
+    """A forward in the form of transformers 5.0."""
+
+    def forward(self, input_ids: Any, labels: Any = None, logits_to_keep: int = 0, **more: Any) -> Any:  # type: ignore[override]
+        hidden_states = self.model(input_ids=input_ids).last_hidden_state
+        slice_indices = slice(-logits_to_keep, None)
+        logits = self.lm_head(hidden_states[:, slice_indices, :])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **more)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+class OfPeft018(nn.Module):
+    """Adapters in the form of peft 0.18: the model inside is not called, its forward is."""
+
+    peft_config = "of adapters"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = models.llama()
+
+    def get_base_model(self) -> nn.Module:
+        return self.model  # type: ignore[no-any-return]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
+
+
 FAMILIES = {
     "gpt2, tied": models.gpt2,
     "llama": models.llama,
@@ -44,6 +73,8 @@ FAMILIES = {
     "qwen3": lambda: of("Qwen3", head_dim=8),
     "mixtral": mixtral,
     "lora": adapted,
+    "lora, of peft 0.18": OfPeft018,
+    "llama, of transformers 5.0": lambda: OfTransformers50(models.llama().config),
 }
 
 

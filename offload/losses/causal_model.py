@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,9 @@ from torch import nn
 
 from offload.errors import UsageError
 from offload.losses.chunked import CHUNK_TOKENS, causal_lm
+
+_HIDDEN = re.compile(r"\w+(\[:, slice_indices(, :)?\])?")
+"""The hidden states as a forward gives them to its head; in transformers 5.0 those of `logits_to_keep`."""
 
 
 def chunk_loss_of(
@@ -43,7 +47,7 @@ def chunk_loss_of(
             its logits before the loss.
     """
     inner = _inside_adapters(model)
-    return _LossOfModel(inner, _plain_head(inner), chunk_tokens, evaluation).compute_all_logits
+    return _LossOfModel(model, inner, _plain_head(inner), chunk_tokens, evaluation).compute_all_logits
 
 
 def undo_of(model: nn.Module) -> Callable[[], None] | None:
@@ -73,17 +77,18 @@ def _inside_adapters(model: nn.Module) -> Any:
 class _LossOfModel:
     """The hooks and the loss function of one model. All run on the thread that runs the model."""
 
-    def __init__(self, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool) -> None:
+    def __init__(self, outer: nn.Module, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool) -> None:
         self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
+        # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
+        self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
-        self._signature = inspect.signature(type(model).forward)
         self._has_labels = False
         self._hidden: torch.Tensor | None = None
         self._logits: torch.Tensor | None = None
         self._hooks = [
-            model.register_forward_pre_hook(self.before_model, with_kwargs=True),
-            model.register_forward_hook(self.after_model, always_call=True),
+            *(each.register_forward_pre_hook(self.before_model, with_kwargs=True) for each in self._signatures),
+            *(each.register_forward_hook(self.after_model, always_call=True) for each in self._signatures),
             head.register_forward_pre_hook(self.before_head),
             head.register_forward_hook(self.after_head),
         ]
@@ -110,15 +115,16 @@ class _LossOfModel:
 
     def before_model(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Notes whether the call will compute a loss to train with."""
-        if model is not self._model:  # a deep copy has the same hooks
+        if model not in self._signatures:  # a deep copy has the same hooks
             return
-        bound = self._signature.bind_partial(model, *args, **kwargs).arguments
+        bound = self._signatures[model].bind_partial(model, *args, **kwargs).arguments
+        labels = kwargs.get("labels", bound.get("labels"))
         trains = model.training and torch.is_grad_enabled()
-        self._has_labels = (trains or self._evaluation) and bound.get("labels") is not None
+        self._has_labels = (trains or self._evaluation) and labels is not None
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Drops what an exception between head and loss left behind."""
-        if model is self._model:
+        if model in self._signatures:
             self._has_labels, self._hidden, self._logits = False, None, None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -230,5 +236,5 @@ def _ends_in_loss_of(model: nn.Module, head: str) -> bool:
         and isinstance(assignments[0], ast.Call)
         and ast.unparse(assignments[0].func) == f"self.{head}"
         and len(assignments[0].args) == 1
-        and isinstance(assignments[0].args[0], ast.Name)
+        and _HIDDEN.fullmatch(ast.unparse(assignments[0].args[0])) is not None
     )

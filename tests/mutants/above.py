@@ -34,6 +34,27 @@ MUTANTS = (
         "tests/test_causal_lm_loss.py",
     ),
     Mutant(
+        "compute the loss in chunks in a run that began with all logits",
+        "offload.losses.choice",
+        "    chosen.undo()\n",
+        "",
+        "tests/test_cli_chunked_loss.py",
+    ),
+    Mutant(
+        "forget in the commits of a run which loss it computes",
+        "offload.finetune.job",
+        "    whole = mine._replace(chunked_loss=loss.chunked)",
+        "    whole = mine",
+        "tests/test_cli_chunked_loss.py",
+    ),
+    Mutant(
+        "give a Trainer's own loss the logits of no token",
+        "offload.hf.loss",
+        "    if wanted is None and reason is None:",
+        "    if wanted and reason is None:",
+        "tests/test_trainer_chunked_loss.py",
+    ),
+    Mutant(
         "give the GPU what the host arena has of a memory that both share",
         "offload.planner.recommend",
         "return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory",
