@@ -199,7 +199,8 @@ def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_an_exception_in_a_chunk_is_recovered_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_a_chunk_is_recovered_from(error: type[BaseException], tmp_path: Path) -> None:
     """In the forward, and in the backward; the next micro-batch gives the bits that it would have given."""
     job = JOBS["llama"]._replace(accumulation=1)
     expected = run(job, DISK, tmp_path / "expected", tile_mlp=4)
@@ -210,16 +211,52 @@ def test_an_exception_in_a_chunk_is_recovered_from(tmp_path: Path) -> None:
         nonlocal calls
         calls += 1
         if calls in (2, 2 + 4 + 2):  # the second chunk of the first forward, and of the second one's backward
-            raise ValueError("in a chunk")
+            raise error("in a chunk")
 
     hook = engine.module.model.layers[1].mlp.act_fn.register_forward_hook(fail)
     for _ in range(2):
-        with pytest.raises(ValueError, match="in a chunk"):
+        with pytest.raises(error, match="in a chunk"):
             engine.backward(models.language_loss(engine, 0, 0))
         engine.zero_grad()
     hook.remove()
     assert_same(trained(engine, job), expected)
     engine.destroy(remove=True)
+
+
+def test_an_evaluation_computes_chunks_of_the_same_bits(tmp_path: Path) -> None:
+    job = JOBS["llama"]
+    losses = []
+    for placement in TIERS:
+        engine = start(job, placement, tmp_path / placement[0], tile_mlp=3)
+        loss = float(models.language_loss(engine, 0, 0).detach())
+        calls = list[int]()
+        hook = engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
+        with torch.no_grad():
+            assert float(models.language_loss(engine, 0, 0)) == loss and len(calls) == 3
+        hook.remove()
+        ids = models.tokens(0, 0).to(engine.device)[:, :5]
+        losses.append((loss, engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()))
+        engine.destroy(remove=True)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def compiled() -> nn.Module:
+    model: Any = models.llama()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.cpu_only("the compiler knows no device of tests")
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_compiled_layers_change_no_bit(tmp_path: Path) -> None:
+    """The modules within have no hooks, so the tiled MLP fetches its weights itself."""
+    job = JOBS["llama"]
+    expected = run(job, ("none", "none"), tmp_path / "plain", tile_mlp=3)
+    room = room_for(job, 2)
+    assert_same(
+        expected, run(job._replace(model=compiled), DISK, tmp_path / "compiled", tile_mlp=3, device_memory=room)
+    )
 
 
 def test_a_graph_made_before_a_step_is_refused(tmp_path: Path) -> None:
