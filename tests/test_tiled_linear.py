@@ -31,6 +31,7 @@ def grid_of(layer: offload.TiledLinear, gradient: bool = False) -> tuple[torch.T
     return weight, torch.cat(bias) if bias else None
 
 
+@pytest.mark.numeric
 @given(splits=SPLITS, bias=st.booleans(), name=st.sampled_from(["fp32", "bf16"]), seed=st.integers(0, 1000))
 def test_values_and_gradients_differ_from_the_exact_ones_by_the_stated_bound(
     splits: tuple[int, int], bias: bool, name: str, seed: int

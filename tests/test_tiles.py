@@ -54,6 +54,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.numeric
 @given(
     batch=st.integers(1, 3),
     positions=st.integers(1, 30),
@@ -417,6 +418,17 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any], messa
 def test_a_module_that_normalizes_over_positions_is_refused() -> None:
     with pytest.raises(offload.UsageError, match="1 normalizes over all positions, so Sequential"):
         offload.tiled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+
+
+def test_a_module_whose_class_does_not_decide_its_forward_is_refused() -> None:
+    """It would be computed whole, without a word."""
+    module = Gated()
+    module.forward = module.forward  # type: ignore[method-assign]
+    for each in (module, torch.compile(Gated(), backend="eager")):
+        with pytest.raises(
+            offload.UsageError, match=f"forward of this {type(each).__name__} was replaced in the object"
+        ):
+            offload.tiled(each)
 
 
 class Second(nn.Module):

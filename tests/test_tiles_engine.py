@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ from torch import nn
 
 import offload
 from offload.engine.tiles import known_mlps
-from tests.support import models, rounding_bounds
+from tests.support import models, rank_jobs, rank_pool, rounding_bounds
 from tests.support.oracle import (
     DTYPES,
     Job,
     PlainEngine,
+    Result,
     assert_same,
     config,
     plain_loop,
@@ -30,6 +32,7 @@ from tests.support.oracle import (
     train_step,
     trained,
 )
+from tests.support.rank_pool import RankPool
 from tests.test_causal_lm_loss import Peak
 from tests.test_tiles import Gated
 
@@ -49,8 +52,9 @@ def qwen2() -> nn.Module:
 
 def recomputed(reentrant: bool) -> nn.Module:
     model: Any = models.llama()
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": reentrant})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its new name
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model  # type: ignore[no-any-return]
 
 
@@ -81,6 +85,7 @@ JOBS = {
 }
 
 
+@pytest.mark.numeric
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
 def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:
@@ -97,6 +102,20 @@ def test_dropout_draws_the_same_in_every_tier(tmp_path: Path) -> None:
     same_bits(models.DROPOUT._replace(steps=3), tmp_path, TIERS, tile_mlp=2)
 
 
+def on_two_ranks(job: Job, folder: Path) -> tuple[Result, Result]:
+    memory = rank_pool.train(job, ("none", "none"), folder / "memory", tile_mlp=3)
+    return memory, rank_pool.train(job, DISK, folder / "disk", tile_mlp=3, device_memory=4 * room_for(job, 1))
+
+
+def test_ranks_train_tiles(ranks: RankPool, tmp_path: Path) -> None:
+    """With the same bits in memory and on disk, and the numbers of one rank."""
+    job = rank_jobs.JOBS["gpt2"]._replace(steps=3)
+    alone = rank_pool.train(job, DISK, tmp_path / "alone", tile_mlp=3)
+    for memory, disk in ranks.run(on_two_ranks, job, tmp_path):
+        assert_same(memory, disk)
+        rounding_bounds.same_training(disk, alone, job, reordered=True)
+
+
 def tiled_by_hand() -> nn.Module:
     model: Any = models.llama()
     for layer in model.model.layers:
@@ -105,7 +124,7 @@ def tiled_by_hand() -> nn.Module:
 
 
 def test_the_config_the_call_and_plain_torch_give_the_same(tmp_path: Path) -> None:
-    """In fp32 with one micro-batch, a plain loop has the bits of the engine."""
+    """The first two the same bits, and a plain loop the same numbers."""
     job = JOBS["llama"]
     by_hand = job._replace(model=tiled_by_hand)
     assert_same(run(job, DISK, tmp_path / "1", tile_mlp=3), run(by_hand, DISK, tmp_path / "2"))
@@ -150,6 +169,25 @@ def test_weights_are_brought_once_for_all_chunks(chunks: int, tmp_path: Path) ->
         engine.destroy(remove=True)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral"])
+def test_checkpointing_costs_no_further_forward(kind: str, tmp_path: Path) -> None:
+    """Recomputation of a layer ends before its MLP, whose chunks are computed again in the backward alone."""
+
+    def model() -> nn.Module:
+        made: Any = of(kind)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        return made.train()  # type: ignore[no-any-return]
+
+    engine = start(JOBS["llama"]._replace(model=model), DISK, tmp_path, tile_mlp=4)
+    calls = list[int]()
+    engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))
+    engine.backward(models.language_loss(engine, 0, 0))
+    assert len(calls) == 4 + 4
+    engine.destroy(remove=True)
+
+
 def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
     engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
     gradients, calls = engine._core.components.gradients, list[tuple[int, int]]()
@@ -161,7 +199,8 @@ def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_an_exception_in_a_chunk_is_recovered_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_a_chunk_is_recovered_from(error: type[BaseException], tmp_path: Path) -> None:
     """In the forward, and in the backward; the next micro-batch gives the bits that it would have given."""
     job = JOBS["llama"]._replace(accumulation=1)
     expected = run(job, DISK, tmp_path / "expected", tile_mlp=4)
@@ -172,16 +211,52 @@ def test_an_exception_in_a_chunk_is_recovered_from(tmp_path: Path) -> None:
         nonlocal calls
         calls += 1
         if calls in (2, 2 + 4 + 2):  # the second chunk of the first forward, and of the second one's backward
-            raise ValueError("in a chunk")
+            raise error("in a chunk")
 
     hook = engine.module.model.layers[1].mlp.act_fn.register_forward_hook(fail)
     for _ in range(2):
-        with pytest.raises(ValueError, match="in a chunk"):
+        with pytest.raises(error, match="in a chunk"):
             engine.backward(models.language_loss(engine, 0, 0))
         engine.zero_grad()
     hook.remove()
     assert_same(trained(engine, job), expected)
     engine.destroy(remove=True)
+
+
+def test_an_evaluation_computes_chunks_of_the_same_bits(tmp_path: Path) -> None:
+    job = JOBS["llama"]
+    losses = []
+    for placement in TIERS:
+        engine = start(job, placement, tmp_path / placement[0], tile_mlp=3)
+        loss = float(models.language_loss(engine, 0, 0).detach())
+        calls = list[int]()
+        hook = engine.module.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: calls.append(1))  # noqa: B023
+        with torch.no_grad():
+            assert float(models.language_loss(engine, 0, 0)) == loss and len(calls) == 3
+        hook.remove()
+        ids = models.tokens(0, 0).to(engine.device)[:, :5]
+        losses.append((loss, engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()))
+        engine.destroy(remove=True)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def compiled() -> nn.Module:
+    model: Any = models.llama()
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.cpu_only("the compiler knows no device of tests")
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+def test_compiled_layers_change_no_bit(tmp_path: Path) -> None:
+    """The modules within have no hooks, so the tiled MLP fetches its weights itself."""
+    job = JOBS["llama"]
+    expected = run(job, ("none", "none"), tmp_path / "plain", tile_mlp=3)
+    room = room_for(job, 2)
+    assert_same(
+        expected, run(job._replace(model=compiled), DISK, tmp_path / "compiled", tile_mlp=3, device_memory=room)
+    )
 
 
 def test_a_graph_made_before_a_step_is_refused(tmp_path: Path) -> None:

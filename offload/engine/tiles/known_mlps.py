@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from offload.engine.tiles.sequence import is_tiled, tiled, untiled
+from offload.engine.tiles.sequence import has_own_forward, is_tiled, tiled, untiled
 from offload.errors import ConfigError
 from offload.notices import Remark
 
@@ -50,7 +50,7 @@ def known_mlps(model: nn.Module) -> tuple[str, ...]:
 
 def _is_mlp(module: nn.Module) -> bool:
     """Returns True if a module has the form of an MLP that computes each token by itself."""
-    if is_tiled(module) or not type(module).__module__.startswith("transformers."):
+    if is_tiled(module) or has_own_forward(module) or not type(module).__module__.startswith("transformers."):
         return False
     linears = {name for name, child in module.named_children() if _is_linear(child)}
     return linears in _FORMS and not _has_others(module, linears) and _takes_hidden_states(module)

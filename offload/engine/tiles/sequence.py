@@ -102,7 +102,8 @@ def tiled(
 
     The module has to take one tensor and to return one, and to compute each position along `dim` by itself, as the MLP
     of a decoder does. Parameters that are paged are brought once for all chunks. Its backward computes each chunk
-    again: memory for one chunk, for the time of another forward. An input of one chunk is computed whole, without that.
+    again: memory for one chunk, for the time of another forward. An input of one chunk is computed whole, and once.
+    At the end of a layer that is checkpointed it takes no more time: recomputation of the layer ends before the module.
 
     Call it before or after `offload.initialize`, or without an engine. Names, hooks and keys of the state dict stay.
 
@@ -113,8 +114,8 @@ def tiled(
         chunk_length: positions of a chunk, in place of a number of chunks.
 
     Raises:
-        UsageError: if `chunks` or `chunk_length` is no positive whole number, if both are given, or if the module
-            normalizes over a batch.
+        UsageError: if `chunks` or `chunk_length` is no positive whole number, if both are given, if the module
+            normalizes over a batch, or if its forward was replaced in the object.
     """
     for name, value in (("chunks", None if chunks == "auto" else chunks), ("chunk_length", chunk_length)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -126,6 +127,11 @@ def tiled(
         raise UsageError(
             f"{mixes[0] or type(module).__name__} normalizes over all positions, so {type(module).__name__} cannot be "
             "computed in chunks of them"
+        )
+    if has_own_forward(module):
+        raise UsageError(
+            f"the forward of this {type(module).__name__} was replaced in the object, as torch.compile and hooks of "
+            "Accelerate do it, so it cannot be tiled; tile the module before that, or its original"
         )
     module.__dict__[_TILING] = _Tiling(dim=dim, chunks=chunks, length=chunk_length)
     if not is_tiled(module):
@@ -149,6 +155,11 @@ def untiled(module: _Module) -> _Module:
 def is_tiled(module: nn.Module) -> bool:
     """Returns True if `tiled` has changed the module."""
     return isinstance(module, _Tiled)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Returns True if an attribute of the object hides the forward of its class."""
+    return "forward" in module.__dict__
 
 
 @functools.cache
