@@ -7,7 +7,19 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from offload.config.blocks.block import Block
-from offload.config.blocks.values import Count, DeviceName, Integer, Memory, Name, Names, Number, Paths, Ratio, expanded
+from offload.config.blocks.values import (
+    Count,
+    DeviceName,
+    Integer,
+    Memory,
+    Name,
+    Names,
+    Number,
+    Paths,
+    Ratio,
+    Tiles,
+    expanded,
+)
 
 
 class Debug(Block):
@@ -46,19 +58,6 @@ class OffloadBlock(Block):
     device_memory: Memory | None = Field(
         None, description="device budget for weights; default: states in the tier none, and three of the largest unit"
     )
-    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
-        None,
-        description="compute each repeated block again in the backward, and keep its input alone: on the device, in "
-        "host memory (cpu) or in files (nvme); auto: in the first of them with room; default: blocks keep all",
-    )
-    activation_memory: Memory | None = Field(
-        None, description="host memory for these inputs; default: half of what host_memory leaves"
-    )
-    tile_mlp: Literal["auto", False] | Count = Field(
-        False,
-        description="tokens for which an MLP is computed at a time; auto: as many as the hidden size, but at least "
-        "1024; false: all",
-    )
     durability: Literal["auto", "step", "none"] | Every = Field(
         "auto",
         description='step: every step survives a kill; {"every": 10}: every tenth; none: half the disk, no resume; '
@@ -73,10 +72,26 @@ class OffloadBlock(Block):
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
+    activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
+        None,
+        description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "
+        "memory, in files, or (auto) where there is room; default: as activation_checkpointing says, else not at all",
+    )
+    activation_memory: Memory | None = Field(
+        None,
+        description="host memory for these inputs, part of host_memory; default: half of what host_memory leaves, or "
+        "80 % of what is free",
+    )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
+    tile_mlp: Tiles = Field(
+        False,
+        description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "
+        "backward: a number of chunks, or auto: as many tokens each as the model has features, at least 1024; see "
+        "reference/python/tiles.md",
+    )
     trace: Annotated[Name, BeforeValidator(expanded)] | None = Field(
         None, description="file for a timeline of the run; see guides/find-the-bottleneck.md"
     )

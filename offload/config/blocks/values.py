@@ -87,6 +87,16 @@ def _device(value: Any) -> Any:
     return value
 
 
+def _tiles(value: Any) -> Any:
+    """Returns "auto", False, or a number of chunks. Raises `ValueError` otherwise."""
+    if value is False or value == "auto":
+        return value
+    chunks = None if isinstance(value, bool) else _number(value)
+    if not isinstance(chunks, int) or chunks < 1:
+        raise ValueError("should be 'auto', false or a number of chunks of at least 1")
+    return chunks
+
+
 def steps_or_never(value: Any) -> Any:
     """Converts infinity, as `accelerate` writes it, to 0: never."""
     return 0 if value == math.inf else _number(value)
@@ -105,6 +115,7 @@ Number = Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=Fa
 Ratio = Annotated[Number, Field(le=1)]
 Rates = Annotated[float | tuple[float, ...], BeforeValidator(_rates)]
 RatesOrAuto = Annotated[float | tuple[float, ...] | Literal["auto"], BeforeValidator(_or_auto)]
+Tiles = Annotated[Literal["auto", False] | int, BeforeValidator(_tiles)]
 DeviceName = Annotated[str, BeforeValidator(_device)]
 Momentum = Annotated[float | tuple[float, ...], BeforeValidator(_momentum)]
 WarmupType = Annotated[Literal["log", "linear"], spelling({"log": "log", "linear": "linear"})]

@@ -69,6 +69,7 @@ def moving(shape: Shape, load: Load) -> list[Moving]:
     """Returns for each block what leaves the device; nothing for blocks whose input stays."""
     if not load.recompute:
         return [Moving() for _ in shape.blocks]
+    # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
     tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
     stay = [Moving()] * (len(shape.blocks) - len(tiers))
     return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(shape.blocks, tiers, strict=False)] + stay
@@ -79,9 +80,23 @@ def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
     return load.batch * shape.uses[block.uses[0]].boundary
 
 
+def recomputed(shape: Shape, load: Load) -> tuple[Block, ...]:
+    """Returns the blocks that are computed again in the backward."""
+    return shape.blocks[: load.first or None] if load.recompute else ()
+
+
+def tile_tokens(shape: Shape, load: Load) -> int:
+    """Returns the tokens of a micro-batch that an MLP computes at a time."""
+    whole = load.batch * shape.sequence
+    if load.tiles:
+        # Every sequence of the micro-batch is divided.
+        return load.batch * -(-shape.sequence // load.tiles)
+    return min(load.tile, whole) if load.tile else whole
+
+
 def is_tiled(shape: Shape, load: Load) -> bool:
     """Returns True if a micro-batch has more tokens than a tile."""
-    return 0 < load.tile < load.batch * shape.sequence
+    return tile_tokens(shape, load) < load.batch * shape.sequence
 
 
 def mlp_numel(shape: Shape, use: Use) -> int:
@@ -100,15 +115,16 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     head = load.batch * after + (_head(shape, load) if len(shape.uses) - 1 not in inside else 0)
     saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
-    if not load.recompute:
-        return load.batch * before + sum(saved) + max(head, *work, 0)
-    in_blocks = max((kept + more for kept, more in zip(saved, work, strict=True)), default=0)
-    return load.batch * before + _inputs(shape, load, blocks) + max(head, in_blocks)
+    again = recomputed(shape, load)
+    # The blocks that keep all come last, and are done before the first one is computed again.
+    kept = sum(saved[len(again) :]) + max(head, *work[len(again) :], 0)
+    in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
+    return load.batch * before + _inputs(shape, load, again) + max(kept, in_block)
 
 
 def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
-    gone = load.on_disk + load.on_host
+    gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
     return sum(sizes[gone:]) + min(gone, IN_FLIGHT) * max(sizes, default=0)
 
@@ -124,7 +140,7 @@ def _work(shape: Shape, load: Load, use: Use) -> int:
     if not _tiles(shape, load, use):
         return load.batch * 2 * max(use.largest, use.mlp_largest)
     # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
-    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * load.tile // shape.sequence
+    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * tile_tokens(shape, load) // shape.sequence
     return load.batch * 2 * use.largest + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize)
 
 

@@ -70,9 +70,10 @@ def room_of(hardware: Hardware, memory: Memory, wish: Wish) -> Room:
 
 def within(shape: Shape, load: Load, wish: Wish, room: Room) -> Load:
     """Returns `load` with the tiers of the blocks' inputs under a wish; more than `room` may be needed."""
-    # A copy within one memory frees nothing, so "auto" makes none.
+    # A copy within one memory frees nothing, so none is made.
     host = 0 if room.one_memory else room.host
-    return placed(shape, load, wish, Need(room.device, host, room.disk), room.drives)
+    tier = "auto" if wish.tier == "cpu" and room.one_memory else wish.tier
+    return placed(shape, load, wish._replace(tier=tier), Need(room.device, host, room.disk), room.drives)
 
 
 def fits(shape: Shape, load: Load, wish: Wish, room: Room) -> bool:
