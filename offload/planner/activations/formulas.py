@@ -6,9 +6,10 @@ all kept      what every block saves + head
 recomputed    inputs of the blocks + the larger of head, and one block with what it saves
 inputs        T * hidden * size for each block; in HOST or on DISK all leave the device but the newest and those on
               their way
-block         what it saves + 2 times its largest tensor, a gradient and the one made from it
+block         what it saves + the gradient of its output + the larger of 2 times the MLP's largest tensor, and of 4 of a
+              norm's in fp32, for which what the MLP saved has gone
 block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
-head          the logits that the loss saves + 2 times the logits in fp32
+head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
 head, chunked logits of one chunk + gradients of the hidden states and of the head, once more while they are scaled
 
 Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
@@ -16,6 +17,7 @@ Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.planner.activations.load import Load
@@ -28,6 +30,8 @@ IN_FLIGHT = 2
 """Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
 STAGED_INPUTS = 4
 """Host buffers through which inputs go to DISK."""
+_TENSORS_OF_NORM = 4
+"""Tensors in fp32 that the backward of a norm makes, beside the one that it saved."""
 _FP32 = 4
 
 
@@ -109,15 +113,14 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     inside = {position for block in blocks for position in block.uses}
     last = max(inside, default=-1)
     outside = [(position, use) for position, use in enumerate(shape.uses) if position not in inside]
-    # The head and the norm before it have gone when the backward reaches the last block.
     before = sum(use.saved for position, use in outside if position < last)
-    after = sum(use.saved for position, use in outside if last < position < len(shape.uses) - 1)
-    head = load.batch * after + (_head(shape, load) if len(shape.uses) - 1 not in inside else 0)
+    # The head and the norm before it have gone when the backward reaches the last block.
+    tail = _tail(shape, load, [use for position, use in outside if position > last])
     saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     again = recomputed(shape, load)
     # The blocks that keep all come last, and are done before the first one is computed again.
-    kept = sum(saved[len(again) :]) + max(head, *work[len(again) :], 0)
+    kept = sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
     return load.batch * before + _inputs(shape, load, again) + max(kept, in_block)
 
@@ -136,16 +139,30 @@ def _saved(shape: Shape, load: Load, use: Use) -> int:
 
 
 def _work(shape: Shape, load: Load, use: Use) -> int:
-    """Returns the bytes that a block's use needs in the backward, beside what it saved."""
+    """Returns the bytes that a block's use needs in the backward, beside what it saved; they may be negative.
+
+    The gradient of the output is there first. The MLP's backward needs two of its largest tensors. The one before, of a
+    norm, needs four of its own, when what the MLP saved has gone.
+    """
+    output, norm = load.batch * use.boundary, _TENSORS_OF_NORM * load.batch * use.largest
     if not _tiles(shape, load, use):
-        return load.batch * 2 * max(use.largest, use.mlp_largest)
+        return output + max(2 * load.batch * use.mlp_largest, norm - load.batch * use.mlp_saved)
     # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
     one_tile = (use.mlp_saved + 2 * use.mlp_largest) * tile_tokens(shape, load) // shape.sequence
-    return load.batch * 2 * use.largest + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize)
+    return output + max(output + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize), norm)
 
 
 def _tiles(shape: Shape, load: Load, use: Use) -> bool:
     return bool(use.mlp_saved) and is_tiled(shape, load)
+
+
+def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
+    """Returns the bytes of the uses after the last block: the head and its loss, or the norm before them."""
+    if not uses:
+        return 0
+    saved = load.batch * sum(use.saved for use in uses[:-1])
+    norm = load.batch * (_TENSORS_OF_NORM * max((use.largest for use in uses[:-1]), default=0) + uses[-1].boundary)
+    return saved + max(_head(shape, load), norm)
 
 
 def _head(shape: Shape, load: Load) -> int:
