@@ -234,6 +234,17 @@ def test_each_way_reaches_further_than_the_one_before(shape: Shape) -> None:
     assert lengths[1] > 5 * lengths[0]
 
 
+def test_auto_leaves_a_quarter_of_the_device_to_all_but_inputs(shape: Shape) -> None:
+    bounded = placed(small(), Load(1), AUTO, Need(1 << 50, 1 << 50), True, most_inputs=2 * INPUT)
+    assert bounded.on_host == BLOCKS - 2 and bounded.on_disk == 0
+    deep = from_count(13 * 10**9, 400, 2048)
+    size = formulas.input_nbytes(deep, Load(1), deep.blocks[0])
+    room = Room(440 * size, 1 << 50, 0)
+    load = within(deep, Load(1, chunked_loss=True), AUTO, room)
+    assert 400 - load.on_host == 330, "three quarters, although there is room for all"
+    assert need(deep, load._replace(on_host=0)).device < room.device
+
+
 def test_one_memory_has_room_for_an_input_once(shape: Shape) -> None:
     """Where the CPU computes, inputs in host memory are inputs on the device."""
     alone, shared = (Room(20 * GIB, 20 * GIB, 0, one) for one in (False, True))

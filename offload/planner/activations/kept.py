@@ -54,7 +54,7 @@ def auto_tile(shape: Shape) -> int:
     return max(hidden // (shape.sequence * shape.itemsize), _LEAST_TILE)
 
 
-def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Load:
+def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_inputs: int | None = None) -> Load:
     """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
 
     "auto" keeps inputs on the device while they fit, then in HOST, then on DISK; "cpu" in HOST, then on DISK. The
@@ -66,6 +66,7 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Lo
         wish: the config's wish.
         room: bytes that each tier has for activations.
         drives: True if inputs can go to DISK.
+        most_inputs: bytes of the device that "auto" gives to inputs at most; None for no limit but the room.
     """
     tile = auto_tile(shape) if wish.tiles is None else 0
     load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
@@ -79,11 +80,15 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Lo
     if wish.tier == "nvme":
         return load._replace(on_disk=most)
 
+    sizes = [input_nbytes(shape, load, block) for block in recomputed(shape, load)]
+
     def on_device(gone: int) -> bool:
-        return need(shape, load._replace(on_host=gone)).device <= room.device
+        load_gone = load._replace(on_host=gone)
+        staying = sum(sizes[gone:])
+        return need(shape, load_gone).device <= room.device and (most_inputs is None or staying <= most_inputs)
 
     gone = most if wish.tier == "cpu" else min(bisect_left(range(most + 1), True, key=on_device), most)
-    largest = max(input_nbytes(shape, load, block) for block in shape.blocks)
+    largest = max(sizes)
     in_host = min(gone, max(room.host, 0) // largest)
     if in_host < gone and drives:
         # Inputs on DISK pass through buffers in HOST.

@@ -19,6 +19,8 @@ _HOST_SHARE = 0.8
 """Fraction of the host memory beside the host arena that inputs may take, if neither of both budgets is set."""
 _SHARE_OF_REST = 0.5
 """The same if the host budget is set and "activation_memory" is not."""
+_RESERVE = 4
+"""On an accelerator, "auto" leaves a quarter of the device's room to everything but inputs, as the engine does."""
 _UNKNOWN = 1 << 62
 """Room on drives whose free space is not known."""
 _MOST = 1 << 40
@@ -73,7 +75,8 @@ def within(shape: Shape, load: Load, wish: Wish, room: Room) -> Load:
     # A copy within one memory frees nothing, so none is made.
     host = 0 if room.one_memory else room.host
     tier = "auto" if wish.tier == "cpu" and room.one_memory else wish.tier
-    return placed(shape, load, wish._replace(tier=tier), Need(room.device, host, room.disk), room.drives)
+    most = None if room.one_memory else room.device - room.device // _RESERVE
+    return placed(shape, load, wish._replace(tier=tier), Need(room.device, host, room.disk), room.drives, most)
 
 
 def fits(shape: Shape, load: Load, wish: Wish, room: Room) -> bool:
