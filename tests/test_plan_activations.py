@@ -239,9 +239,9 @@ def test_auto_leaves_a_quarter_of_the_device_to_all_but_inputs(shape: Shape) -> 
     assert bounded.on_host == BLOCKS - 2 and bounded.on_disk == 0
     deep = from_count(13 * 10**9, 400, 2048)
     size = formulas.input_nbytes(deep, Load(1), deep.blocks[0])
-    room = Room(440 * size, 1 << 50, 0)
+    room = Room(500 * size, 1 << 50, 0)
     load = within(deep, Load(1, chunked_loss=True), AUTO, room)
-    assert 400 - load.on_host == 330, "three quarters, although there is room for all"
+    assert 400 - load.on_host == 375, "three quarters, although there is room for all"
     assert need(deep, load._replace(on_host=0)).device < room.device
 
 

@@ -62,8 +62,13 @@ def need(shape: Shape, load: Load) -> Need:
     blocks = shape.blocks
     staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
     moved = moving(shape, load)
+    device = _on_device(shape, load, blocks)
+    if is_tiled(shape, load):
+        # The longest sequence of one tile is computed whole, and may need more than one that is just longer.
+        longest, batch = (1, load.batch) if load.tiles else (load.tile, 1)
+        device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
     return Need(
-        _on_device(shape, load, blocks),
+        device,
         staged + sum(align_up(each.nbytes) for each in moved if not each.on_disk),
         sum(align_up(each.nbytes) for each in moved if each.on_disk),
     )
