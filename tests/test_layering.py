@@ -100,7 +100,7 @@ WITHIN = {
         "recommend": "activations hardware memory model_shape timing",
         "reach": "activations hardware memory model_shape recommend",
         "predict_run": "activations hardware model_shape recommend",
-        "report": "published reach recommend timing",
+        "report": "activations published reach recommend timing",
         "request": "activations hardware measure_model memory model_shape reach recommend",
         "guide_table": "activations hardware memory model_shape published recommend report",
     },

@@ -77,9 +77,9 @@ _HEAD = f"""# Three models on three GPUs
 Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
-each of the largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}; where activations do not
-fit otherwise, blocks are recomputed, and their inputs wait in host memory or on drives. "drive life" is the time until
-all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
+each of the largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}; where activations
+do not fit otherwise, blocks are recomputed, and their inputs wait in host memory or on drives. "drive life" is the time
+until all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
 seconds, and its share.
 
 Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the

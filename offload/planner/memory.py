@@ -211,7 +211,7 @@ def settings(
         accumulation: micro-batches of a step.
         paths: folders for swap files; the config contains folders only if something may need them.
         activations: tier of the inputs of repeated blocks; None keeps all activations.
-        tile_mlp: tokens of a tile of an MLP, or "auto"; None for no tiles.
+        tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.

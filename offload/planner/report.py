@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
 from offload.planner.published.rate import ORIGINS, Rate, sentences
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Planned
@@ -79,7 +80,7 @@ def as_json(planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Re
             "accumulation": planned.load.accumulation,
             "recompute": planned.load.recompute,
             "chunked_loss": planned.load.chunked_loss,
-            "tile_mlp": planned.load.tile,
+            "tile_tokens": tile_tokens(shape, planned.load),
             "tokens": timing.tokens,
             "seconds": _rounded(timing.seconds),
             "tokens_per_second": _rounded(timing.tokens_per_second),
@@ -127,7 +128,7 @@ def heading(planned: Planned) -> list[str]:
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
         f"{', activations recomputed' if load.recompute else ''}{', loss in chunks' if load.chunked_loss else ''}"
-        f"{f', MLPs in tiles of {load.tile} tokens' if load.tile else ''}",
+        f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *planned.memory.notices,
     ]
 
@@ -201,7 +202,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
 
 def _inputs(planned: Planned) -> dict[str, int]:
     """Returns how many blocks' inputs wait in each tier for the backward; none if blocks keep all activations."""
-    load, count = planned.load, len(planned.shape.blocks) if planned.load.recompute else 0
+    load, count = planned.load, len(recomputed(planned.shape, planned.load))
     return {"device": count - load.on_host - load.on_disk, "host": load.on_host, "disk": load.on_disk}
 
 
@@ -220,8 +221,8 @@ def reach_heading(planned: Planned) -> str:
     """Returns the line above the table of `reach_table`."""
     batch, sequence = planned.load.batch, planned.shape.sequence
     return (
-        f"tokens of the longest sequence with {batch} in a micro-batch, sequences of {sequence:,} tokens in the "
-        f"largest micro-batch, and the step beside that of the plan:"
+        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
+        f"chunks; sequences of {sequence:,} tokens in the largest micro-batch; the step beside that of the plan:"
     )
 
 

@@ -68,7 +68,7 @@ class Step(NamedTuple):
     """Tier of the inputs of repeated blocks."""
     chunked_loss: bool | None = None
     tile_mlp: str | None = None
-    """ "auto", "off", or tokens of a tile."""
+    """ "auto", "off", or a number of tiles."""
 
 
 def planned(
@@ -129,8 +129,11 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     if content is not None:
         return search(of, on, _load(step, content), [content], step.chunked_loss)
     load, options = _load(step), _options(machine, on, step, dtype)
-    sizes = {"batch": load.batch, "accumulation": load.accumulation}
-    contents = [settings(*tiers, **options, **sizes) for tiers in choice.PLACEMENTS if on.drives or "nvme" not in tiers]
+    contents = [
+        settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
+        for weights, states in choice.PLACEMENTS
+        if on.drives or "nvme" not in (weights, states)
+    ]
     return search(of, on, load, contents, step.chunked_loss)
 
 
@@ -175,7 +178,7 @@ def _check(step: Step, file: Path | None) -> None:
         raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
     tile = step.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
-        raise ConfigError(f"expected --tile-mlp of auto, off or a number of tokens, got {tile!r}")
+        raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")
     if step.activations is not None and step.recompute is False:
         raise ConfigError(
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "

@@ -26,7 +26,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from offload.layout.pager_inputs import limits, unit_sizes
-from offload.planner.activations.formulas import Moving, moving
+from offload.planner.activations.formulas import Moving, moving, recomputed
 from offload.planner.activations.load import Load
 from offload.planner.activations.seconds import of_chunks, of_tiles
 from offload.planner.bound import least
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
     """Seconds of the backward, for a use in a forward."""
     lookup: bool = False
     block: bool = False
-    """True for a use in a repeated block, which may be computed again in the backward."""
+    """True for a use in a block that is computed again if there is recomputation."""
     sends: Moving = Moving()
     """Input of the block before, which leaves the device in the forward meanwhile."""
     receives: Moving = Moving()
@@ -120,7 +120,8 @@ class Timing:
 def forward(shape: Shape, hardware: Hardware, load: Load) -> list[Pass]:
     """Returns the uses of one micro-batch's forward, in order."""
     found, times = [], Counter(use.unit for use in shape.uses)
-    batch, inside = load.batch, {position for block in shape.blocks for position in block.uses}
+    blocks = recomputed(shape, load._replace(recompute=True))
+    batch, inside = load.batch, {position for block in blocks for position in block.uses}
     for position, use in enumerate(shape.uses):
         layout = shape.layouts[use.unit]
         learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel

@@ -56,10 +56,24 @@ MUTANTS = (
     ),
     Mutant(
         "give the GPU what the host arena has of a memory that both share",
-        "offload.planner.recommend",
+        "offload.planner.activations.room",
         "return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory",
         "return hardware.gpu_memory",
         "tests/test_plan_rates.py",
+    ),
+    Mutant(
+        "plan inputs for tiers that have no room",
+        "offload.planner.activations.room",
+        "return on_device <= self.device and needed.host <= self.host and needed.disk <= self.disk",
+        "return on_device <= self.device",
+        "tests/test_plan_activations.py",
+    ),
+    Mutant(
+        "plan a block without what its backward makes",
+        "offload.planner.activations.formulas",
+        "in_block = max((of + more for of, more in",
+        "in_block = max((of for of, more in",
+        "tests/test_plan_live_bytes.py",
     ),
     Mutant(
         "hold placements against a step on the GPU that the host updated",

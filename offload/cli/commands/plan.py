@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from offload.planner.request import Described, Model, Step
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
-_REACH = ("inputs of blocks", "longest sequence", "loss in chunks", "micro-batch", "step")
+_REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
 _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
 
 
@@ -169,7 +169,7 @@ class PlanOptions:
     ] = None
     tile_mlp: Annotated[
         str | None,
-        option(_STEP, "--tile-mlp", "Compute MLPs for tiles of so many tokens: auto, off or a number. [default: off]"),
+        option(_STEP, "--tile-mlp", "Compute MLPs in tiles of the sequence: auto, off or their number. [default: off]"),
     ] = None
     longest_sequence: Annotated[
         bool,

@@ -6,9 +6,10 @@ all kept      what every block saves + head
 recomputed    inputs of the blocks + the larger of head, and one block with what it saves
 inputs        T * hidden * size for each block; in HOST or on DISK all leave the device but the newest and those on
               their way
-block         what it saves + 2 times its largest tensor, a gradient and the one made from it
+block         what it saves + the gradient of its output + the larger of 2 times the MLP's largest tensor, and of 4 of a
+              norm's in fp32, for which what the MLP saved has gone
 block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
-head          the logits that the loss saves + 2 times the logits in fp32
+head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
 head, chunked logits of one chunk + gradients of the hidden states and of the head, once more while they are scaled
 
 Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
@@ -16,6 +17,7 @@ Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_att
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from offload.planner.activations.load import Load
@@ -28,6 +30,8 @@ IN_FLIGHT = 2
 """Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
 STAGED_INPUTS = 4
 """Host buffers through which inputs go to DISK."""
+_TENSORS_OF_NORM = 4
+"""Tensors in fp32 that the backward of a norm makes, beside the one that it saved."""
 _FP32 = 4
 
 
@@ -58,8 +62,13 @@ def need(shape: Shape, load: Load) -> Need:
     blocks = shape.blocks
     staged = min(load.on_disk, STAGED_INPUTS) * max((input_nbytes(shape, load, each) for each in blocks), default=0)
     moved = moving(shape, load)
+    device = _on_device(shape, load, blocks)
+    if is_tiled(shape, load):
+        # The longest sequence of one tile is computed whole, and may need more than one that is just longer.
+        longest, batch = (1, load.batch) if load.tiles else (load.tile, 1)
+        device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
     return Need(
-        _on_device(shape, load, blocks),
+        device,
         staged + sum(align_up(each.nbytes) for each in moved if not each.on_disk),
         sum(align_up(each.nbytes) for each in moved if each.on_disk),
     )
@@ -69,6 +78,7 @@ def moving(shape: Shape, load: Load) -> list[Moving]:
     """Returns for each block what leaves the device; nothing for blocks whose input stays."""
     if not load.recompute:
         return [Moving() for _ in shape.blocks]
+    # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
     tiers = [index < load.on_disk for index in range(load.on_disk + load.on_host)]
     stay = [Moving()] * (len(shape.blocks) - len(tiers))
     return [Moving(input_nbytes(shape, load, each), on) for each, on in zip(shape.blocks, tiers, strict=False)] + stay
@@ -79,9 +89,23 @@ def input_nbytes(shape: Shape, load: Load, block: Block) -> int:
     return load.batch * shape.uses[block.uses[0]].boundary
 
 
+def recomputed(shape: Shape, load: Load) -> tuple[Block, ...]:
+    """Returns the blocks that are computed again in the backward."""
+    return shape.blocks[: load.first or None] if load.recompute else ()
+
+
+def tile_tokens(shape: Shape, load: Load) -> int:
+    """Returns the tokens of a micro-batch that an MLP computes at a time."""
+    whole = load.batch * shape.sequence
+    if load.tiles:
+        # Every sequence of the micro-batch is divided.
+        return load.batch * -(-shape.sequence // load.tiles)
+    return min(load.tile, whole) if load.tile else whole
+
+
 def is_tiled(shape: Shape, load: Load) -> bool:
     """Returns True if a micro-batch has more tokens than a tile."""
-    return 0 < load.tile < load.batch * shape.sequence
+    return tile_tokens(shape, load) < load.batch * shape.sequence
 
 
 def mlp_numel(shape: Shape, use: Use) -> int:
@@ -94,21 +118,21 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     inside = {position for block in blocks for position in block.uses}
     last = max(inside, default=-1)
     outside = [(position, use) for position, use in enumerate(shape.uses) if position not in inside]
-    # The head and the norm before it have gone when the backward reaches the last block.
     before = sum(use.saved for position, use in outside if position < last)
-    after = sum(use.saved for position, use in outside if last < position < len(shape.uses) - 1)
-    head = load.batch * after + (_head(shape, load) if len(shape.uses) - 1 not in inside else 0)
+    # The head and the norm before it have gone when the backward reaches the last block.
+    tail = _tail(shape, load, [use for position, use in outside if position > last])
     saved = [sum(_saved(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
-    if not load.recompute:
-        return load.batch * before + sum(saved) + max(head, *work, 0)
-    in_blocks = max((kept + more for kept, more in zip(saved, work, strict=True)), default=0)
-    return load.batch * before + _inputs(shape, load, blocks) + max(head, in_blocks)
+    again = recomputed(shape, load)
+    # The blocks that keep all come last, and are done before the first one is computed again.
+    kept = sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
+    in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
+    return load.batch * before + _inputs(shape, load, again) + max(kept, in_block)
 
 
 def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
-    gone = load.on_disk + load.on_host
+    gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
     return sum(sizes[gone:]) + min(gone, IN_FLIGHT) * max(sizes, default=0)
 
@@ -120,16 +144,30 @@ def _saved(shape: Shape, load: Load, use: Use) -> int:
 
 
 def _work(shape: Shape, load: Load, use: Use) -> int:
-    """Returns the bytes that a block's use needs in the backward, beside what it saved."""
+    """Returns the bytes that a block's use needs in the backward, beside what it saved; they may be negative.
+
+    The gradient of the output is there first. The MLP's backward needs two of its largest tensors. The one before, of a
+    norm, needs four of its own, when what the MLP saved has gone.
+    """
+    output, norm = load.batch * use.boundary, _TENSORS_OF_NORM * load.batch * use.largest
     if not _tiles(shape, load, use):
-        return load.batch * 2 * max(use.largest, use.mlp_largest)
+        return output + max(2 * load.batch * use.mlp_largest, norm - load.batch * use.mlp_saved)
     # A tile needs what the whole MLP needs, for its own tokens; sums over tiles are in fp32, beside those of one tile.
-    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * load.tile // shape.sequence
-    return load.batch * 2 * use.largest + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize)
+    one_tile = (use.mlp_saved + 2 * use.mlp_largest) * tile_tokens(shape, load) // shape.sequence
+    return output + max(output + one_tile + mlp_numel(shape, use) * (_FP32 + shape.itemsize), norm)
 
 
 def _tiles(shape: Shape, load: Load, use: Use) -> bool:
     return bool(use.mlp_saved) and is_tiled(shape, load)
+
+
+def _tail(shape: Shape, load: Load, uses: Sequence[Use]) -> int:
+    """Returns the bytes of the uses after the last block: the head and its loss, or the norm before them."""
+    if not uses:
+        return 0
+    saved = load.batch * sum(use.saved for use in uses[:-1])
+    norm = load.batch * (_TENSORS_OF_NORM * max((use.largest for use in uses[:-1]), default=0) + uses[-1].boundary)
+    return saved + max(_head(shape, load), norm)
 
 
 def _head(shape: Shape, load: Load) -> int:

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from offload.config import Config
-from offload.planner.activations.formulas import STAGED_INPUTS, Need, input_nbytes, need
+from offload.planner.activations.formulas import STAGED_INPUTS, Need, input_nbytes, need, recomputed
 from offload.planner.activations.load import Load
 from offload.planner.model_shape import Shape
 
+_THEIRS = ("number_checkpoints", "cpu_checkpointing", "contiguous_memory_optimization", "partition_activations")
+"""Keys of DeepSpeed's block that have blocks computed again."""
 _LEAST_TILE = 1024
 """Least tokens of an automatic tile, as of the engine's."""
 
@@ -22,8 +24,10 @@ class Wish(NamedTuple):
     """ "device", "cpu", "nvme" or "auto"; None if no block is computed again by the engine."""
     host: int | None = None
     """Bytes of host memory for inputs; None for the default."""
-    tile: int | None = 0
-    """Tokens of a tile of an MLP; 0 for no tiles, None for as many as the engine takes by itself."""
+    tiles: int | None = 0
+    """Tiles of an MLP; 0 for none, None for tiles of as many tokens as the engine takes by itself."""
+    first: int = 0
+    """Blocks that are recomputed, the first ones; 0 for all."""
 
 
 def wish_of(config: Config, content: Mapping[str, Any]) -> Wish:
@@ -36,10 +40,12 @@ def wish_of(config: Config, content: Mapping[str, Any]) -> Wish:
     own = config.offload
     theirs = content.get("activation_checkpointing")
     tier: str | None = own.activations
-    if tier is None and isinstance(theirs, Mapping):
-        tier = "cpu" if theirs.get("cpu_checkpointing") else "device" if theirs.get("number_checkpoints") else None
-    tile = None if own.tile_mlp == "auto" else int(own.tile_mlp)
-    return Wish(tier, own.activation_memory, tile)
+    first = 0
+    if isinstance(theirs, Mapping):
+        first = int(theirs.get("number_checkpoints") or 0)
+        if tier is None and any(theirs.get(name) for name in _THEIRS):
+            tier = "cpu" if theirs.get("cpu_checkpointing") else "device"
+    return Wish(tier, own.activation_memory, None if own.tile_mlp == "auto" else int(own.tile_mlp), first)
 
 
 def auto_tile(shape: Shape) -> int:
@@ -48,11 +54,11 @@ def auto_tile(shape: Shape) -> int:
     return max(hidden // (shape.sequence * shape.itemsize), _LEAST_TILE)
 
 
-def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Load:
+def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_inputs: int | None = None) -> Load:
     """Returns `load` with the tiers that the inputs of blocks have under a wish. They may need more than `room`.
 
-    "auto" keeps inputs on the device while they fit, then in HOST, then on DISK. The oldest leave first, since the
-    backward needs them last.
+    "auto" keeps inputs on the device while they fit, then in HOST, then on DISK; "cpu" in HOST, then on DISK. The
+    oldest leave first, since the backward needs them last.
 
     Args:
         shape: the model.
@@ -60,25 +66,29 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool) -> Lo
         wish: the config's wish.
         room: bytes that each tier has for activations.
         drives: True if inputs can go to DISK.
+        most_inputs: bytes of the device that "auto" gives to inputs at most; None for no limit but the room.
     """
-    load = load._replace(tile=auto_tile(shape) if wish.tile is None else wish.tile, on_disk=0, on_host=0)
+    tile = auto_tile(shape) if wish.tiles is None else 0
+    load = load._replace(tile=tile, tiles=wish.tiles or 0, on_disk=0, on_host=0, first=wish.first)
     if wish.tier is None:
         return load
     load = load._replace(recompute=True)
     # The newest input stays, since the backward begins with it.
-    most = max(len(shape.blocks) - 1, 0)
+    most = max(len(recomputed(shape, load)) - 1, 0)
     if wish.tier == "device" or not most:
         return load
-    if wish.tier == "cpu":
-        return load._replace(on_host=most)
     if wish.tier == "nvme":
         return load._replace(on_disk=most)
 
-    def on_device(gone: int) -> bool:
-        return need(shape, load._replace(on_host=gone)).device <= room.device
+    sizes = [input_nbytes(shape, load, block) for block in recomputed(shape, load)]
 
-    gone = min(bisect_left(range(most + 1), True, key=on_device), most)
-    largest = max(input_nbytes(shape, load, block) for block in shape.blocks)
+    def on_device(gone: int) -> bool:
+        load_gone = load._replace(on_host=gone)
+        staying = sum(sizes[gone:])
+        return need(shape, load_gone).device <= room.device and (most_inputs is None or staying <= most_inputs)
+
+    gone = most if wish.tier == "cpu" else min(bisect_left(range(most + 1), True, key=on_device), most)
+    largest = max(sizes)
     in_host = min(gone, max(room.host, 0) // largest)
     if in_host < gone and drives:
         # Inputs on DISK pass through buffers in HOST.

@@ -18,11 +18,15 @@ class Load(NamedTuple):
     chunked_loss: bool = False
     """True if the loss is computed for chunks of tokens, so that never all logits are in memory."""
     tile: int = 0
-    """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once."""
+    """Tokens of a tile of an MLP; 0 computes an MLP for all tokens at once, or in `tiles`."""
+    tiles: int = 0
+    """Tiles of an MLP, in the place of their tokens; 0 leaves them to `tile`."""
     on_disk: int = 0
     """Blocks whose input waits on DISK, the first ones of the forward."""
     on_host: int = 0
     """Blocks whose input waits in HOST memory, the next ones; the inputs of all others stay on the device."""
+    first: int = 0
+    """Blocks that are recomputed, the first ones of the forward; 0 for all."""
 
     def tokens(self, shape: Shape) -> int:
         """Returns the tokens of a step."""

@@ -19,6 +19,8 @@ _HOST_SHARE = 0.8
 """Fraction of the host memory beside the host arena that inputs may take, if neither of both budgets is set."""
 _SHARE_OF_REST = 0.5
 """The same if the host budget is set and "activation_memory" is not."""
+_RESERVE = 4
+"""On an accelerator, "auto" leaves a quarter of the device's room to everything but inputs, as the engine does."""
 _UNKNOWN = 1 << 62
 """Room on drives whose free space is not known."""
 _MOST = 1 << 40
@@ -70,9 +72,11 @@ def room_of(hardware: Hardware, memory: Memory, wish: Wish) -> Room:
 
 def within(shape: Shape, load: Load, wish: Wish, room: Room) -> Load:
     """Returns `load` with the tiers of the blocks' inputs under a wish; more than `room` may be needed."""
-    # A copy within one memory frees nothing, so "auto" makes none.
+    # A copy within one memory frees nothing, so none is made.
     host = 0 if room.one_memory else room.host
-    return placed(shape, load, wish, Need(room.device, host, room.disk), room.drives)
+    tier = "auto" if wish.tier == "cpu" and room.one_memory else wish.tier
+    most = None if room.one_memory else room.device - room.device // _RESERVE
+    return placed(shape, load, wish._replace(tier=tier), Need(room.device, host, room.disk), room.drives, most)
 
 
 def fits(shape: Shape, load: Load, wish: Wish, room: Room) -> bool:

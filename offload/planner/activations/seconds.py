@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from offload.planner.activations.formulas import CHUNK_TOKENS, is_tiled, mlp_numel
+from offload.planner.activations.formulas import CHUNK_TOKENS, is_tiled, mlp_numel, tile_tokens
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.model_shape import Shape, Use
@@ -16,7 +16,7 @@ def of_tiles(shape: Shape, use: Use, load: Load, hardware: Hardware) -> float:
     """Returns the seconds that tiles of an MLP add to the backward: its forward once more, and sums of gradients."""
     if not is_tiled(shape, load) or not use.mlp_flops:
         return 0.0
-    tiles = math.ceil(load.batch * shape.sequence / load.tile)
+    tiles = math.ceil(load.batch * shape.sequence / tile_tokens(shape, load))
     again = load.batch * use.mlp_flops / hardware.matmul
     return again + tiles * _sum_seconds(mlp_numel(shape, use), hardware)
 

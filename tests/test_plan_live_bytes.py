@@ -1,0 +1,79 @@
+"""The bytes of activations that a plan predicts are those that are alive in a real step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from offload.finetune.model import make_ready
+from offload.losses import chunk_loss_of
+from offload.planner.activations.formulas import need
+from offload.planner.activations.load import Load
+from offload.planner.model_shape import from_name
+from offload.torch_internals import TorchDispatchMode, tree_leaves
+
+TOKENS, LAYERS = 1024, 3
+
+
+class _Alive(TorchDispatchMode):
+    """The peak of all bytes of tensors that were made inside and are alive, weights aside."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._known = {each.untyped_storage()._cdata for each in (*model.parameters(), *model.buffers())}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **kwargs or {})
+        self._alive = {key: each for key, each in self._alive.items() if not each[0].expired()}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
+        return out
+
+
+def drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@pytest.mark.parametrize("words", [128, 4096])
+@pytest.mark.parametrize("in_chunks", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_step_holds_the_planned_bytes(tmp_path: Path, words: int, in_chunks: bool, recompute: bool) -> None:
+    """Small tensors, such as the labels, are not counted, and the gradients of the head and of others are a few more.
+
+    Of few words the MLP of a block is the peak, of many the loss.
+    """
+    config = transformers.LlamaConfig(
+        hidden_size=256,
+        intermediate_size=896,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        vocab_size=words,
+        use_cache=False,
+    )
+    config.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    make_ready(model, recompute)
+    if in_chunks:
+        chunk_loss_of(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+    ids = torch.zeros(1, TOKENS, dtype=torch.long)
+    with _Alive(model) as alive:
+        model(input_ids=ids, labels=ids).loss.backward()
+    shape = from_name(str(tmp_path), TOKENS)
+    planned = need(shape, Load(1, 1, recompute, in_chunks)).device
+    largest = 2 * max(layout.numel for layout in shape.layouts)
+    assert 0.98 * alive.peak <= planned + 0.01 * largest
+    # The head's gradient is there twice in the plan of chunks: while it is summed, and while it is scaled.
+    assert planned <= 1.02 * alive.peak + 2 * largest * in_chunks
