@@ -21,7 +21,7 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
 from offload.losses import chunked
-from offload.planner import memory, reach, timing
+from offload.planner import memory, reach, request, timing
 from offload.planner import recommend as choice
 from offload.planner.activations import formulas
 from offload.planner.activations.formulas import CHUNK_TOKENS, Moving, Need, moving, need
@@ -259,7 +259,7 @@ def test_the_budget_of_host_memory_bounds_inputs(shape: Shape) -> None:
     content = memory.settings("cpu", "cpu", activations="cpu")
     content["offload"]["activation_memory"] = "10GiB"
     settled = choice.settled(shape, on, Load(1), content)
-    assert room_of(on, settled, wish_of(settled.config, content)).host == 10 * GIB
+    assert room_of(on, settled, wish_of(settled.config)).host == 10 * GIB
     fitting = choice.plan(shape.at(12_000), on, Load(1, chunked_loss=True), content)
     assert fitting.needed.host <= 10 * GIB and fitting.load.on_host == 39
     with pytest.raises(BudgetError, match="raise activation_memory"):
@@ -298,18 +298,17 @@ def test_files_of_inputs_need_a_folder(shape: Shape) -> None:
 )
 def test_the_configs_keys_are_read(block: dict[str, Any], wish: Wish) -> None:
     content = {"offload": block}
-    assert wish_of(load_config(content), content) == wish
+    assert wish_of(load_config(content)) == wish
 
 
 def test_deepspeeds_keys_are_read() -> None:
-    plain = load_config({})
     for block, wish in (
         ({"cpu_checkpointing": True}, CPU),
         ({"number_checkpoints": 4}, DEVICE._replace(first=4)),
         ({"contiguous_memory_optimization": True}, DEVICE),
         ({"cpu_checkpointing": False}, KEPT),
     ):
-        assert wish_of(plain, {"activation_checkpointing": block}) == wish
+        assert wish_of(load_config({"activation_checkpointing": block})) == wish
 
 
 # -- seconds ------------------------------------------------------------------------------------------
@@ -562,3 +561,16 @@ def test_a_micro_batch_that_is_too_large_is_told_with_one_that_fits() -> None:
     done = run(*COUNT, *MACHINE, "--activations", "device", "--batch-size", "400")
     batch = int(done.output.partition("--batch-size ")[2].split()[0])
     assert batch > 8 and run(*COUNT, *MACHINE, "--activations", "device", "--batch-size", str(batch)).exit_code == 0
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
+def test_the_budgets_of_a_plans_config_have_the_planned_room_for_inputs(shape: Shape, tier: str) -> None:
+    on, load = card(), Load(4)
+    planned = choice.with_host_budget(choice.plan(shape, on, load, config(tier)))
+    inputs = need(shape, planned.load).host
+    again = choice.plan(shape, on, load, request.ready(planned))
+    assert bool(inputs) == (tier != "auto")  # there all of them stay on the device
+    assert again.memory.placement.inputs_nbytes is not None
+    assert again.memory.placement.inputs_nbytes >= inputs
+    assert again.load == planned.load
+    assert again.memory.placement.classes == planned.memory.placement.classes

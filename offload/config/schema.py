@@ -194,7 +194,7 @@ class Config(Block):
                 "nvme_path is used only if memory is short or a run is resumed: no tier is nvme",
             ),
             (
-                self.offload.activation_memory is not None and self.activation_tier in (None, "device", "nvme"),
+                self.offload.activation_memory is not None and self.activation_tier in (None, "device"),
                 'activation_memory has no effect: it limits inputs in host memory, and "activations" is '
                 f"{self.activation_tier or 'not set'}",
             ),

@@ -48,7 +48,7 @@ from offload.finetune.options import (
 )
 from offload.finetune.output import MARK, check_apart, check_output, has_model, is_marked
 from offload.hardware import probe
-from offload.losses.choice import ChosenLoss, as_begun, choose_loss
+from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.planner.predict_run import as_step, predict
 from offload.planner.report import in_short
 from offload.presets import require_transformers
@@ -342,9 +342,9 @@ def _prediction(
     if found is None:
         return {}, ("no prediction: `offload probe` was not run on this machine; it takes a minute, once",)
     try:
-        planned = predict(
-            found, model, content, options.seq_len, always, options.gradient_checkpointing, resuming=resuming
-        )
+        chunked = would_be_chunked(model, options.chunked_loss)
+        again = options.gradient_checkpointing
+        planned = predict(found, model, content, options.seq_len, always, again, chunked, resuming)
     except Exception as error:  # a failed prediction must not stop the run; the line contains the reason
         kind = "" if isinstance(error, OffloadError) else f"{type(error).__name__}: "
         return {}, (f"no prediction: {kind}{error}",)

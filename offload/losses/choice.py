@@ -59,6 +59,16 @@ def choose_loss(
     return ChosenLoss(chunked=True, line=line, undo=undo)
 
 
+def would_be_chunked(model: nn.Module, wanted: bool | None) -> bool:
+    """Returns True if `choose_loss` would compute the loss in chunks. The model stays as it is."""
+    if wanted is not None or undo_of(model) is not None:
+        return wanted is not False
+    chosen = choose_loss(model, None, off="")
+    if chosen.undo is not None:
+        chosen.undo()
+    return chosen.chunked
+
+
 def as_it_is(reason: str) -> ChosenLoss:
     """Returns the choice to leave the model's loss as it is, with a line that gives the reason."""
     return ChosenLoss(chunked=False, line=f"the loss is not computed in chunks of tokens: {reason}")

@@ -29,6 +29,7 @@ def predict(
     sequence: int,
     always: Mapping[str, Any],
     recompute: bool = False,
+    chunked_loss: bool = False,
     resuming: bool = False,
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
@@ -40,6 +41,7 @@ def predict(
         sequence: tokens of a sequence.
         always: keyword arguments of each forward, beside the batch.
         recompute: True if activations are computed again in the backward.
+        chunked_loss: True if never all logits are in memory.
         resuming: True if the run's swap files exist already, so that free disk space does not matter.
 
     Raises:
@@ -50,7 +52,7 @@ def predict(
     machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
     shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
-    return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute), content)
+    return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute, chunked_loss), content)
 
 
 def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:

@@ -10,11 +10,12 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.planner.activations.kept import wish_of
 from offload.planner.activations.load import Load
-from offload.planner.activations.room import largest_batch, longest_sequence, room_of
+from offload.planner.activations.room import HOST_SHARE, largest_batch, longest_sequence, room_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import PATH, Memory
 from offload.planner.model_shape import Shape
 from offload.planner.recommend import Planned, plan, settled
+from offload.sizes import PAGE, parse_size
 
 _NEAR = 0.98
 """Fraction of the longest sequence that a faster placement has to reach to be preferred."""
@@ -83,6 +84,9 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
         block.pop(name, None)
         if value is not None:
             block[name] = value
+    # The bytes for inputs are part of the host budget.
+    if way.tier in (None, "device") and (inputs := block.pop("activation_memory", None)) and "host_memory" in block:
+        block["host_memory"] = parse_size(block["host_memory"]) - parse_size(inputs)
     if way.tier in ("nvme", "auto") and hardware.drives and not load_config(found).drives:
         block["nvme_path"] = [drive.name for drive in hardware.drives if drive.name.startswith("/")] or [PATH]
         # With a folder "auto" would mean durable steps, which the config did not have before.
@@ -99,7 +103,7 @@ def reach(planned: Planned) -> list[Reach]:
         content = with_way(planned.content, way, planned.hardware)
         memory = settled(planned.shape, planned.hardware, load, content)
         lengths = _lengths(planned.shape, planned.hardware, load, content, memory)
-        wish = wish_of(memory.config, content)
+        wish = wish_of(memory.config)
         batch = largest_batch(planned.shape, load, wish, room_of(planned.hardware, memory, wish))
         found.append(Reach(way, *lengths, batch, _seconds(planned, load, content)))
     return found
@@ -133,30 +137,28 @@ def search(
     return [_longest(shape, hardware, load, placed, way, chunked) for way in ways(hardware)]
 
 
-def _budgets(
-    shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]
-) -> Iterator[tuple[Mapping[str, Any], Memory]]:
-    """Yields a config and its memory, then those with the least host budget, which leaves the most to inputs."""
+def _budgets(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields a config, then the one with the least host memory for states, which leaves the most to inputs."""
     memory = settled(shape, hardware, load, content)
-    yield content, memory
+    yield content
     if memory.config.offload.host_memory is None and memory.placement.on_disk:
-        block = {**content.get("offload", {}), "host_memory": memory.least_host}
-        tight = {**content, "offload": block}
-        yield tight, settled(shape, hardware, load, tight)
+        rest = int(HOST_SHARE * (hardware.ram - memory.least_host)) // PAGE * PAGE
+        both = {"host_memory": memory.least_host + rest, "activation_memory": rest}
+        yield {**content, "offload": {**content.get("offload", {}), **both}}
 
 
 def _longest(
     shape: Shape,
     hardware: Hardware,
     load: Load,
-    placed: Sequence[tuple[Mapping[str, Any], Memory]],
+    placed: Sequence[Mapping[str, Any]],
     way: Way,
     chunked: bool | None,
 ) -> Longest:
     """Returns the longest sequences of one way, and the plan of the longer one."""
-    contents = [with_way(content, way, hardware) for content, _ in placed]
+    contents = [with_way(content, way, hardware) for content in placed]
     lengths = [
-        _lengths(shape, hardware, load, content, memory) for content, (_, memory) in zip(contents, placed, strict=True)
+        _lengths(shape, hardware, load, content, settled(shape, hardware, load, content)) for content in contents
     ]
     plain, in_chunks = (max(each[index] for each in lengths) for index in (0, 1))
     with_chunks = in_chunks > plain if chunked is None else chunked
@@ -174,7 +176,7 @@ def _lengths(
     shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any], memory: Memory
 ) -> tuple[int, int]:
     """Returns the tokens of the longest sequence with all logits in memory, and with the loss in chunks."""
-    wish = wish_of(load_config(content), content)
+    wish = wish_of(load_config(content))
     room = room_of(hardware, memory, wish)
     plain, chunked = (
         longest_sequence(shape, load._replace(chunked_loss=in_chunks, recompute=False), wish, room)

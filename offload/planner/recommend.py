@@ -17,7 +17,7 @@ from offload.layout.device_need import growth
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak
 from offload.planner.activations.formulas import Need, need
-from offload.planner.activations.kept import wish_of
+from offload.planner.activations.kept import wish_of, with_host_memory
 from offload.planner.activations.load import Load
 from offload.planner.activations.room import Room as ActivationRoom
 from offload.planner.activations.room import for_device, room_of
@@ -100,7 +100,7 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
         BudgetError: a budget is too small, or the activations do not fit.
     """
     memory = settled(shape, hardware, load, content)
-    wish = wish_of(memory.config, content)
+    wish = wish_of(memory.config)
     room = room_of(hardware, memory, wish)
     if wish.tier == "nvme" and not room.drives:
         raise ConfigError(
@@ -156,8 +156,7 @@ def with_host_budget(planned: Planned) -> Planned:
     """
     best = planned
     for budget in _budgets(planned):
-        content = copy.deepcopy(dict(planned.content))
-        content.setdefault("offload", {})["host_memory"] = budget
+        content = with_host_memory(planned.content, budget, need(planned.shape, planned.load).host)
         try:
             tried = plan(planned.shape, planned.hardware, planned.load, content)
         except BudgetError:
@@ -188,7 +187,8 @@ def _budgets(planned: Planned) -> Iterator[int]:
 def recommended_host(planned: Planned) -> int:
     """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
     content = copy.deepcopy(dict(planned.content))
-    content.get("offload", {}).pop("host_memory", None)
+    for name in ("host_memory", "activation_memory"):
+        content.get("offload", {}).pop(name, None)
     try:
         base = plan(planned.shape, planned.hardware, planned.load, content)
     except BudgetError:
@@ -260,7 +260,7 @@ def _check_device(shape: Shape, hardware: Hardware, load: Load, content: Mapping
     """
     if hardware.on_cpu:
         return
-    wish = wish_of(load_config(content), content)
+    wish = wish_of(load_config(content))
     whole = ActivationRoom(hardware.gpu_memory, 1 << 62, 1 << 62, drives=bool(hardware.drives))
     if not whole.has(need(shape, activation_room.within(shape, load, wish, whole))):
         room = room_of(hardware, settled(shape, hardware, load, content), wish)
@@ -283,7 +283,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
         if hardware.on_cpu or "nvme" not in tiers:
             raise
         memory = settle(shape.layouts, content, _room(hardware))
-        wish = wish_of(memory.config, content)
+        wish = wish_of(memory.config)
         # With no room on the device all inputs leave it that can.
         least = activation_room.within(shape, load, wish, room_of(hardware, memory, wish)._replace(device=0))
         room = for_device(hardware, memory) - beside_weights(memory, shape, least)

@@ -20,6 +20,8 @@ from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
 from offload.planner import recommend as choice
+from offload.planner.activations.formulas import need
+from offload.planner.activations.kept import with_host_memory
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
@@ -322,8 +324,11 @@ def ready(planned: Planned) -> dict[str, Any]:
     """
     content = copy.deepcopy(dict(planned.content))
     block = content.setdefault("offload", {})
-    if planned.memory.host:
-        block.setdefault("host_memory", format_exact(planned.memory.host))
+    if planned.memory.host and "host_memory" not in block:
+        inputs = need(planned.shape, planned.load).host
+        content = with_host_memory(content, planned.memory.host, inputs)
+        block = content["offload"]
+        block |= {name: format_exact(block[name]) for name in ("host_memory", "activation_memory") if name in block}
     if planned.hardware.on_cpu or planned.hardware.unified:
         block.setdefault("device_memory", format_exact(planned.memory.device))
     content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from bisect import bisect_left
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from offload.config import Config
+from offload.config import Config, load_config
 from offload.planner.activations.formulas import STAGED_INPUTS, Need, input_nbytes, need, recomputed
 from offload.planner.activations.load import Load
 from offload.planner.model_shape import Shape
+from offload.sizes import PAGE, align_up
 
-_THEIRS = ("number_checkpoints", "cpu_checkpointing", "contiguous_memory_optimization", "partition_activations")
-"""Keys of DeepSpeed's block that have blocks computed again."""
 _LEAST_TILE = 1024
 """Least tokens of an automatic tile, as of the engine's."""
 
@@ -30,22 +30,31 @@ class Wish(NamedTuple):
     """Blocks that are recomputed, the first ones; 0 for all."""
 
 
-def wish_of(config: Config, content: Mapping[str, Any]) -> Wish:
-    """Returns the wish of a config.
+def wish_of(config: Config) -> Wish:
+    """Returns the wish of a config."""
+    own, first = config.offload, config.activation_checkpointing.number_checkpoints or 0
+    tiles = None if own.tile_mlp == "auto" else int(own.tile_mlp)
+    return Wish(config.activation_tier, own.activation_memory, tiles, first)
+
+
+def with_host_memory(content: Mapping[str, Any], host: int, inputs: int) -> dict[str, Any]:
+    """Returns a config with a host budget for states and, as part of it, for inputs of blocks.
 
     Args:
-        config: the config.
-        content: the same in DeepSpeed's form, for DeepSpeed's own keys.
+        content: a config in DeepSpeed's form.
+        host: bytes of the host arena.
+        inputs: bytes of host memory for inputs, beside the arena.
     """
-    own = config.offload
-    theirs = content.get("activation_checkpointing")
-    tier: str | None = own.activations
-    first = 0
-    if isinstance(theirs, Mapping):
-        first = int(theirs.get("number_checkpoints") or 0)
-        if tier is None and any(theirs.get(name) for name in _THEIRS):
-            tier = "cpu" if theirs.get("cpu_checkpointing") else "device"
-    return Wish(tier, own.activation_memory, None if own.tile_mlp == "auto" else int(own.tile_mlp), first)
+    found = copy.deepcopy(dict(content))
+    block = found.setdefault("offload", {})
+    # The least is a page: without the key, the engine would set half of what is left aside.
+    uses = load_config(found).activation_tier not in (None, "device")
+    inputs = align_up(max(inputs, PAGE)) if uses else 0
+    block["host_memory"] = host + inputs
+    block.pop("activation_memory", None)
+    if inputs:
+        block["activation_memory"] = inputs
+    return found
 
 
 def auto_tile(shape: Shape) -> int:

@@ -15,10 +15,8 @@ from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.sizes import format_size
 
-_HOST_SHARE = 0.8
-"""Fraction of the host memory beside the host arena that inputs may take, if neither of both budgets is set."""
-_SHARE_OF_REST = 0.5
-"""The same if the host budget is set and "activation_memory" is not."""
+HOST_SHARE = 0.8
+"""Fraction of the host memory beside the host arena that inputs may take, if no budget is set."""
 _RESERVE = 4
 """On an accelerator, "auto" leaves a quarter of the device's room to everything but inputs, as the engine does."""
 _UNKNOWN = 1 << 62
@@ -61,8 +59,10 @@ def room_of(hardware: Hardware, memory: Memory, wish: Wish) -> Room:
         device = rest - memory.device
     else:
         device = for_device(hardware, memory) - memory.device - gradient_in_flight(memory)
-    share = _HOST_SHARE if memory.config.offload.host_memory is None else _SHARE_OF_REST
-    host = max(int(share * rest), 0) if wish.host is None else min(wish.host, rest)
+    if memory.config.offload.host_memory is not None and memory.placement.inputs_nbytes is not None:
+        host = memory.placement.inputs_nbytes
+    else:
+        host = max(int(HOST_SHARE * rest), 0) if wish.host is None else min(wish.host, rest)
     # Files of inputs are in the folders that the config names.
     drives = hardware.drives if memory.config.drives else ()
     unknown = any(drive.free is None for drive in drives)
