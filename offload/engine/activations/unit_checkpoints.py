@@ -140,8 +140,9 @@ class UnitCheckpoints:
             self._device.synchronize()
         call.began = time.perf_counter()
         call.versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-        call.generator = checkpointing(recompute, *leaves)
-        next(call.generator)
+        generator = checkpointing(recompute, *leaves)
+        next(generator)  # may wait for I/O, and so run a handler that calls `abandon`
+        call.generator = generator
         return args, kwargs
 
     def _is_checkpointed(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
