@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from tests.mutants import above, device, engine, swapper
+from tests.mutants import above, activations, device, engine, swapper
 
-MUTANTS = (*swapper.MUTANTS, *engine.MUTANTS, *above.MUTANTS, *device.MUTANTS)
+MUTANTS = (*swapper.MUTANTS, *engine.MUTANTS, *above.MUTANTS, *device.MUTANTS, *activations.MUTANTS)
