@@ -13,7 +13,7 @@ import torch
 
 import offload
 from tests import device
-from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, running, small_inputs_move, stack
+from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, running, small_inputs_move, stack
 from tests.support.fault_injection import LateQueue, use_queue
 
 pytestmark = pytest.mark.test_device
@@ -47,10 +47,10 @@ def _retained(engine: offload.Engine, step: int, chance: random.Random) -> None:
 def _dropped(engine: offload.Engine, step: int, chance: random.Random) -> None:
     """Graphs that end while their inputs are on their way: before the backward, and in its middle."""
     _loss(engine, step, 1)
-    kept = _loss(engine, step, 2)
+    middle = _loss(engine, step, 2)
     _loss(engine, step, 3)
-    torch.autograd.grad(kept, list(engine.module.blocks[DEPTH - 3].parameters()))
-    del kept
+    torch.autograd.grad(middle, list(engine.module.blocks[DEPTH - 3].parameters()))
+    del middle
     engine.backward(_loss(engine, step, 0))
 
 
@@ -120,3 +120,17 @@ def test_an_input_that_is_changed_while_it_is_copied_is_refused(behind: int, lat
             block.register_forward_hook(change)
         with pytest.raises(RuntimeError, match="was changed in place after the unit had run"):
             engine.backward(_loss(engine, 0, 0))
+
+
+def test_memory_of_an_upload_that_nobody_waits_for_is_not_given_to_other_compute(tmp_path: Path) -> None:
+    """The backward ends before it comes to the input that is on its way."""
+    with running(JOB._replace(model=stack(DEPTH)), tmp_path, PLAIN, activations="cpu") as engine:
+        for seed in range(8):
+            device.seed(seed, 1.0)
+            loss = _loss(engine, seed, 0)
+            torch.autograd.grad(loss, list(engine.module.blocks[DEPTH - 3].parameters()))
+            del loss
+            kept(engine).recover()
+            others = [torch.full((64, WIDTH), 7.0, device=engine.device) for _ in range(24)]
+            torch.accelerator.synchronize()
+            assert all(bool((other == 7.0).all()) for other in others)

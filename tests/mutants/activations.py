@@ -25,12 +25,6 @@ MUTANTS = (
         "ready = (*block.after,)",
     ),
     _streams(
-        "download over what an upload reads",
-        "kept_inputs",
-        "ready = (*block.after, self._device.record_event())",
-        "ready = (self._device.record_event(),)",
-    ),
-    _streams(
         "give memory of the device away under its download",
         "kept_inputs",
         "            self._device.wait_event(kept.memory.downloaded)\n",
@@ -41,12 +35,6 @@ MUTANTS = (
         "kept_inputs",
         "                self._device.wait_event(memory.uploaded)\n",
         "",
-    ),
-    _streams(
-        "upload before the download",
-        "kept_inputs",
-        "ready = (memory.downloaded, self._device.record_event())",
-        "ready = (self._device.record_event(),)",
     ),
     _streams(
         "upload into memory that compute uses",
@@ -89,12 +77,6 @@ MUTANTS = (
         "kept_inputs",
         "            kept.changed = kept.changed or tensor._version != kept.version\n",
         "",
-    ),
-    _streams(
-        "miss a change before the download",
-        "kept_inputs",
-        "        if tensor._version != kept.version:\n            kept.changed",
-        "        if False:\n            kept.changed",
     ),
     # -- I/O
     _input(
@@ -144,7 +126,7 @@ MUTANTS = (
         "staging",
         "        memory.settle()\n        self.check_open()",
         "        memory.writing = memory.reading = None\n        self.check_open()",
-        "interrupts",
+        "in_flight",
     ),
     # -- Ctrl-C
     _input(
@@ -152,14 +134,14 @@ MUTANTS = (
         "staging",
         "        except IoError:  # no other error: after a Ctrl-C the drive still reads the block",
         "        except BaseException:",
-        "interrupts",
+        "in_flight",
     ),
     _input(
         "take a Ctrl-C for the end of a read",
         "staging",
         "        except IoError:  # no other error: after a Ctrl-C the drive still writes to the block",
         "        except BaseException:",
-        "interrupts",
+        "in_flight",
     ),
     _input(
         "lose a Ctrl-C where a graph ends",
