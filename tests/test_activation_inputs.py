@@ -326,12 +326,13 @@ def test_views_of_an_input_are_kept_once(tier: str, tmp_path: Path) -> None:
 
 
 class Overwritten(Stack):
-    """Memory that has other values for the second block than for the first, which uses no value of it in backward."""
+    """Memory that is an input twice, with other values. The graph of the first is alive, and never run backward."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         hidden = self.first(batch)
+        self.unused: list[torch.Tensor] = []
         for block in self.blocks:
-            hidden = block(hidden)
+            self.unused.append(block(hidden))
             hidden.mul_(0.5)
             hidden = block(hidden)
         return hidden

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import offload
-from offload.errors import UsageError
+from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.torch_internals import top_saved_tensor_hooks
 from tests.support.checkpointed import JOB, gives_back, running, small_inputs_move, square_loss, stack
@@ -147,7 +147,7 @@ def test_a_handler_may_destroy_the_engine(
 
         signal.signal(signal.SIGTERM, stop)
         train_step(engine, DEEP, 0)
-        with pytest.raises((Stopped, UsageError)), _signal_at(call, signal.SIGTERM, only_waits) as counted:
+        with pytest.raises((Stopped, UsageError, EngineFailed)), _signal_at(call, signal.SIGTERM, only_waits) as counted:
             _interrupted(engine, 1)
             assert counted[0] < call, "the engine went on after its end"
             engine.destroy()

@@ -151,13 +151,6 @@ MUTANTS = (
         "interrupts",
     ),
     _input(
-        "wait for the lock of a call that a handler has interrupted",
-        "kept_inputs",
-        "threading.RLock()",
-        "threading.Lock()",
-        "interrupts",
-    ),
-    _input(
         "go on after a handler has destroyed the engine",
         "staging",
         "        if self.closed:\n",
