@@ -18,7 +18,7 @@ from offload.aio import DirectFile, File
 from offload.errors import IoError, StoreError, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.store.spill_file import SpillFile
-from tests.support.checkpointed import JOB, gives_back, kept, running, small_inputs_move, square_loss, stack
+from tests.support.checkpointed import JOB, batch, gives_back, kept, running, small_inputs_move, square_loss, stack
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, train_step
 
@@ -79,6 +79,37 @@ def test_a_request_that_fails_is_told_once_and_training_goes_on(
         # A write that failed does no harm where its input is fetched before its memory is needed for another.
         assert fault.failed == 1 and told <= 1 and (told == 1 or operation == "write")
         assert losses == expected
+        gives_back(engine)
+
+
+def _slopes(model: Any, times: int) -> tuple[list[torch.Tensor], int]:
+    """Returns the gradient at a batch, so many times through one graph, and how many other times an error came."""
+    hidden = batch(0).requires_grad_()
+    loss = model(hidden).square().mean()
+    found: list[torch.Tensor] = []
+    errors = 0
+    while len(found) < times:
+        try:
+            found += torch.autograd.grad(loss, hidden, retain_graph=True)
+        except IoError:
+            errors += 1
+    return found, errors
+
+
+@pytest.mark.parametrize(("operation", "after"), [("read", 0), ("read", 5), ("read", 11), ("write", 11)])
+def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
+    operation: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write is one that the forward does not wait for."""
+    with running(DEEP, tmp_path / "plain") as engine:
+        (expected,), _ = _slopes(engine, 1)
+    fault = Once(operation, after)
+    use_queue(monkeypatch, lambda: LateQueue(after, 0.002, fault))
+    with running(DEEP, tmp_path / "cut", activations="nvme") as engine:
+        found, errors = _slopes(engine, 4)
+        assert (fault.failed, errors) == (1, 1)
+        assert all(torch.equal(each, expected) for each in found)
+        del found
         gives_back(engine)
 
 

@@ -5,6 +5,13 @@
 
 from __future__ import annotations
 
-from tests.mutants import above, device, engine, swapper, tiles
+from tests.mutants import above, activations, device, engine, swapper, tiles
 
-MUTANTS = (*swapper.MUTANTS, *engine.MUTANTS, *above.MUTANTS, *device.MUTANTS, *tiles.MUTANTS)
+MUTANTS = (
+    *swapper.MUTANTS,
+    *engine.MUTANTS,
+    *above.MUTANTS,
+    *device.MUTANTS,
+    *activations.MUTANTS,
+    *tiles.MUTANTS,
+)

@@ -17,6 +17,7 @@ import pytest
 from offload.aio import File, IoFuture, IoQueue
 from offload.engine.setup import initialize
 from offload.errors import IoError
+from offload.interrupts import interruptible
 from offload.swapper.store import Store
 
 
@@ -29,6 +30,7 @@ class _Late:
     def done(self) -> bool:
         return self._future.done()
 
+    @interruptible  # as `IoFuture.wait`
     def wait(self, timeout: float | None = None) -> int:
         return self._future.result(timeout).wait()
 

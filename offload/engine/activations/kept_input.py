@@ -13,6 +13,7 @@ from offload.aio.protocols import Future
 from offload.engine.activations.disk_slots import Slot
 from offload.engine.activations.host_blocks import Block
 from offload.errors import IoError
+from offload.interrupts import uninterrupted
 from offload.sizes import PAGE
 from offload.states import Tier
 from offload.swapper.memory.device import DONE, Event
@@ -82,6 +83,7 @@ class KeptInput:
         self.stays = False
         """True if the input stays on the device, because no other tier had room."""
 
+    @uninterrupted  # Python drops what is raised in here, a Ctrl-C too
     def __del__(self) -> None:
         # Any thread, at any time: no lock may be taken here.
         memory = self.memory

@@ -167,7 +167,7 @@ class KeptInputs:
         if tensor._version != kept.version:
             kept.changed = kept.stays = True
             return
-        block = self._staging.block(kept.nbytes, self._alive())
+        block = self._staging.take_block(kept.nbytes, self._alive())
         if block is None:
             kept.stays = True
             self._report_full(kept.nbytes)

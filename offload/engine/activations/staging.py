@@ -60,7 +60,7 @@ class Staging:
                 return
             self._write(each)
 
-    def block(self, nbytes: int, kept: Sequence[KeptInput]) -> Block | None:
+    def take_block(self, nbytes: int, kept: Sequence[KeptInput]) -> Block | None:
         """Returns a block, for which the oldest of `kept` goes to DISK if necessary; None if there is no room.
 
         Raises:
@@ -138,7 +138,7 @@ class Staging:
         return True
 
     def to_block(self, kept: KeptInput, others: Sequence[KeptInput]) -> Block:
-        """Returns the block of an input after the read of its bytes; for `others` see `block`.
+        """Returns the block of an input after the read of its bytes; for `others` see `take_block`.
 
         Raises:
             IoError: if the input could not be read, or another one not be written.
@@ -147,7 +147,7 @@ class Staging:
         """
         memory = kept.memory
         if memory.block is None:
-            block = self.block(kept.nbytes, others)
+            block = self.take_block(kept.nbytes, others)
             if block is None:
                 raise BudgetError(
                     f"host memory has no room for {format_size(kept.nbytes)} of an input of a checkpointed unit, which "

@@ -26,7 +26,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -47,6 +47,26 @@ from offload.torch_internals import (
 )
 
 
+class _Buffer(NamedTuple):
+    """A buffer of a block as the block's forward has found it."""
+
+    name: str
+    owner: nn.Module
+    tensor: torch.Tensor
+    version: int
+
+    @property
+    def may_have_changed(self) -> bool:
+        """True if the forward has changed the buffer in place, as far as torch knows: kernels of norms say nothing."""
+        return self.tensor._version != self.version or isinstance(self.owner, nn.modules.batchnorm._NormBase)
+
+
+class _Weight(NamedTuple):
+    """A parameter among the arguments of a block. It stays where it is: other objects than tensors are not saved."""
+
+    parameter: Any
+
+
 class _Call:
     """A call of a block that has begun and not ended."""
 
@@ -54,7 +74,7 @@ class _Call:
         self.module = module
         self.generator: Generator[None, None, None] | None = None
         """None if the call is not checkpointed."""
-        self.versions: list[tuple[str, torch.Tensor, int]] = []
+        self.buffers: list[_Buffer] = []
         self.began = time.perf_counter()
 
 
@@ -73,6 +93,7 @@ class UnitCheckpoints:
         blocks: Sequence[str],
         device: Device,
         other_hooks: Callable[[], Any],
+        is_weight: Callable[[Any], bool],
         synchronize: bool,
         seconds: UnitSeconds | None,
     ) -> None:
@@ -82,13 +103,14 @@ class UnitCheckpoints:
             blocks: names of the modules that are computed again.
             device: the compute device.
             other_hooks: returns the innermost saved-tensor hooks of this thread that are no engine's, or None.
+            is_weight: returns True for a parameter of the model.
             synchronize: True to wait for the device at the border of each block.
             seconds: records how long each block takes; None to record nothing.
         """
         self.blocks = tuple(blocks)
         self._device, self._synchronize, self._seconds = device, synchronize, seconds
         self._local = _Local()
-        self._other_hooks = other_hooks
+        self._other_hooks, self._is_weight = other_hooks, is_weight
         self._removers: list[Callable[[], None]] = []
 
     def install(self, modules: Mapping[str, nn.Module]) -> None:
@@ -130,18 +152,21 @@ class UnitCheckpoints:
             return None
         args, kwargs = without_cache(args, kwargs)
         leaves, tree = tree_flatten((args, kwargs))
+        leaves = [_Weight(leaf) if self._is_weight(leaf) else leaf for leaf in leaves]
 
         def recompute(*inputs: Any) -> None:
-            again, named = tree_unflatten(inputs, tree)
+            values = [each.parameter if isinstance(each, _Weight) else each for each in inputs]
+            again, named = tree_unflatten(values, tree)
             with self._recomputation(module, call):
                 module(*again, **named)
 
         if self._synchronize:
             self._device.synchronize()
         call.began = time.perf_counter()
-        call.versions = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-        call.generator = checkpointing(recompute, *leaves)
-        next(call.generator)
+        call.buffers = _buffers_of(module)
+        generator = checkpointing(recompute, *leaves)
+        next(generator)  # may wait for I/O, and so run a handler that calls `abandon`
+        call.generator = generator
         return args, kwargs
 
     def _is_checkpointed(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -177,12 +202,12 @@ class UnitCheckpoints:
             self._device.synchronize()
         if self._seconds is not None:
             self._seconds.add_forward(name, time.perf_counter() - call.began)
-        _check_buffers(module, name, call)
+        _check_buffers(name, call)
 
     @contextlib.contextmanager
     def _recomputation(self, module: nn.Module, call: _Call) -> Iterator[None]:
         """Marks a recomputation of `module`, after which its buffers are as before; see [Note: buffers]."""
-        changed = [(buffer, buffer.clone()) for _, buffer, version in call.versions if buffer._version != version]
+        changed = [(each.tensor, each.tensor.clone()) for each in call.buffers if each.may_have_changed]
         began = time.perf_counter()
         try:
             yield
@@ -257,15 +282,25 @@ def _is_cache(value: Any) -> bool:
     )
 
 
-def _check_buffers(module: nn.Module, name: str, call: _Call) -> None:
+def _buffers_of(module: nn.Module) -> list[_Buffer]:
+    """Returns the buffers of a block as they are now."""
+    return [
+        _Buffer(f"{path}.{name}" if path else name, owner, buffer, buffer._version)
+        for path, owner in module.named_modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+
+
+def _check_buffers(name: str, call: _Call) -> None:
     """Raises `UsageError` if the forward has changed a buffer that it may also have read; see [Note: buffers]."""
-    for buffer_name, buffer, version in call.versions:
-        path, _, last = buffer_name.rpartition(".")
-        owner = module.get_submodule(path)
-        changed = buffer._version != version or _differs(owner._buffers.get(last), buffer)
-        if changed and not isinstance(owner, nn.modules.batchnorm._NormBase):
+    for each in call.buffers:
+        if isinstance(each.owner, nn.modules.batchnorm._NormBase):
+            continue
+        now = each.owner._buffers.get(each.name.rpartition(".")[2])
+        if each.tensor._version != each.version or _differs(now, each.tensor):
             raise UsageError(
-                f"{name} changes its buffer {buffer_name} in forward, so a recomputation in backward would compute "
+                f"{name} changes its buffer {each.name} in forward, so a recomputation in backward would compute "
                 'something else. Leave "activations" and "activation_checkpointing" out of the config, and checkpoint '
                 "other modules by torch.utils.checkpoint, if any"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -18,7 +19,7 @@ from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import ComputeSpans
 from offload.engine.params.module_hooks import ModuleHooks
-from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, other_hooks
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.setup.plan import Plan
@@ -92,8 +93,15 @@ def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timelin
     if plan.config.activation_tier is not None:
         blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
     seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
-    checkpoints = UnitCheckpoints(blocks, plan.device, other_hooks, block.synchronize_checkpoint_boundary, seconds)
+    checkpoints = UnitCheckpoints(
+        blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
+    )
     return Activations(checkpoints=checkpoints, inputs=_kept_inputs(plan, files, len(blocks), timeline))
+
+
+def _is_weight(value: Any) -> bool:
+    """Returns True for a parameter of a model under an engine."""
+    return handle_of(value) is not None
 
 
 def _kept_inputs(plan: Plan, files: RunFiles, blocks: int, timeline: Timeline) -> KeptInputs | None:

@@ -1,0 +1,311 @@
+"""Training with moved inputs: every dtype, LoRA, autocast, compiled blocks, several ranks and engines, a kill."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.swapper.memory.device import Device
+from tests.support import models
+from tests.support.checkpointed import JOB, MEMORY, Stack, batch, kept, running, small_inputs_move, stack
+from tests.support.oracle import (
+    Job,
+    Result,
+    assert_same,
+    config,
+    kill_and_resume,
+    room_for,
+    run,
+    start,
+    train_step,
+    trained,
+    weights_of,
+)
+from tests.support.rank_jobs import JOBS
+from tests.support.rank_pool import RankPool, train
+
+AREA = "Activation checkpointing"
+DISK = ("nvme", "nvme")
+TIERS = ("device", "cpu", "nvme")
+
+
+@pytest.fixture(autouse=True)
+def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_inputs_move(monkeypatch)
+
+
+def _same(job: Job, folder: Path, tier: str, placement: tuple[str, str] = DISK, **options: Any) -> None:
+    plain = run(job, MEMORY, folder / "plain")
+    assert_same(plain, run(job, placement, folder / tier, activations=tier, **options))
+
+
+# -- jobs ---------------------------------------------------------------------------------------------
+
+
+def autocast_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    kind = "cpu" if not isinstance(model, offload.Engine) else model.device.type
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        loss: torch.Tensor = model(batch(step, micro)).float().square().mean()
+        return loss
+
+
+TRAINING = {
+    "accumulation over three micro-batches": JOB._replace(accumulation=3),
+    "bf16": JOB._replace(dtype="bf16"),
+    "fp16 with a loss scale": JOB._replace(dtype="fp16", accumulation=2),
+    "torch's autocast": JOB._replace(loss=autocast_loss),
+    "LoRA by peft": models.LORA,
+    "dropout, GPT-2": models.DROPOUT._replace(accumulation=2),
+    "Lion": JOB._replace(optimizer="Lion"),
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in TRAINING]
+)
+def test_training_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:
+    job = TRAINING[name]._replace(steps=3)
+    _same(job, tmp_path, tier, device_memory=room_for(job, 3))
+
+
+class CompiledStack(Stack):
+    """Each block is compiled by itself."""
+
+    depth = 3
+
+    def block(self, index: int) -> nn.Module:
+        block = super().block(index)
+        block.compile(backend="aot_eager")
+        return block
+
+
+class CompiledByFunction(CompiledStack):
+    def block(self, index: int) -> nn.Module:
+        compiled: Any = torch.compile(Stack.block(self, index), backend="aot_eager")
+        return compiled
+
+
+COMPILED = {"`block.compile()`": CompiledStack, "`torch.compile(block)`": CompiledByFunction}
+
+
+@pytest.mark.cpu_only("the compiler has no code for another device of tests")
+@pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in COMPILED]
+)
+def test_compiled_blocks_keep_their_bits(name: str, tier: str, tmp_path: Path) -> None:
+    torch.compiler.reset()
+    try:
+        _same(JOB._replace(model=COMPILED[name]), tmp_path, tier)
+    finally:
+        torch.compiler.reset()
+
+
+def overflowing_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(step, micro)).float().square().mean() * (1e6 if step == 1 else 1)
+    return loss
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_step_that_fp16_skips_keeps_the_bits(tier: str, tmp_path: Path) -> None:
+    job = JOB._replace(dtype="fp16", loss=overflowing_loss, steps=4)
+    found = []
+    for options in ({}, {"activations": tier}):
+        with running(job, tmp_path / str(len(options)), **options) as engine:
+            losses = [train_step(engine, job, step) for step in range(job.steps)]
+            assert engine.skipped_steps == 1
+            found.append((losses, [float(value.double().sum()) for value in weights_of(engine).values()]))
+    assert found[0] == found[1]
+
+
+# -- several ranks, a kill ----------------------------------------------------------------------------
+
+
+def _on_a_rank(job: Job, folder: Path, tier: str) -> list[Result]:
+    patch = pytest.MonkeyPatch()
+    with patch.context() as within:
+        small_inputs_move(within)
+        plain = train(job, DISK, folder / "plain")
+        return [plain, train(job, DISK, folder / tier, activations=tier)]
+
+
+@pytest.mark.cpu_only("the ranks are processes of the CPU")
+@pytest.mark.works(AREA, "two ranks, each with inputs of its own", "right")
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("name", ["gpt2", "mixture"])
+def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_path: Path) -> None:
+    job = JOBS[name]._replace(steps=3)
+    for plain, moved in ranks.run(_on_a_rank, job, tmp_path, tier):
+        assert_same(plain, moved)
+
+
+@pytest.mark.cpu_only("the processes that are killed are of the CPU")
+@pytest.mark.works(AREA, "SIGKILL at random, resume", "right")
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_run_that_is_killed_and_resumed_is_the_unbroken_one(tier: str, tmp_path: Path) -> None:
+    job = models.DROPOUT._replace(steps=40)
+    unbroken = run(job, DISK, tmp_path / "plain")
+    options = {"activations": tier, "activation_memory": None}
+    resumed = kill_and_resume(job, DISK, tmp_path / "run", kills=2, late=0.002, **options)
+    assert_same(unbroken, resumed)
+    assert not list((tmp_path / "run").glob("**/.offload-spill*"))
+
+
+# -- two engines --------------------------------------------------------------------------------------
+
+
+@pytest.mark.works(AREA, "two engines, one model's output is the other's input", "right")
+@pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "device")], ids=str)
+def test_two_engines_keep_their_bits(tiers: tuple[str, str], tmp_path: Path) -> None:
+    """Their graphs are one; each engine keeps the inputs of its own blocks."""
+
+    def losses(folder: Path, *tiers: str | None) -> list[float]:
+        options = [{} if tier is None else {"activations": tier} for tier in tiers]
+        engines = [
+            start(JOB._replace(seed=seed), MEMORY, folder / str(seed), **options[seed]) for seed in range(len(tiers))
+        ]
+        found = []
+        for step in range(3):
+            loss = engines[1](engines[0](batch(step))).square().mean()
+            loss.backward()
+            for engine in engines:
+                engine.step()
+            found.append(float(loss.detach()) + sum(engine.get_global_grad_norm() for engine in engines))
+        for engine in engines:
+            engine.destroy(remove=True)
+        return found
+
+    assert losses(tmp_path / "tiers", *tiers) == losses(tmp_path / "plain", None, None)
+
+
+# -- keys of the block "activation_checkpointing" -----------------------------------------------------
+
+
+def _with_keys(job: Job, folder: Path, **keys: Any) -> offload.Engine:
+    asked = config(job, MEMORY, folder)
+    asked["activation_checkpointing"] = keys
+    torch.manual_seed(job.seed)
+    engine: offload.Engine = offload.initialize(model=job.model(), config=asked)[0]
+    return engine
+
+
+def _calls(engine: offload.Engine) -> Callable[[], list[int]]:
+    """Returns a function that gives the calls of each block since the last asking."""
+    counts = [0] * len(engine.module.blocks)
+
+    def count(index: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            counts[index] += 1
+
+        return hook
+
+    for index, block in enumerate(engine.module.blocks):
+        block.register_forward_pre_hook(count(index))
+
+    def since() -> list[int]:
+        found = list(counts)
+        counts[:] = [0] * len(counts)
+        return found
+
+    return since
+
+
+@pytest.mark.works(AREA, "DeepSpeed's keys, one by one", "right")
+@pytest.mark.parametrize(
+    ("keys", "again"),
+    [
+        ({"number_checkpoints": 3}, 3),
+        ({"number_checkpoints": 100}, 8),
+        ({"cpu_checkpointing": True}, 8),
+        ({"cpu_checkpointing": True, "number_checkpoints": 5}, 5),
+        ({"contiguous_memory_optimization": True, "cpu_checkpointing": True}, 8),
+        ({"partition_activations": True}, 8),
+        ({"synchronize_checkpoint_boundary": True, "number_checkpoints": 8}, 8),
+        ({"profile": True, "number_checkpoints": 8}, 8),
+        ({"profile": True}, 0),
+        ({}, 0),
+    ],
+    ids=str,
+)
+def test_a_key_of_deepspeed_does_what_it_says(keys: dict[str, Any], again: int, tmp_path: Path) -> None:
+    plain = run(JOB, MEMORY, tmp_path / "plain")
+    engine = _with_keys(JOB, tmp_path / "keys", **keys)
+    calls = _calls(engine)
+    found = trained(engine, JOB)
+    assert calls() == [2 * JOB.steps] * again + [JOB.steps] * (8 - again)
+    engine.destroy(remove=True)
+    assert_same(plain, found)
+
+
+def test_a_profile_is_a_line_of_each_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "offload"):
+        engine = _with_keys(JOB, tmp_path, profile=True, number_checkpoints=2)
+        for step in range(2):
+            train_step(engine, JOB, step)
+        engine.destroy(remove=True)
+    lines = [record.getMessage() for record in caplog.records if "forward and recomputation" in record.getMessage()]
+    figures = r"blocks\.0 \d+\.\d{4} and \d+\.\d{4}, blocks\.1 \d+\.\d{4} and \d+\.\d{4}"
+    assert len(lines) == 2
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(rf"step {number}, seconds of forward and recomputation: {figures}", line)
+
+
+def test_the_device_is_awaited_at_each_border(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = _with_keys(JOB, tmp_path, synchronize_checkpoint_boundary=True, number_checkpoints=8)
+    waits: list[None] = []
+    device: Device = engine._core.components.shards.device
+    monkeypatch.setattr(device, "synchronize", lambda: waits.append(None))
+    loss = JOB.loss(engine, 0, 0)
+    assert len(waits) == 2 * 8
+    engine.backward(loss)
+    assert len(waits) == 3 * 8
+    engine.destroy(remove=True)
+
+
+# -- modules that several names lead to ---------------------------------------------------------------
+
+
+class Repeats(Stack):
+    """One block in several places, of which each is a call of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1]] * 4)
+
+
+@pytest.mark.works(AREA, "one block in several places", "right")
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_block_in_several_places_keeps_the_bits(tier: str, tmp_path: Path) -> None:
+    _same(JOB._replace(model=Repeats), tmp_path, tier)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_copy_of_the_model_is_an_ordinary_model(tier: str, tmp_path: Path) -> None:
+    """`copy.deepcopy` takes the hooks along; they act for the engine's model alone."""
+    engine = start(JOB, MEMORY, tmp_path, activations=tier)
+    other = copy.deepcopy(engine.module.blocks[0])
+    hidden = torch.ones(2, 64, device=engine.device, requires_grad=True)
+    with torch.no_grad():
+        expected = engine.module.blocks[0](hidden)
+    found = other(hidden)
+    found.sum().backward()
+    assert torch.equal(found.detach(), expected) and hidden.grad is not None
+    assert sum(kept(engine).bytes_by_tier().values()) == 0
+    weights_of(engine)
+    engine.destroy(remove=True)
+
+
+def test_a_deep_stack_trains(tmp_path: Path) -> None:
+    """As many blocks as the largest models have."""
+    _same(JOB._replace(model=stack(96), steps=2), tmp_path, "nvme", MEMORY)
