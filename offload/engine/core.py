@@ -264,6 +264,7 @@ class EngineCore(EngineCallbacks):
         if not edits:
             return
         part = components.trainable[unit]
+        components.unit_views.outdate([unit])
         try:
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -131,6 +131,24 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
 
 
+def sites_with_hooks(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Returns the sites without layers of torch inside of a site that needs the same units.
+
+    Hooks at a module cost several microseconds in each call. A caller that calls such a layer alone is served by its
+    parameters' placeholders, since a layer of torch passes its parameters to functions of torch. A layer of anybody
+    else may do anything with them, so it keeps its hooks.
+    """
+    modules = dict(model.named_modules())
+    return {
+        name: needed
+        for name, needed in sites.items()
+        if not (
+            type(modules[name]).__module__.startswith("torch.nn.modules.")
+            and any(outer in sites and set(needed) <= set(sites[outer]) for outer in _outside_of(name))
+        )
+    }
+
+
 def _is_compiled_into(
     name: str, needed: Sequence[int], modules: dict[str, nn.Module], sites: dict[str, tuple[int, ...]]
 ) -> bool:
@@ -138,13 +156,18 @@ def _is_compiled_into(
 
     A caller that calls the inner module alone is served by its parameters' placeholders.
     """
-    outer = name
-    while outer:
-        outer = outer.rpartition(".")[0]
-        # The outer module's hooks fetch a superset of the units, so they suffice.
-        if is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer]):
-            return True
-    return False
+    # The outer module's hooks fetch a superset of the units, so they suffice.
+    return any(
+        is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer])
+        for outer in _outside_of(name)
+    )
+
+
+def _outside_of(name: str) -> Iterator[str]:
+    """Yields the names of the modules around a module, innermost first; the last is the root's, which is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -98,6 +98,7 @@ class Pager:
         self._device = device
         self._limits = limits
         self._peers = peers
+        self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
         """True if every rank is known to have every unit on its device."""
@@ -147,6 +148,32 @@ class Pager:
             self.release(unit)
             raise
         return view
+
+    def stays(self, unit: int) -> bool:
+        """Returns True if `unit` never leaves its place on the device, and needs no other rank."""
+        return self._stays[unit]
+
+    @uninterrupted
+    def use_in_place(self, unit: int) -> None:
+        """Begins a use, which needs no end, of a unit that `stays`: waits for its update.
+
+        The unit is not pinned. `begin_updates` orders the next update after all compute before it.
+        """
+        entry = self._entries[unit]
+        with self.lock:
+            self.table.access_order.use(unit)
+            self._uses += 1
+            self._hits += 1
+            self._fetch(entry)
+            self._prefetcher.run()
+        if entry.uploaded is not DONE:
+            self._device.wait_event(entry.uploaded)
+
+    def in_place(self, unit: int) -> torch.Tensor:
+        """Returns the weights of a unit that `stays`, (nbytes,) uint8 on the device: the pager's memory."""
+        device_buffer = self._entries[unit].device_buffer
+        assert device_buffer is not None
+        return self.arena.view(device_buffer)
 
     @uninterrupted
     def release(self, unit: int) -> None:
@@ -323,6 +350,11 @@ class Pager:
         with self.lock:
             if units:
                 self._all_have_all = False
+            for unit in units:
+                if self.stays(unit):
+                    entry = self._entries[unit]
+                    self._device.wait_event(entry.read)
+                    entry.read = self._device.record_event()
             self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:

@@ -137,6 +137,7 @@ class ModuleHooks:
             remover()
         self._removers.clear()
         self._compute.remove()
+        self._unit_views.vacate()
 
     @uninterrupted
     def reset_aborted(self) -> None:
@@ -241,16 +242,20 @@ class ModuleHooks:
         The units then stay materialized until that site is left. Only the order of streams is the module's own.
         """
         frames = self._local.frames
-        if not frames or external or not self._saved.active or torch.is_autocast_cache_enabled():
+        if not frames or external or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
         # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
         for frame in frames:
             if frame.module is module or module is self._root:
                 return False
         for unit in units:
-            if unit not in frames[-1].units:
+            if self._pager.stays(unit):
+                if unit not in self._unit_views.shown:
+                    self._unit_views.use(unit)  # until the outermost site ends: there is nothing to release
+            elif unit not in frames[-1].units:
                 return False
-            self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
+            else:
+                self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
         return True
 
     @uninterrupted

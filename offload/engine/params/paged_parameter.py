@@ -20,7 +20,7 @@ costs nothing per call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -100,6 +100,8 @@ class ParamHandle:
         # One element, expanded to the shape; NaN makes any use of the element visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
+        self._own = self._nan
+        """Memory of the parameter while a placeholder: of one element, or for a unit that stays the weights."""
 
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that fetches, reads and edits this parameter."""
@@ -153,9 +155,43 @@ class ParamHandle:
         if type(self.parameter) is PagedParameter:
             return
         # The data comes first, while the parameter is still an ordinary one: see `materialize`.
-        set_data(self.parameter, self._nan)
+        set_data(self.parameter, self._own)
         self.parameter.__dict__["offload_handle"] = self
         self.parameter.__class__ = PagedParameter
+
+    def settle_in(self, weights: torch.Tensor) -> None:
+        """Makes the parameter an ordinary one over `weights`, memory that it keeps as a placeholder too."""
+        self._own = weights
+        self.materialize(weights)
+
+    @staticmethod
+    def show(handles: Sequence[ParamHandle]) -> None:
+        """Makes parameters that have `settle_in` memory ordinary ones, like `materialize`."""
+        # One call for a unit: every unit that stays is shown and hidden in each pass.
+        for handle in handles:
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            handle._version = parameter._version
+            parameter.__dict__.pop("offload_handle", None)
+
+    @staticmethod
+    def hide(handles: Sequence[ParamHandle]) -> list[ParamHandle]:
+        """Makes parameters that have `settle_in` memory placeholders again, and returns those that were `changed`."""
+        changed = []
+        for handle in handles:
+            parameter = handle.parameter
+            if parameter._version != handle._version or parameter.data_ptr() != handle._address:
+                changed.append(handle)
+                set_data(parameter, handle._own)
+            parameter.__dict__["offload_handle"] = handle
+            parameter.__class__ = PagedParameter
+        return changed
+
+    def move_out(self) -> None:
+        """Takes away the memory of `settle_in`."""
+        self.show([self])
+        self._own = self._nan
+        self.release()
 
     @property
     def materialized(self) -> bool:
@@ -172,6 +208,7 @@ class ParamHandle:
         values = self.parameter.data
         self.gathered = False
         self.release()
+        self._address = self._own.data_ptr()  # which `hide` compares
         return values
 
     def alias(self) -> torch.Tensor:

@@ -126,18 +126,20 @@ class SavedTensors:
             compute: records the unit whose weights a backward uses.
         """
         self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
+        self._moves = not all(pager.stays(unit) for unit in range(len(names)))
+        """True if weights of any unit come and go."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
         self.placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
         """Name of each parameter, by the address of its placeholder's memory."""
 
     def push(self) -> bool:
-        """Pushes the hooks on the calling thread, around the active ones. Returns False if ours are active already.
+        """Pushes the hooks on the calling thread, around the active ones. Returns False if there is no need.
 
         So hooks of checkpointing and of the user, outside of the model or within it, receive every tensor that is no
         weight: in a recomputation the same ones as in the forward.
         """
-        if self.active:
+        if self.settled:
             return False
         # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
@@ -151,10 +153,16 @@ class SavedTensors:
         return True
 
     @property
-    def active(self) -> bool:
-        """True if the innermost hooks of the calling thread are this object's."""
+    def settled(self) -> bool:
+        """True if the innermost hooks of the calling thread are this object's, or none where no unit moves.
+
+        A graph may hold weights that never move. Torch itself notices that they have changed since: see
+        `UnitViews.outdate`.
+        """
         top = top_saved_tensor_hooks()
-        return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
+        if top is None:
+            return not self._moves
+        return isinstance(top[0], _Pack) and top[0].saved is self
 
     @staticmethod
     def pop() -> None:
