@@ -373,15 +373,20 @@ class ModuleHooks:
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
 
+        add, unit, position = self._gradients.add, handle.unit, handle.position
+        recorded = None if self._timeline is OFF else self._timeline
+
         @uninterrupted
         def hook(parameter: torch.Tensor) -> None:
-            self._begin_backward()
+            if not self._in_backward:
+                self._begin_backward()
             # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
             with plain_tensors():
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                self._timeline.add_gradient(gradient.numel() * gradient.element_size())
-                self._gradients.add(handle.unit, handle.position, gradient)
+                if recorded is not None:
+                    recorded.add_gradient(gradient.numel() * gradient.element_size())
+                add(unit, position, gradient)
             self._gradient_seen = True
 
         return hook
