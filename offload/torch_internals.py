@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.nn.modules.module import __file__ as _module_file
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -30,6 +33,7 @@ __all__ = [
     "inner_tensors",
     "inside_backward",
     "make_subclass",
+    "module_call",
     "outside_of_compiled_code",
     "plain_tensors",
     "pop_saved_tensor_hooks",
@@ -115,6 +119,14 @@ def fake_tensors(allow_others: bool = False) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy, which takes long
 
     return FakeTensorMode(allow_non_fake_inputs=allow_others)
+
+
+def module_call() -> types.FrameType:
+    """Returns the Python frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
+        frame = frame.f_back
+    return frame
 
 
 def tensors_in(output: Any) -> list[torch.Tensor]:

@@ -17,7 +17,6 @@ keep the casts of all units there. So the cache is off while a site runs, and a 
 
 from __future__ import annotations
 
-import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -25,13 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.module import __file__ as module_file
 
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.params.paged_parameter import ParamHandle, handle_of
-from offload.engine.params.saved_tensors import SavedTensors, storage_address
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
 from offload.interrupts import is_on_stack, uninterrupted
@@ -41,11 +39,10 @@ from offload.timeline import OFF, Phase, Timeline
 from offload.torch_internals import (
     call_after_backward,
     inside_backward,
+    module_call,
     outside_of_compiled_code,
     plain_tensors,
     tensors_in,
-    tree_leaves,
-    tree_map,
 )
 
 _EXTERNAL = "_offload_external_parameters"
@@ -60,8 +57,8 @@ class _Frame(NamedTuple):
     """True if this site pushed the saved-tensor hooks."""
     in_backward: bool
     """True if the site was entered inside of a backward: after an exception there, torch itself removes the hooks."""
-    call: types.FrameType
-    """The Python frame of the module's call, to tell a running site from one that a Ctrl-C has ended."""
+    call: types.FrameType | None
+    """The Python frame of the outermost module's call, to tell a running site from one that a Ctrl-C has ended."""
     casts_kept: bool
     """The state of torch's autocast cache before this site; see [Note: casts]."""
 
@@ -225,8 +222,12 @@ class ModuleHooks:
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if called is module and not self._is_covered(module, units, external):
+            if called is not module:
+                return
+            if external or not self._is_nested(module):
                 self._enter(module, (*units, *external))
+            else:
+                self._enter_nested(module, units)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(module, output) if called is module else output
@@ -236,27 +237,47 @@ class ModuleHooks:
         self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove)
         self._removers.append(module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove)
 
-    def _is_covered(self, module: nn.Module, units: Sequence[int], external: Sequence[int]) -> bool:
-        """Returns True if the enclosing site does all that entering `module` would do: most sites are within a unit's.
-
-        The units then stay materialized until that site is left. Only the order of streams is the module's own.
-        """
+    def _is_nested(self, module: nn.Module) -> bool:
+        """Returns True if `module` runs within a site that has changed torch's state as `module` needs it."""
         frames = self._local.frames
-        if not frames or external or not self._saved.settled or torch.is_autocast_cache_enabled():
+        if not frames or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
         # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
         for frame in frames:
             if frame.module is module or module is self._root:
                 return False
+        return True
+
+    @uninterrupted
+    def _enter_nested(self, module: nn.Module, units: Sequence[int]) -> None:
+        """Materializes the units of a module that `_is_nested`. Enters a site only if something must be released.
+
+        Units that stay are hidden when the outermost site ends, those of the enclosing site when that one ends.
+        """
+        frames = self._local.frames
+        held, frame = frames[-1].units, None
         for unit in units:
             if self._pager.stays(unit):
                 if unit not in self._unit_views.shown:
-                    self._unit_views.use(unit)  # until the outermost site ends: there is nothing to release
-            elif unit not in frames[-1].units:
-                return False
-            else:
+                    self._unit_views.use(unit)
+            elif unit in held:
                 self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
-        return True
+            else:
+                if frame is None:
+                    frame = _Frame(module, [], False, False, None, False)
+                    frames.append(frame)
+                self._use(unit, frame)
+
+    def _use(self, unit: int, frame: _Frame) -> None:
+        """Materializes `unit` until `frame`, the innermost, is left. An exception leaves the frame."""
+        try:
+            self._unit_views.use(unit)
+            frame.units.append(unit)
+        except BaseException:
+            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
+            if self._local.frames and self._local.frames[-1] is frame:
+                self._let_go(self._local.frames.pop())
+            raise
 
     @uninterrupted
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
@@ -264,7 +285,7 @@ class ModuleHooks:
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
         # If the Python frame of the outermost call is no longer on the stack, a Ctrl-C ended it without its post-hook.
-        if again and local.frames and not is_on_stack(local.frames[0].call):
+        if again and local.frames and (call := local.frames[0].call) is not None and not is_on_stack(call):
             self.reset_aborted()
         if not local.frames:
             self._callbacks.enter_forward()
@@ -274,20 +295,13 @@ class ModuleHooks:
                 self._pager.begin(kind)
                 self._timeline.begin_phase(Phase.FORWARD if kind is PassKind.TRAIN else Phase.EVALUATION)
         kept = torch.is_autocast_cache_enabled()
-        frame = _Frame(module, [], self._saved.push(), inside_backward(), _module_call(), kept)
+        frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), kept)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.
         torch.set_autocast_cache_enabled(False)
-        try:
-            for unit in units:
-                self._unit_views.use(unit)
-                frame.units.append(unit)
-        except BaseException:
-            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
-            if local.frames and local.frames[-1] is frame:
-                self._let_go(local.frames.pop())
-            raise
+        for unit in units:
+            self._use(unit, frame)
 
     @uninterrupted
     def _leave(self, module: nn.Module, output: Any) -> Any:
@@ -301,10 +315,10 @@ class ModuleHooks:
             return output
         frame = self._local.frames[-1]
         if frame.module is not module:
-            return self._own_memory(output)
+            return self._saved.without_views(output)
         try:
             # Cloned while the units are still pinned.
-            output = self._own_memory(output)
+            output = self._saved.without_views(output)
         finally:
             self._local.frames.pop()
             self._let_go(frame)
@@ -326,22 +340,6 @@ class ModuleHooks:
                 self._pager.end_forward()
                 self._timeline.end_phase(Phase.FORWARD)
                 self._timeline.end_phase(Phase.EVALUATION)
-
-    def _own_memory(self, output: Any) -> Any:
-        """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
-        if type(output) is torch.Tensor and storage_address(output) not in self._unit_views.bindings:
-            return output  # nearly all: a unit contains many modules
-        if isinstance(output, torch.Tensor):
-            return output.clone() if self._is_weights(output) else output
-        if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
-            return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
-        return output
-
-    def _is_weights(self, value: Any) -> bool:
-        """Returns True for a placeholder and for a view of a materialized unit."""
-        if not isinstance(value, torch.Tensor):
-            return False
-        return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -372,7 +370,6 @@ class ModuleHooks:
 
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
-
         add, unit, position = self._gradients.add, handle.unit, handle.position
         recorded = None if self._timeline is OFF else self._timeline
 
@@ -400,11 +397,3 @@ def external_parameters(module: nn.Module) -> list[nn.Parameter]:
 def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
     """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
     module.__dict__[_EXTERNAL] = list(parameters)
-
-
-def _module_call() -> types.FrameType:
-    """Returns the Python frame in which torch calls the module whose hook runs now."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename != module_file:
-        frame = frame.f_back
-    return frame

@@ -20,41 +20,16 @@ costs nothing per call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from offload.engine.callbacks import ParamOwner
 from offload.engine.params.harmless_functions import asks_for_no_element
 from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
-
-
-class ParamOwner(Protocol):
-    """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
-
-    def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
-
-        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
-        outermost module or the backward ends, or earlier if its memory is needed.
-        """
-
-    def read(self, unit: int, position: int) -> torch.Tensor:
-        """Returns a copy of the newest weights of one parameter, on the compute device."""
-
-    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
-        """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
-
-    def updates(self, unit: int) -> int:
-        """Returns the number of times that the weights of `unit` have changed."""
-
-    def end_edits(self, unit: int) -> None:
-        """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
-
-    def miss_gradient(self, name: str) -> None:
-        """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
 class ParamHandle:
@@ -95,13 +70,13 @@ class ParamHandle:
         """True while `offload.gathered` gives the parameter memory of its own."""
         self.device, self.rules = device, rules
         self._class = type(parameter)
-        self._version = self._address = 0
+        self._version = self._address = -1
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         # One element, expanded to the shape; NaN makes any use of the element visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
-        self._own = self._nan
-        """Memory of the parameter while a placeholder: of one element, or for a unit that stays the weights."""
+        self._own, self._own_address = self._nan, self.storage_address
+        """Memory of the placeholder: of one element, or of the weights where the unit stays on the device."""
 
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that fetches, reads and edits this parameter."""
@@ -126,16 +101,52 @@ class ParamHandle:
         parameter = self.parameter
         # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
         parameter.__class__ = self._class
-        self._version, self._address = parameter._version, values.data_ptr()
         parameter.data = values
+        self._version, self._address = parameter._version, values.data_ptr()
         parameter.__dict__.pop("offload_handle", None)
 
-    @property
-    def changed(self) -> bool:
-        """True if the materialized parameter was changed in place, or received other memory."""
-        if type(self.parameter) is PagedParameter:  # `materialized` would be another call
-            return False
-        return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
+    def settle_in(self, weights: torch.Tensor) -> None:
+        """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
+        self._own, self._own_address = weights, weights.data_ptr()
+        self.materialize(weights)
+
+    def move_out(self) -> None:
+        """Takes away the memory of `settle_in`."""
+        self.show([self])
+        self._own, self._own_address = self._nan, self.storage_address
+        self.release([self])
+
+    @staticmethod
+    def show(handles: Iterable[ParamHandle]) -> None:
+        """Makes parameters that have memory of their own (`settle_in`) ordinary ones again."""
+        # One call for all parameters of a unit: this runs in each pass, for each unit that stays.
+        for handle in handles:
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            handle._version, handle._address = parameter._version, handle._own_address
+            parameter.__dict__.pop("offload_handle", None)
+
+    @staticmethod
+    def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+        """Makes parameters placeholders again, except for gathered ones and placeholders.
+
+        Returns:
+            Those that were changed in place, or received other memory, since they became ordinary ones.
+        """
+        changed = []
+        for handle in handles:
+            parameter = handle.parameter
+            if handle.gathered or type(parameter) is PagedParameter:
+                continue
+            address = parameter.data_ptr()
+            if parameter._version != handle._version or address != handle._address:
+                changed.append(handle)
+            # The data comes first, while the parameter is still an ordinary one: see `materialize`.
+            if address != handle._own_address:
+                set_data(parameter, handle._own)
+            parameter.__dict__["offload_handle"] = handle
+            parameter.__class__ = PagedParameter
+        return changed
 
     @property
     def thawed(self) -> bool:
@@ -149,49 +160,6 @@ class ParamHandle:
             "set requires_grad before offload.initialize. A parameter that shall train later may be frozen after "
             "offload.initialize"
         )
-
-    def release(self) -> None:
-        """Makes the parameter a placeholder again. Does nothing if the parameter is one."""
-        if type(self.parameter) is PagedParameter:
-            return
-        # The data comes first, while the parameter is still an ordinary one: see `materialize`.
-        set_data(self.parameter, self._own)
-        self.parameter.__dict__["offload_handle"] = self
-        self.parameter.__class__ = PagedParameter
-
-    def settle_in(self, weights: torch.Tensor) -> None:
-        """Makes the parameter an ordinary one over `weights`, memory that it keeps as a placeholder too."""
-        self._own = weights
-        self.materialize(weights)
-
-    @staticmethod
-    def show(handles: Sequence[ParamHandle]) -> None:
-        """Makes parameters that have `settle_in` memory ordinary ones, like `materialize`."""
-        # One call for a unit: every unit that stays is shown and hidden in each pass.
-        for handle in handles:
-            parameter = handle.parameter
-            parameter.__class__ = handle._class
-            handle._version = parameter._version
-            parameter.__dict__.pop("offload_handle", None)
-
-    @staticmethod
-    def hide(handles: Sequence[ParamHandle]) -> list[ParamHandle]:
-        """Makes parameters that have `settle_in` memory placeholders again, and returns those that were `changed`."""
-        changed = []
-        for handle in handles:
-            parameter = handle.parameter
-            if parameter._version != handle._version or parameter.data_ptr() != handle._address:
-                changed.append(handle)
-                set_data(parameter, handle._own)
-            parameter.__dict__["offload_handle"] = handle
-            parameter.__class__ = PagedParameter
-        return changed
-
-    def move_out(self) -> None:
-        """Takes away the memory of `settle_in`."""
-        self.show([self])
-        self._own = self._nan
-        self.release()
 
     @property
     def materialized(self) -> bool:
@@ -207,8 +175,7 @@ class ParamHandle:
         """Ends `gather` and returns its memory, with all changes that the user has written to it."""
         values = self.parameter.data
         self.gathered = False
-        self.release()
-        self._address = self._own.data_ptr()  # which `hide` compares
+        self.release([self])
         return values
 
     def alias(self) -> torch.Tensor:

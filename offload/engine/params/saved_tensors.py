@@ -28,6 +28,8 @@ from offload.torch_internals import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
     top_saved_tensor_hooks,
+    tree_leaves,
+    tree_map,
 )
 
 
@@ -41,6 +43,8 @@ class _Handle(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # in elements, within the unit
 
+
+_TENSOR, _PARAMETER = torch.Tensor, nn.Parameter
 
 _Saved = tuple[torch.Tensor, int]
 """Any other saved tensor with its version; detached, since the graph must not reference itself."""
@@ -75,13 +79,13 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         # Autograd saves dozens of tensors in a block. Nearly all are of these types, for which few calls suffice.
-        if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+        kind = type(tensor)
+        if kind is _TENSOR or kind is _PARAMETER:
             try:
                 address = tensor.untyped_storage().data_ptr()
             except RuntimeError:  # no storage: see `storage_address`
                 address = 0
-            binding = self._bindings.get(address)
-            if binding is not None and binding.alive:
+            if address in self._bindings and (binding := self._bindings[address]).alive:
                 return self.saved.handle_in(binding.unit, tensor)
             if self._outer is None and address not in self._placeholders:
                 return tensor.detach(), tensor._version
@@ -199,6 +203,22 @@ class SavedTensors:
         offset = int(view.storage_offset())
         return _Handle(unit, self._pager.updates(unit), view.dtype, view.shape, view.stride(), offset)
 
+    def without_views(self, output: Any) -> Any:
+        """Returns a module's output with clones of weights: a view would pin their device buffer while it lives."""
+        if type(output) is torch.Tensor and storage_address(output) not in self.bindings:
+            return output  # nearly all
+        if isinstance(output, torch.Tensor):
+            return output.clone() if self._is_view(output) else output
+        if any(self._is_view(leaf) for leaf in tree_leaves(output)):
+            return tree_map(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
+        return output
+
+    def _is_view(self, value: Any) -> bool:
+        """Returns True for a placeholder and for a view of a materialized unit."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
+
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
         """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""
         found = inner_tensors(tensor)
@@ -239,9 +259,12 @@ class SavedTensors:
                 f"backward through a graph made before step(): the weights of "
                 f"{self._names[packed.unit] or 'the root'} have changed since"
             )
-        self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
-        view = self._unit_views.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
-        self._compute.turn_to(packed.unit)
+        unit, _, dtype, size, stride, offset = packed
+        if self._compute is NO_SPANS:
+            return self._unit_views.view(unit, dtype, size, stride, offset)
+        self._compute.leave_for(unit)  # before the wait for weights, which is no compute
+        view = self._unit_views.view(unit, dtype, size, stride, offset)
+        self._compute.turn_to(unit)
         return view
 
 

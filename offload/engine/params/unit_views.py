@@ -118,7 +118,7 @@ class UnitViews:
         self._recent: Binding | None = None
         """The binding of the last view of a backward, which needs several views of a unit, one after the other."""
         for unit in self._units:
-            self._unbind(unit)
+            ParamHandle.release(unit.handles)
 
     @_without_modes
     @uninterrupted
@@ -296,7 +296,7 @@ class UnitViews:
         thawed: list[ParamHandle] = []
         while self.shown:
             unit = self._units[self.shown.pop()]
-            changed += ParamHandle.hide(unit.handles)
+            changed += ParamHandle.release(unit.handles)
             thawed += [handle for handle in unit.frozen if handle.thawed]
         self._refuse(changed, thawed)
 
@@ -348,20 +348,11 @@ class UnitViews:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
                 change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
-        changed: list[ParamHandle] = []
-        thawed: list[ParamHandle] = []
-        for handle in unit.handles:
-            # Asked before `release`, which replaces the parameter's data.
-            if unit.binding is not None and handle.changed:
-                changed.append(handle)
-            if not handle.gathered:
-                handle.release()
-            if handle.thawed:
-                thawed.append(handle)
+        changed = ParamHandle.release(unit.handles)
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None
-        self._refuse(changed, thawed)
+        self._refuse(changed, [handle for handle in unit.frozen if handle.thawed])
 
     def _refuse(self, changed: Sequence[ParamHandle], thawed: Sequence[ParamHandle]) -> None:
         """Raises `UsageError` if there are parameters that were changed in place, or set to train; see `_unbind`."""
