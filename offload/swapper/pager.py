@@ -185,9 +185,7 @@ class Pager:
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
             entry.pins -= 1
-            if not keeps(
-                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
-            ) and self._device_cache.idle(entry):
+            if self._limits.reuse is not None and not self._keeps(unit) and self._device_cache.idle(entry):
                 self._device_cache.drop(entry)
             self.notify()
 
@@ -283,6 +281,10 @@ class Pager:
         self.check()
         if unit >= 0:
             self._serve_gather(self._entries[unit])
+
+    def _keeps(self, unit: int) -> bool:
+        """Returns whether a unit that is released stays on the device until its room is needed."""
+        return keeps(self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits)
 
     def _has_all(self) -> bool:
         """Returns whether every unit is on the device and stays there until weights change."""

@@ -105,6 +105,16 @@ class ParamHandle:
         self._version, self._address = parameter._version, values.data_ptr()
         parameter.__dict__.pop("offload_handle", None)
 
+    @staticmethod
+    def materialize_all(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
+        """Does what `materialize` does, for all parameters of a unit in one call."""
+        for handle, memory in zip(handles, values, strict=True):
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            parameter.data = memory
+            handle._version, handle._address = parameter._version, parameter.data_ptr()
+            parameter.__dict__.pop("offload_handle", None)
+
     def settle_in(self, weights: torch.Tensor) -> None:
         """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
         self._own, self._own_address = weights, weights.data_ptr()
@@ -143,7 +153,10 @@ class ParamHandle:
                 changed.append(handle)
             # The data comes first, while the parameter is still an ordinary one: see `materialize`.
             if address != handle._own_address:
-                set_data(parameter, handle._own)
+                try:
+                    parameter.data = handle._own
+                except RuntimeError:  # between types of devices
+                    set_data(parameter, handle._own)
             parameter.__dict__["offload_handle"] = handle
             parameter.__class__ = PagedParameter
         return changed

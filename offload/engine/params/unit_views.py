@@ -35,7 +35,7 @@ from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
-from offload.torch_internals import under_modes, without_modes
+from offload.torch_internals import under_modes, unflatten, without_modes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -78,14 +78,26 @@ class _Unit:
     def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle], stays: bool) -> None:
         self.layout, self.handles, self.stays = layout, handles, stays
         self.frozen = [handle for handle in handles if not handle.trainable]
-        self.views = [
-            (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
-            for segment in layout.segments
-        ]
-        """Shape, stride and offset (in elements) of each parameter in the unit."""
+        self._parts: list[torch.Tensor] = []
+        """Tensors on meta of the shapes of all parameters, and of the gaps between them, in the order of the unit."""
+        self._places = [0] * len(layout.segments)
+        """Position in `_parts` of each parameter."""
+        stop = 0
+        for position, segment in sorted(enumerate(layout.segments), key=lambda each: (each[1].start, each[1].stop)):
+            if segment.start > stop:
+                self._parts.append(torch.empty(segment.start - stop, device="meta"))
+            self._places[position] = len(self._parts)
+            self._parts.append(torch.empty(segment.shape, device="meta"))
+            stop = segment.stop
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
+
+    def cut(self, binding: Binding) -> list[torch.Tensor]:
+        """Returns a view of each parameter."""
+        assert binding.flat is not None
+        parts = unflatten(binding.flat, self._parts)
+        return [parts[place] for place in self._places]
 
 
 class UnitViews:
@@ -268,11 +280,8 @@ class UnitViews:
             return
         _check_not_gathered(unit)
         binding = self._take(index)
-        flat = binding.flat
-        assert flat is not None
         unit.binding = binding
-        for (size, stride, start), handle in zip(unit.views, unit.handles, strict=True):
-            handle.materialize(torch.as_strided(flat, size, stride, start))
+        ParamHandle.materialize_all(unit.handles, unit.cut(binding))
 
     def _show(self, index: int) -> None:
         """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""
@@ -285,9 +294,8 @@ class UnitViews:
         if unit.binding is None:
             binding = unit.binding = Binding(index, self._pager.in_place(index), self._dtype)
             self.bindings[binding.address] = binding
-            assert binding.flat is not None
-            for (size, stride, start), handle in zip(unit.views, unit.handles, strict=True):
-                handle.settle_in(torch.as_strided(binding.flat, size, stride, start))
+            for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
+                handle.settle_in(weights)
         ParamHandle.show(unit.handles)
 
     def _hide(self) -> None:
