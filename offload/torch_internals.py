@@ -86,7 +86,7 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
 
-unflatten: Callable[[torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]] = torch._C._nn.unflatten_dense_tensors
+unflatten: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
 """Cuts a flat tensor into views of the shapes of a list of tensors, one behind the other, in one call."""
 
 make_subclass = torch.Tensor._make_subclass

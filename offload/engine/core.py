@@ -194,7 +194,15 @@ class EngineCore(EngineCallbacks):
 
         # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
         with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
-            run()
+            try:
+                run()
+            except RuntimeError as error:
+                # Weights that stay on the device are in the graph, and torch notices that they have changed.
+                if self.components.hooks.through_old_graph and "modified by an inplace operation" in str(error):
+                    raise UsageError(
+                        "backward through a graph made before step(): weights on the device have changed since"
+                    ) from error
+                raise
 
     # -- steps --------------------------------------------------------------------------------------
 

@@ -15,11 +15,10 @@ once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes 
 weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
 weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
 prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`), so that the
-worker does not take freed memory from under the thread. Device buffers of units that are not pinned can be dropped. If
-pinned units fill the arena, waiting cannot help, and the pager raises `BudgetError`. A thread waits for other ranks
-without the lock, and serves what they need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer
-of any rank waits for another rank.
+themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`). Device buffers
+of units that are not pinned can be dropped. If pinned units fill the arena, waiting cannot help, and the pager raises
+`BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile (`Peers.agree` calls
+`serve_gather`), so no worker and no buffer of any rank waits for another rank.
 
 [Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
 different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
@@ -31,7 +30,6 @@ answer. The one exception: once every rank has every unit, no rank asks until we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -45,22 +43,12 @@ from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, keeps
-from offload.swapper.prefetch import Prefetcher
+from offload.swapper.prefetch import Prefetcher, PrefetchStats
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
 from offload.swapper.weight_updates import WeightUpdates
 from offload.timeline import OFF, Timeline
-
-
-class PrefetchStats(NamedTuple):
-    """Counts of uses of units."""
-
-    uses: int
-    on_device: int
-    """Uses that found the unit on the device."""
-    unforeseen: int
-    """Uses that the access order did not predict."""
 
 
 class Pager:
@@ -94,10 +82,8 @@ class Pager:
         self._host_cache = HostCache(self.table, host, store)
         self._device_cache = DeviceCache(self.table, arena, device, peers)
         self._prefetcher = Prefetcher(self.table, self._host_cache, self._device_cache, limits)
-        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena)
-        self._device = device
-        self._limits = limits
-        self._peers = peers
+        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena, device)
+        self._device, self._limits, self._peers = device, limits, peers
         self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
@@ -155,25 +141,14 @@ class Pager:
 
     @uninterrupted
     def use_in_place(self, unit: int) -> None:
-        """Begins a use, which needs no end, of a unit that `stays`: waits for its update.
-
-        The unit is not pinned. `begin_updates` orders the next update after all compute before it.
-        """
+        """Waits for the update of a unit that `stays`, and begins a use without a pin, which needs no end."""
         entry = self._entries[unit]
         with self.lock:
             self.table.access_order.use(unit)
-            self._uses += 1
-            self._hits += 1
+            self._uses, self._hits = self._uses + 1, self._hits + 1
             self._fetch(entry)
             self._prefetcher.run()
-        if entry.uploaded is not DONE:
-            self._device.wait_event(entry.uploaded)
-
-    def in_place(self, unit: int) -> torch.Tensor:
-        """Returns the weights of a unit that `stays`, (nbytes,) uint8 on the device: the pager's memory."""
-        device_buffer = self._entries[unit].device_buffer
-        assert device_buffer is not None
-        return self.arena.view(device_buffer)
+        self.wait_upload(unit)
 
     @uninterrupted
     def release(self, unit: int) -> None:
@@ -185,7 +160,9 @@ class Pager:
             self._device.wait_event(entry.read)
             entry.read = self._device.record_event()
             entry.pins -= 1
-            if self._limits.reuse is not None and not self._keeps(unit) and self._device_cache.idle(entry):
+            if not keeps(
+                self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits
+            ) and self._device_cache.idle(entry):
                 self._device_cache.drop(entry)
             self.notify()
 
@@ -282,10 +259,6 @@ class Pager:
         if unit >= 0:
             self._serve_gather(self._entries[unit])
 
-    def _keeps(self, unit: int) -> bool:
-        """Returns whether a unit that is released stays on the device until its room is needed."""
-        return keeps(self.table.access_order, unit, lambda each: self._entries[each].size.nbytes, self._limits)
-
     def _has_all(self) -> bool:
         """Returns whether every unit is on the device and stays there until weights change."""
         return self._limits.reuse is None and all(entry.residency is Residency.DEVICE for entry in self._entries)
@@ -352,11 +325,6 @@ class Pager:
         with self.lock:
             if units:
                 self._all_have_all = False
-            for unit in units:
-                if self.stays(unit):
-                    entry = self._entries[unit]
-                    self._device.wait_event(entry.read)
-                    entry.read = self._device.record_event()
             self.weight_updates.begin(units)
 
     def mark_rewritten(self, rewritten: bool) -> None:

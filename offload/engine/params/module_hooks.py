@@ -102,13 +102,13 @@ class ModuleHooks:
             compute: records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
-        self._timeline, self._compute = timeline, compute
-        self._callbacks = callbacks
-        self._root = model
-        self._local = _Nesting()
+        self._timeline, self._compute, self._local = timeline, compute, _Nesting()
+        self._callbacks, self._root = callbacks, model
         self._thread: threading.Thread | None = None
         """The thread whose forward is under way."""
         self._in_backward = self._gradient_seen = False
+        self.through_old_graph = False
+        """True if the last backward began in a graph that was made before weights that stay have changed."""
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
@@ -243,10 +243,7 @@ class ModuleHooks:
         if not frames or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
         # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
-        for frame in frames:
-            if frame.module is module or module is self._root:
-                return False
-        return True
+        return module is not self._root and module not in [frame.module for frame in frames]
 
     @uninterrupted
     def _enter_nested(self, module: nn.Module, units: Sequence[int]) -> None:
@@ -347,12 +344,16 @@ class ModuleHooks:
         """Makes the autograd nodes of the outermost site's output report a backward, in which they run first."""
         for leaf in tensors_in(output):
             if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
+                leaf.grad_fn.register_prehook(lambda grads, made=self._unit_views.outdated: self._begin_backward(made))
 
     @uninterrupted
-    def _begin_backward(self) -> None:
-        """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
+    def _begin_backward(self, made: int | None = None) -> None:
+        """Begins the backward at its first sign: an output's node, a gradient, or a request for weights.
+
+        An output's node passes what `UnitViews.outdated` was when the graph was `made`.
+        """
         if not self._in_backward:
+            self.through_old_graph = made not in (None, self._unit_views.outdated)
             self._timeline.begin_phase(Phase.BACKWARD)
             # If this call raises, the backward has not started, and its next sign calls again.
             self._callbacks.begin_backward()

@@ -68,8 +68,7 @@ class ParamHandle:
         """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
         self.gathered = False
         """True while `offload.gathered` gives the parameter memory of its own."""
-        self.device, self.rules = device, rules
-        self._class = type(parameter)
+        self.device, self.rules, self._class = device, rules, type(parameter)
         self._version = self._address = -1
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         # One element, expanded to the shape; NaN makes any use of the element visible.
@@ -96,20 +95,13 @@ class ParamHandle:
         self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
         return self.gradient_hook
 
-    def materialize(self, values: torch.Tensor) -> None:
-        """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
-        parameter = self.parameter
-        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
-        parameter.__class__ = self._class
-        parameter.data = values
-        self._version, self._address = parameter._version, values.data_ptr()
-        parameter.__dict__.pop("offload_handle", None)
-
     @staticmethod
-    def materialize_all(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
-        """Does what `materialize` does, for all parameters of a unit in one call."""
+    def materialize(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
+        """Makes parameters ordinary ones over the memory of `values`, which must have their shapes."""
+        # One call for all parameters of a unit, as in `show` and `release`: these run at each use.
         for handle, memory in zip(handles, values, strict=True):
             parameter = handle.parameter
+            # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
             parameter.__class__ = handle._class
             parameter.data = memory
             handle._version, handle._address = parameter._version, parameter.data_ptr()
@@ -118,7 +110,7 @@ class ParamHandle:
     def settle_in(self, weights: torch.Tensor) -> None:
         """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
         self._own, self._own_address = weights, weights.data_ptr()
-        self.materialize(weights)
+        self.materialize([self], [weights])
 
     def move_out(self) -> None:
         """Takes away the memory of `settle_in`."""
@@ -129,7 +121,6 @@ class ParamHandle:
     @staticmethod
     def show(handles: Iterable[ParamHandle]) -> None:
         """Makes parameters that have memory of their own (`settle_in`) ordinary ones again."""
-        # One call for all parameters of a unit: this runs in each pass, for each unit that stays.
         for handle in handles:
             parameter = handle.parameter
             parameter.__class__ = handle._class
@@ -138,11 +129,7 @@ class ParamHandle:
 
     @staticmethod
     def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-        """Makes parameters placeholders again, except for gathered ones and placeholders.
-
-        Returns:
-            Those that were changed in place, or received other memory, since they became ordinary ones.
-        """
+        """Makes parameters placeholders again, unless gathered; returns those changed in place or given other memory."""
         changed = []
         for handle in handles:
             parameter = handle.parameter
@@ -153,10 +140,7 @@ class ParamHandle:
                 changed.append(handle)
             # The data comes first, while the parameter is still an ordinary one: see `materialize`.
             if address != handle._own_address:
-                try:
-                    parameter.data = handle._own
-                except RuntimeError:  # between types of devices
-                    set_data(parameter, handle._own)
+                set_data(parameter, handle._own)
             parameter.__dict__["offload_handle"] = handle
             parameter.__class__ = PagedParameter
         return changed
@@ -181,7 +165,7 @@ class ParamHandle:
 
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
-        self.materialize(values)
+        self.materialize([self], [values])
         self.gathered = True
 
     def let_go(self) -> torch.Tensor:
@@ -225,8 +209,7 @@ class ParamHandle:
         values, updates = self.read(), self.engine.updates(self.unit)
 
         def take(copy: torch.Tensor) -> None:
-            # Runs on an autograd thread, any time later. A step in between would make this gradient one of outdated
-            # weights.
+            # Runs on an autograd thread, any time later: a step in between would make it a gradient of old weights.
             if self.engine.updates(self.unit) != updates:
                 raise UsageError(
                     f"backward through a graph made before step(): the weights of {self.name} have changed since"

@@ -123,6 +123,8 @@ class UnitViews:
         ]
         self.shown: set[int] = set()
         """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
+        self.outdated = 0
+        """Number of changes of units that stay. Others only read it."""
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
@@ -243,6 +245,7 @@ class UnitViews:
         for index in units:
             unit = self._units[index]
             if unit.stays:
+                self.outdated += 1
                 increment_version([handle.parameter for handle in unit.handles])
 
     @uninterrupted
@@ -281,7 +284,7 @@ class UnitViews:
         _check_not_gathered(unit)
         binding = self._take(index)
         unit.binding = binding
-        ParamHandle.materialize_all(unit.handles, unit.cut(binding))
+        ParamHandle.materialize(unit.handles, unit.cut(binding))
 
     def _show(self, index: int) -> None:
         """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""
@@ -292,10 +295,12 @@ class UnitViews:
         self._pager.use_in_place(index)
         self.shown.add(index)
         if unit.binding is None:
-            binding = unit.binding = Binding(index, self._pager.in_place(index), self._dtype)
-            self.bindings[binding.address] = binding
-            for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
-                handle.settle_in(weights)
+            with torch.inference_mode(False):  # otherwise a later forward could not train with these views
+                binding = unit.binding = Binding(index, self._pager.acquire(index, ahead=False), self._dtype)
+                self._pager.release(index)  # the memory is the unit's as long as the engine lives
+                self.bindings[binding.address] = binding
+                for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
+                    handle.settle_in(weights)
         ParamHandle.show(unit.handles)
 
     def _hide(self) -> None:
