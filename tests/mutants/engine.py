@@ -311,14 +311,14 @@ MUTANTS = (
     Mutant(
         "let a user's hooks inside of a unit's module receive its weights",
         "offload.engine.params.module_hooks",
-        "external or not self._saved.active or",
-        "external or",
+        "if not frames or not self._saved.settled or",
+        "if not frames or",
         "tests/test_nested_sites.py",
     ),
     Mutant(
         "return a weight from a module within its unit's as a view",
         "offload.engine.params.module_hooks",
-        "            return self._own_memory(output)\n        try:",
+        "            return self._saved.without_views(output)\n        try:",
         "            return output\n        try:",
         "tests/test_nested_sites.py",
     ),

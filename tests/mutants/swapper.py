@@ -120,7 +120,7 @@ MUTANTS = (
     Mutant(
         "put what is in use in the middle of the device",
         "offload.swapper.policy",
-        "alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest",
+        "alone = max(offset - floor.start, floor.stop - end) >= floor.largest",
         "alone = True",
         "tests/test_policy.py",
     ),

@@ -248,13 +248,8 @@ class GradientAccumulator:
         with self._lock:
             # The update worker frees units under the same lock, on its own thread.
             assert unit not in self._reading
-            if 0 < numel <= CHUNK:  # nearly all parameters of small models
-                squares = self._host.sum(unit, start, numel).accumulate(values, add=not new)
-                if not summed:
-                    self._squares[unit][segment, first] = squares
-                return
             for chunk in range(0, numel, CHUNK):
-                more = values[chunk : chunk + CHUNK]
+                more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
                 squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)
                 if not summed:
                     self._squares[unit][segment, first + chunk] = squares

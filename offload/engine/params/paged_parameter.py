@@ -129,7 +129,7 @@ class ParamHandle:
 
     @staticmethod
     def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
-        """Makes parameters placeholders again, unless gathered; returns those changed in place or given other memory."""
+        """Makes parameters placeholders, unless gathered; returns those changed in place or given other memory."""
         changed = []
         for handle in handles:
             parameter = handle.parameter
