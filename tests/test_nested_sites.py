@@ -138,3 +138,29 @@ def test_a_layer_of_torch_that_is_called_alone_trains(tmp_path: Path, batch: tor
         assert torch.equal(offload.safe_get_full_grad(parameter), layer.get_parameter(name).grad.float()), name
     engine.step()
     engine.destroy(remove=True)
+
+
+class Parts(nn.Module):
+    """Its units are containers, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.ModuleDict({"fixed": nn.Linear(WIDTH, WIDTH).requires_grad_(False), "learns": nn.Linear(WIDTH, WIDTH)})
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part["fixed"](x) + part["learns"](x))
+        return x
+
+
+def test_layers_inside_of_a_module_that_is_never_called_keep_their_hooks(tmp_path: Path, batch: torch.Tensor) -> None:
+    """Units of frozen weights too are then released one after the other, so that two have room enough."""
+    torch.manual_seed(0)
+    settings = settings_for(tmp_path, "parts", "cpu", device_memory=2 << 12)
+    engine = offload.initialize(model=Parts().to(torch.bfloat16), config=settings)[0]
+    engine.backward(engine(batch).float().sum())
+    engine.step()
+    engine.destroy(remove=True)

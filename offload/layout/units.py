@@ -131,22 +131,22 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
 
 
-def sites_with_hooks(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Returns the sites without layers of torch inside of a site that needs the same units.
+def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Returns for each site the layers of torch inside of it that need none but its units.
 
-    Hooks at a module cost several microseconds in each call. A caller that calls such a layer alone is served by its
-    parameters' placeholders, since a layer of torch passes its parameters to functions of torch. A layer of anybody
-    else may do anything with them, so it keeps its hooks.
+    Once the site is called, such a layer needs no hooks, which cost several microseconds in each call. A caller that
+    calls the layer alone is served by its parameters' placeholders, since a layer of torch passes its parameters to
+    functions of torch. A module of anybody else may do anything with them. A site that is never called, such as an
+    `nn.ModuleDict`, serves nothing inside of it.
     """
     modules = dict(model.named_modules())
-    return {
-        name: needed
-        for name, needed in sites.items()
-        if not (
-            type(modules[name]).__module__.startswith("torch.nn.modules.")
-            and any(outer in sites and set(needed) <= set(sites[outer]) for outer in _outside_of(name))
-        )
-    }
+    found: dict[str, list[str]] = {}
+    for name, needed in sites.items():
+        if type(modules[name]).__module__.startswith("torch.nn.modules."):
+            for outer in _outside_of(name):
+                if outer in sites and set(needed) <= set(sites[outer]):
+                    found.setdefault(outer, []).append(name)
+    return found
 
 
 def _is_compiled_into(
@@ -173,3 +173,16 @@ def _outside_of(name: str) -> Iterator[str]:
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if `torch.compile(module)` or `module.compile()` has compiled the module."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_EXTERNAL = "_offload_external_parameters"
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of other modules that the user has registered with `module`."""
+    return list(module.__dict__.get(_EXTERNAL, ()))
+
+
+def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
+    module.__dict__[_EXTERNAL] = list(parameters)

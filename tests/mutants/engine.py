@@ -323,6 +323,27 @@ MUTANTS = (
         "tests/test_nested_sites.py",
     ),
     Mutant(
+        "let a graph use newer weights that stay on the device",
+        "offload.engine.params.unit_views",
+        "                    increment_version(handle.parameter)",
+        "                    pass",
+        "tests/test_units_that_stay.py",
+    ),
+    Mutant(
+        "keep views of inference mode as parameters that stay",
+        "offload.engine.params.unit_views",
+        "with torch.inference_mode(False):",
+        "with torch.enable_grad():",
+        "tests/test_units_that_stay.py",
+    ),
+    Mutant(
+        "leave a parameter that stays without its memory after `gathered`",
+        "offload.engine.params.paged_parameter",
+        "                set_data(parameter, handle._own)",
+        "                set_data(parameter, handle._nan)",
+        "tests/test_units_that_stay.py",
+    ),
+    Mutant(
         "cut the graph of a compiled block by hooks",
         "offload.layout.units",
         "if not _is_compiled_into(name, needed, modules, sites)",

@@ -33,6 +33,7 @@ from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
 from offload.interrupts import is_on_stack, uninterrupted
+from offload.layout.units import external_parameters, layers_inside
 from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
@@ -44,8 +45,6 @@ from offload.torch_internals import (
     plain_tensors,
     tensors_in,
 )
-
-_EXTERNAL = "_offload_external_parameters"
 
 
 class _Frame(NamedTuple):
@@ -106,22 +105,21 @@ class ModuleHooks:
         self._callbacks, self._root = callbacks, model
         self._thread: threading.Thread | None = None
         """The thread whose forward is under way."""
-        self._in_backward = self._gradient_seen = False
-        self.through_old_graph = False
-        """True if the last backward began in a graph that was made before weights that stay have changed."""
+        self._in_backward = self._gradient_seen = self.through_old_graph = False
+        """The last is True if the last backward began in a graph older than a change of weights that stay."""
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
-        self._hooked: set[int] = set()
-        modules = dict(model.named_modules())
+        self._hooks: dict[int, list[Callable[[], None]]] = {}
+        """Functions that remove a module's hooks, by the module's id."""
+        modules, inside = dict(model.named_modules()), layers_inside(model, sites)
         # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
         for name, units in ({"": ()} | sites).items():
-            self._hook_module(modules[name], units)
+            self._hook_module(modules[name], units, [modules[layer] for layer in inside.get(name, ())])
         unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
         for module in modules.values():
-            for parameter in external_parameters(module):
-                if id(parameter) in unit_of:
-                    self.use_in(module, unit_of[id(parameter)])
+            for unit in [unit_of[id(each)] for each in external_parameters(module) if id(each) in unit_of]:
+                self.use_in(module, unit)
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
@@ -130,9 +128,9 @@ class ModuleHooks:
     def remove(self) -> None:
         """Removes every hook."""
         self.leave_all()
-        for remover in self._removers:
-            remover()
-        self._removers.clear()
+        for removers in (self._removers, *self._hooks.values()):
+            while removers:
+                removers.pop()()
         self._compute.remove()
         self._unit_views.vacate()
 
@@ -199,8 +197,8 @@ class ModuleHooks:
 
     def use_in(self, module: nn.Module, unit: int) -> None:
         """Adds `unit` to the units that are materialized whenever `module` runs."""
-        if id(module) not in self._hooked:
-            self._hook_module(module, ())
+        if id(module) not in self._hooks:
+            self._hook_module(module, (), [])
         self._external[id(module)].append(unit)
 
     def end_use_in(self, module: nn.Module, unit: int) -> None:
@@ -216,14 +214,15 @@ class ModuleHooks:
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        """Makes `module` a site of `units`."""
-        self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
+    def _hook_module(self, module: nn.Module, units: tuple[int, ...], layers: list[nn.Module]) -> None:
+        """Makes `module` a site of `units`, which takes the hooks of `layers` away when it is called."""
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
             if called is not module:
                 return
+            if layers:
+                self._free_of_hooks(layers)
             if external or not self._is_nested(module):
                 self._enter(module, (*units, *external))
             else:
@@ -234,8 +233,19 @@ class ModuleHooks:
 
         # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
         # exception, since otherwise a failed forward would leave its units pinned.
-        self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove)
-        self._removers.append(module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove)
+        self._hooks[id(module)] = [
+            module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove,
+            module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove,
+        ]
+
+    @uninterrupted
+    def _free_of_hooks(self, layers: list[nn.Module]) -> None:
+        """Removes the hooks of layers that the caller encloses, except where the user has registered parameters."""
+        while layers:
+            layer = layers.pop()
+            if not self._external[id(layer)]:
+                for remove in self._hooks.pop(id(layer), ()):
+                    remove()
 
     def _is_nested(self, module: nn.Module) -> bool:
         """Returns True if `module` runs within a site that has changed torch's state as `module` needs it."""
@@ -251,8 +261,8 @@ class ModuleHooks:
 
         Units that stay are hidden when the outermost site ends, those of the enclosing site when that one ends.
         """
-        frames = self._local.frames
-        held, frame = frames[-1].units, None
+        frames, frame = self._local.frames, None
+        held = frames[-1].units
         for unit in units:
             if self._pager.stays(unit):
                 if unit not in self._unit_views.shown:
@@ -348,9 +358,9 @@ class ModuleHooks:
 
     @uninterrupted
     def _begin_backward(self, made: int | None = None) -> None:
-        """Begins the backward at its first sign: an output's node, a gradient, or a request for weights.
+        """Begins the backward at its first sign: a gradient, a request for weights, or an output's node.
 
-        An output's node passes what `UnitViews.outdated` was when the graph was `made`.
+        Such a node passes what `UnitViews.outdated` was when its graph was `made`.
         """
         if not self._in_backward:
             self.through_old_graph = made not in (None, self._unit_views.outdated)
@@ -388,13 +398,3 @@ class ModuleHooks:
             self._gradient_seen = True
 
         return hook
-
-
-def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of other modules that the user has registered with `module`."""
-    return list(module.__dict__.get(_EXTERNAL, ()))
-
-
-def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
-    module.__dict__[_EXTERNAL] = list(parameters)

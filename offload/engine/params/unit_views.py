@@ -246,7 +246,8 @@ class UnitViews:
             unit = self._units[index]
             if unit.stays:
                 self.outdated += 1
-                increment_version([handle.parameter for handle in unit.handles])
+                for handle in unit.handles:
+                    increment_version(handle.parameter)
 
     @uninterrupted
     def vacate(self) -> None:

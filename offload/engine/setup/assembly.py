@@ -44,7 +44,6 @@ from offload.engine.training.components import EngineComponents
 from offload.layout.pager_inputs import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
-from offload.layout.units import sites_with_hooks
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -163,7 +162,7 @@ def _hooks(
     saved = SavedTensors([layout.name for layout in plan.layouts], handles, unit_views, pager, compute)
     return ModuleHooks(
         model,
-        sites_with_hooks(model, plan.units.sites),
+        plan.units.sites,
         handles,
         unit_views,
         saved,
