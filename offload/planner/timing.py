@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
-from offload.planner.simulation.inputs import buffer_budgets, update_costs
+from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
 from offload.planner.simulation.machine import Moved, Waited
 from offload.planner.simulation.simulate import Simulation, simulate
 from offload.planner.simulation.simulate import Use as TimedUse
@@ -120,8 +120,8 @@ class Timing:
         )
 
 
-def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
-    """Returns the uses of one micro-batch's forward, in order; `batch` is its number of sequences."""
+def forward(shape: Shape, hardware: Hardware, batch: int, stay: Collection[int] = ()) -> list[Pass]:
+    """Returns the uses of a micro-batch of `batch` sequences in order; units in `stay` never leave the device."""
     found, times = [], Counter(use.unit for use in shape.uses)
     for use in shape.uses:
         layout = shape.layouts[use.unit]
@@ -133,14 +133,15 @@ def forward(shape: Shape, hardware: Hardware, batch: int) -> list[Pass]:
         made = times[use.unit] * learning * nbytes / hardware.fresh if use.lookup else 0.0
         # One product for the gradient of the input, one for that of the weights if these train.
         back = (1 + learning) * products + 2 * other + made
-        found.append(Pass(use.unit, _with_host(products + other, hardware), _with_host(back, hardware), use.lookup))
+        handed = hardware.handed(use.unit in stay)
+        seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
+        found.append(Pass(use.unit, seconds, back, use.lookup))
     return found
 
 
-def _with_host(seconds: float, hardware: Hardware) -> float:
-    """Returns the seconds of a use with those of the host: after the compute on a CPU, beside it on a GPU."""
-    handed = hardware.handed_seconds
-    return seconds + handed if hardware.on_cpu else max(seconds, handed)
+def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
+    """Returns a use's seconds with the host's `handed`: after the compute on a CPU, beside it on a GPU."""
+    return seconds + handed if on_cpu else max(seconds, handed)
 
 
 def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load) -> list[list[Pass]]:
@@ -239,7 +240,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     Raises:
         BudgetError: units in use at the same time have no room on the device.
     """
-    first = forward(shape, hardware, load.batch)
+    first = forward(shape, hardware, load.batch, staying(memory.parts, memory.placement))
     second = backwards(first, memory, hardware, load)
     passes = [TimedUse(each.unit, each.seconds) for back in second for each in (*first, *back)]
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
@@ -337,8 +338,10 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
 
+    stay = staying(memory.parts, memory.placement)
+
     def hidden(batch: int) -> bool:
-        first = forward(shape, hardware, batch)
+        first = forward(shape, hardware, batch, stay)
         second = backwards(first, memory, hardware, load)
         compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
         return _least(first, second, memory, costs, rates) <= _NEAR * compute
