@@ -44,7 +44,6 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "under_modes",
-    "unflatten",
     "without_modes",
 ]
 
@@ -85,9 +84,6 @@ def set_data(parameter: torch.nn.Parameter, memory: torch.Tensor) -> None:
         parameter._backward_hooks = parameter._backward_hooks
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
 
-
-unflatten: Callable[[torch.Tensor, list[torch.Tensor]], list[torch.Tensor]] = torch._C._nn.unflatten_dense_tensors
-"""Cuts a flat tensor into views of the shapes of a list of tensors, one behind the other, in one call."""
 
 make_subclass = torch.Tensor._make_subclass
 """Constructor of a tensor subclass that shares the memory of another tensor, as `nn.Parameter` is made."""

@@ -81,6 +81,7 @@ def test_an_error_of_the_users_own_stays_torchs(engine: offload.Engine) -> None:
         engine.backward(loss)
 
 
+@pytest.mark.works("Graphs", "the same, of a unit that never leaves the device", "right")
 def test_a_view_held_across_a_step_shows_the_new_weights_as_in_torch(engine: offload.Engine) -> None:
     kept: list[torch.Tensor] = []
     layer: Any = engine.module.layers[1]

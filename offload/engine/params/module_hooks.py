@@ -7,7 +7,7 @@
                a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
 The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks act
-only for the module on which they were installed: a deep copy, which carries them along, is an ordinary module.
+only for the module on which they were installed: a deep copy is an ordinary module. Layers of torch lose theirs.
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 

@@ -14,7 +14,7 @@ placeholder is dispatched to this module:
 
 So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
 ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
-costs nothing per call.
+costs nothing per call. That of a unit that stays on the device keeps its memory, and only changes its class.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ again from the unit's weights, in whatever tier they are by then; so a graph con
 weights (`_make_wrapper_subclass`) is packed as its class and its packed inner tensors. Saved-tensor hooks
 disable torch's own check for in-place changes, so any other tensor is packed with its version, which is compared at
 unpack. If other hooks are active, of the user (`save_on_cpu`) or of checkpointing, other tensors are passed to those.
+
+If no unit comes and goes and no other hooks are active, there are no hooks: graphs hold weights that never move.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ This holds in a region of non-reentrant checkpointing, whose recomputation keeps
 saved-tensor hooks; and in a `ctx` attribute of an `autograd.Function`. Such a view occupies device memory; if the
 device has no more room, a `BudgetError` is raised. No view may live across `step()`, since the weights change.
 
+A unit that never leaves the device has one binding for good, without a pin. Its parameters are only shown and hidden,
+all at the end of the outermost forward or backward; views of them may live, and graphs hold them (`outdate`).
+
 Threads. Forward hooks and autograd's threads call `UnitViews`, under its lock.
 """
 
@@ -35,7 +38,7 @@ from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
-from offload.torch_internals import under_modes, unflatten, without_modes
+from offload.torch_internals import under_modes, without_modes
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -78,26 +81,20 @@ class _Unit:
     def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle], stays: bool) -> None:
         self.layout, self.handles, self.stays = layout, handles, stays
         self.frozen = [handle for handle in handles if not handle.trainable]
-        self._parts: list[torch.Tensor] = []
-        """Tensors on meta of the shapes of all parameters, and of the gaps between them, in the order of the unit."""
-        self._places = [0] * len(layout.segments)
-        """Position in `_parts` of each parameter."""
-        stop = 0
-        for position, segment in sorted(enumerate(layout.segments), key=lambda each: (each[1].start, each[1].stop)):
-            if segment.start > stop:
-                self._parts.append(torch.empty(segment.start - stop, device="meta"))
-            self._places[position] = len(self._parts)
-            self._parts.append(torch.empty(segment.shape, device="meta"))
-            stop = segment.stop
+        self._views = [
+            (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
+            for segment in layout.segments
+        ]
+        """Shape, stride and offset (in elements) of each parameter in the unit."""
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
 
     def cut(self, binding: Binding) -> list[torch.Tensor]:
         """Returns a view of each parameter."""
-        assert binding.flat is not None
-        parts = unflatten(binding.flat, self._parts)
-        return [parts[place] for place in self._places]
+        flat = binding.flat
+        assert flat is not None
+        return [flat.as_strided(size, stride, start) for size, stride, start in self._views]
 
 
 class UnitViews:
