@@ -200,7 +200,8 @@ class EngineCore(EngineCallbacks):
                 # Weights that stay on the device are in the graph, and torch notices that they have changed.
                 if self.components.hooks.through_old_graph and "modified by an inplace operation" in str(error):
                     raise UsageError(
-                        "backward through a graph made before step(): the weights of units on the device have changed since"
+                        "backward through a graph made before step(): the weights, which are in the graph itself, have "
+                        "changed since"
                     ) from error
                 raise
 
