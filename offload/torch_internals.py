@@ -136,6 +136,14 @@ def fake_tensors(allow_others: bool = False) -> Any:
     return FakeTensorMode(allow_non_fake_inputs=allow_others)
 
 
+def module_call() -> types.FrameType:
+    """Returns the Python frame in which torch calls the module whose hook runs now."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
+        frame = frame.f_back
+    return frame
+
+
 def tensors_in(output: Any) -> list[torch.Tensor]:
     """Returns the tensors of a module's output, including those in the fields of a dataclass."""
     if dataclasses.is_dataclass(output) and not isinstance(output, type) and not isinstance(output, dict):
@@ -162,14 +170,6 @@ def outside_of_compiled_code(hook: Callable[..., Any]) -> Callable[..., Any]:
     # With `skip` the compiler does not compile `call` itself, but it does compile functions that `call` calls: hence
     # `disabled`.
     return skip(call)
-
-
-def module_call() -> types.FrameType:
-    """Returns the Python frame in which torch calls the module whose hook runs now."""
-    frame = sys._getframe()
-    while frame.f_back is not None and frame.f_code.co_filename != _module_file:
-        frame = frame.f_back
-    return frame
 
 
 # -- modes of dispatch -------------------------------------------------------------------------------

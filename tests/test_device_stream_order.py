@@ -316,3 +316,20 @@ def test_a_copy_that_fails_stops_the_engine(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(EngineFailed, match="CUDA error"):
         train_step(engine, JOB, 0)
     engine.destroy()
+
+
+def test_weights_that_stay_are_not_written_before_the_compute_that_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation is followed by an edit: no gradient has made the host wait for the evaluation's compute."""
+    device = LateDevice(0, 1.0)
+    use_device(monkeypatch, device)
+    engine = start(JOB, ("none", "none"), tmp_path)
+    with Ticks(device), torch.no_grad():
+        JOB.loss(engine, 0, 0)
+    layer: Any = engine.module.transformer.h[0].mlp.c_fc
+    offload.safe_set_full_fp32_param(layer.weight, torch.zeros(layer.weight.shape))
+    with Ticks(device), torch.no_grad():
+        JOB.loss(engine, 0, 0)
+    engine.destroy(remove=True)
+    assert device.broken == []

@@ -1,4 +1,7 @@
-"""A module inside of its unit's module runs without hooks of its own, and behaves as if it had them."""
+"""A module inside of its unit's module enters no site of its own, and behaves as if it did.
+
+A layer of torch there has no hooks at all, so the user's own hooks for saved tensors see its weights, as in torch.
+"""
 
 from __future__ import annotations
 
@@ -45,15 +48,19 @@ class Block(nn.Module):
         super().__init__()
         self.linear, self.scale, self.again = nn.Linear(WIDTH, WIDTH), Scale(), Again()
         self.kept: list[torch.Tensor] = []
-        self.packed: list[Any] = []
+        self.packed: list[torch.Size] = []
+        """Shapes of what hooks of the user have received, from a layer of torch."""
+        self.packed_of_ours: list[torch.Size] = []
+        """The same from a module of the user."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def pack(tensor: torch.Tensor) -> torch.Tensor:
-            self.packed.append(tensor.shape)
-            return tensor
+        def into(packed: list[torch.Size]) -> Any:
+            return saved_tensors_hooks(lambda tensor: (packed.append(tensor.shape), tensor)[1], lambda tensor: tensor)
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with into(self.packed):
             x = self.linear(x)
+        with into(self.packed_of_ours):
+            x = self.again(x, 0)
         self.kept.append(self.scale())
         return self.again(x) * self.scale()
 
@@ -81,7 +88,7 @@ def test_only_the_outer_module_of_a_unit_materializes_the_unit(
     engine = started(tmp_path)
     block: Any = engine.module[0]
     engine(batch)
-    assert used == [0, 0, 1, 1], "`linear` runs under hooks of the user, within which it needs the engine's"
+    assert used == [0, 0, 1, 1], "`again` runs under hooks of the user once, within which it needs the engine's"
     used.clear()
     block.scale()
     assert used == [0], "outside of the block"
@@ -113,9 +120,47 @@ def test_a_weight_that_an_inner_module_returns_is_a_copy(tmp_path: Path, batch: 
     engine.destroy(remove=True)
 
 
-def test_hooks_of_the_user_inside_of_a_unit_receive_no_weights(tmp_path: Path, batch: torch.Tensor) -> None:
+def test_hooks_of_the_user_receive_no_weights_of_a_module_inside(tmp_path: Path, batch: torch.Tensor) -> None:
     engine = started(tmp_path)
-    block: Any = engine.module[0]
+    block: Any = engine.module[1]  # whose input needs a gradient
     engine.backward(engine(batch).float().sum())
-    assert block.packed == [batch.shape], "the input alone"
+    assert block.packed_of_ours == [batch.shape] * 2, "the input, and the result of tanh"
+    assert sorted(block.packed) == sorted([batch.shape, block.linear.weight.shape]), "as in torch"
+    engine.destroy(remove=True)
+
+
+def test_a_layer_of_torch_that_is_called_alone_trains(tmp_path: Path, batch: torch.Tensor) -> None:
+    plain, engine = model(), started(tmp_path)
+    layer: Any = plain[0].linear
+    layer(batch).float().sum().backward()
+    engine.backward(engine.module[0].linear(batch).float().sum())
+    for name, parameter in engine.module[0].linear.named_parameters():
+        assert torch.equal(offload.safe_get_full_grad(parameter), layer.get_parameter(name).grad.float()), name
+    engine.step()
+    engine.destroy(remove=True)
+
+
+class Parts(nn.Module):
+    """Its units are containers, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.ModuleDict({"fixed": nn.Linear(WIDTH, WIDTH).requires_grad_(False), "learns": nn.Linear(WIDTH, WIDTH)})
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = torch.tanh(part["fixed"](x) + part["learns"](x))
+        return x
+
+
+def test_layers_inside_of_a_module_that_is_never_called_keep_their_hooks(tmp_path: Path, batch: torch.Tensor) -> None:
+    """Units of frozen weights too are then released one after the other, so that two have room enough."""
+    torch.manual_seed(0)
+    settings = settings_for(tmp_path, "parts", "cpu", device_memory=2 << 12)
+    engine = offload.initialize(model=Parts().to(torch.bfloat16), config=settings)[0]
+    engine.backward(engine(batch).float().sum())
+    engine.step()
     engine.destroy(remove=True)

@@ -1,13 +1,14 @@
 """The calls that the components of an engine make to the engine that owns them.
 
 Imports go one way: the engine imports its components, and no component imports the engine. A component that must reach
-up calls this protocol, which it receives through its constructor.
+up calls this protocol, which it receives through its constructor. `ParamOwner` is the same for handles of parameters.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,3 +93,32 @@ class Edit:
     the others keep the low bits of their master. Other states: fp32.
     """
     state: State = State.WEIGHT
+
+
+class ParamOwner(Protocol):
+    """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
+
+    def fetch(self, unit: int, stays: bool = False) -> bool:
+        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
+
+        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
+        outermost module or the backward ends, or earlier if its memory is needed.
+        """
+
+    def read(self, unit: int, position: int) -> torch.Tensor:
+        """Returns a copy of the newest weights of one parameter, on the compute device."""
+
+    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
+        """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
+
+    def updates(self, unit: int) -> int:
+        """Returns the number of times that the weights of `unit` have changed."""
+
+    def end_edits(self, unit: int) -> None:
+        """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
+
+    def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
+        """Returns a context in which `units` stay materialized, if a forward or a backward runs and they have room."""
+
+    def miss_gradient(self, name: str) -> None:
+        """Records that user code has read `.grad` of the parameter `name`, which is None."""

@@ -195,7 +195,16 @@ class EngineCore(EngineCallbacks):
 
         # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
         with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
-            run()
+            try:
+                run()
+            except RuntimeError as error:
+                # Weights that stay on the device are in the graph, and torch notices that they have changed.
+                if self.components.hooks.through_old_graph and "modified by an inplace operation" in str(error):
+                    raise UsageError(
+                        "backward through a graph made before step(): the weights, which are in the graph itself, have "
+                        "changed since"
+                    ) from error
+                raise
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -266,6 +275,7 @@ class EngineCore(EngineCallbacks):
         if not edits:
             return
         part = components.trainable[unit]
+        components.unit_views.outdate([unit])
         try:
             # If this is interrupted, a part of the edit may be scheduled already: nothing may be committed after it.
             components.update_worker.schedule([UnitUpdate(unit=unit, numel=len(part), edits=cut(edits, part))], None)

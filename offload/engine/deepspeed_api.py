@@ -17,7 +17,7 @@ from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
-from offload.swapper.pager import PrefetchStats
+from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
 
 

@@ -201,6 +201,7 @@ class OptimizerStep:
             now = state.loss_scale
             to = "" if loss_scale == now else f"; the loss scale changes from {loss_scale:g} to {now:g}"
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
+        self._components.unit_views.outdate(update.unit for update in updates)
         updater.schedule(updates, state.global_steps)
         self.applied = finite
 

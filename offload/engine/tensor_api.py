@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from offload.engine.param_access import ParamAccess, engines
-from offload.engine.params.module_hooks import external_parameters, set_external_parameters
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.errors import UsageError
+from offload.layout.units import external_parameters, set_external_parameters
 from offload.states import State
 
 

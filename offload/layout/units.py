@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -131,6 +131,24 @@ def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit
     return {name: needed for name, needed in sites.items() if not _is_compiled_into(name, needed, modules, sites)}
 
 
+def layers_inside(model: nn.Module, sites: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+    """Returns for each site the layers of torch inside of it that need none but its units.
+
+    Once the site is called, such a layer needs no hooks, which cost several microseconds in each call. A caller that
+    calls the layer alone is served by its parameters' placeholders, since a layer of torch passes its parameters to
+    functions of torch. A module of anybody else may do anything with them. A site that is never called, such as an
+    `nn.ModuleDict`, serves nothing inside of it.
+    """
+    modules = dict(model.named_modules())
+    found: dict[str, list[str]] = {}
+    for name, needed in sites.items():
+        if type(modules[name]).__module__.startswith("torch.nn.modules."):
+            for outer in _outside_of(name):
+                if outer in sites and set(needed) <= set(sites[outer]):
+                    found.setdefault(outer, []).append(name)
+    return found
+
+
 def _is_compiled_into(
     name: str, needed: Sequence[int], modules: dict[str, nn.Module], sites: dict[str, tuple[int, ...]]
 ) -> bool:
@@ -138,15 +156,33 @@ def _is_compiled_into(
 
     A caller that calls the inner module alone is served by its parameters' placeholders.
     """
-    outer = name
-    while outer:
-        outer = outer.rpartition(".")[0]
-        # The outer module's hooks fetch a superset of the units, so they suffice.
-        if is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer]):
-            return True
-    return False
+    # The outer module's hooks fetch a superset of the units, so they suffice.
+    return any(
+        is_compiled(modules[outer]) and outer in sites and set(needed) <= set(sites[outer])
+        for outer in _outside_of(name)
+    )
+
+
+def _outside_of(name: str) -> Iterator[str]:
+    """Yields the names of the modules around a module, innermost first; the last is the root's, which is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True if `torch.compile(module)` or `module.compile()` has compiled the module."""
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+_EXTERNAL = "_offload_external_parameters"
+
+
+def external_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Returns the parameters of other modules that the user has registered with `module`."""
+    return list(module.__dict__.get(_EXTERNAL, ()))
+
+
+def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+    """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
+    module.__dict__[_EXTERNAL] = list(parameters)

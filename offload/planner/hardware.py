@@ -34,6 +34,9 @@ _OF_UNIFIED = (
 _HANDED_SECONDS = 0.4e-3
 """`Hardware.handed_seconds` if the CPU computes; measured on two cores at about 3 GHz, for units of up to a dozen
 parameters."""
+_KEPT_SECONDS = 0.3e-3
+"""What a unit saves whose parameters keep their memory on the device: 0.1 of 0.4 ms is left, as measured
+(docs/benchmarks/2026-11-host-time.md)."""
 _HANDED_TO_GPU_SECONDS = 0.6e-3
 """`Hardware.handed_seconds` on a GPU: 0.2 ms more, to launch some 30 kernels of a transformer block. This is a rule of
 thumb, not measured on a GPU."""
@@ -118,6 +121,10 @@ class Hardware:
     def itemsize(self) -> int:
         """Returns the bytes of one weight, and of one element of its gradient."""
         return _ITEMSIZES[self.dtype]
+
+    def handed(self, stays: bool) -> float:
+        """Returns the host's seconds for a use of a unit; `stays` is True if the unit never leaves the device."""
+        return max(self.handed_seconds - (_KEPT_SECONDS if stays else 0.0), 0.0)
 
     @property
     def on_cpu(self) -> bool:

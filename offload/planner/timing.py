@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -34,7 +34,7 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
-from offload.planner.simulation.inputs import buffer_budgets, update_costs
+from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
 from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Moved, Waited
 from offload.planner.simulation.simulate import Simulation, simulate
@@ -117,8 +117,8 @@ class Timing:
         )
 
 
-def forward(shape: Shape, hardware: Hardware, load: Load) -> list[Pass]:
-    """Returns the uses of one micro-batch's forward, in order."""
+def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] = ()) -> list[Pass]:
+    """Returns the uses of one micro-batch's forward, in order; units in `stay` never leave the device."""
     found, times = [], Counter(use.unit for use in shape.uses)
     blocks = recomputed(shape, load._replace(recompute=True))
     batch, inside = load.batch, {position for block in blocks for position in block.uses}
@@ -134,8 +134,9 @@ def forward(shape: Shape, hardware: Hardware, load: Load) -> list[Pass]:
         back = (1 + learning) * products + 2 * other + made + of_tiles(shape, use, load, hardware)
         if position == len(shape.uses) - 1:
             back += of_chunks(shape, load, hardware)
-        seconds = _with_host(products + other, hardware), _with_host(back, hardware)
-        found.append(Pass(use.unit, *seconds, use.lookup, position in inside))
+        handed = hardware.handed(use.unit in stay)
+        seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
+        found.append(Pass(use.unit, seconds, back, use.lookup, position in inside))
     return _with_inputs(found, shape, load)
 
 
@@ -149,10 +150,9 @@ def _with_inputs(passes: list[Pass], shape: Shape, load: Load) -> list[Pass]:
     return passes
 
 
-def _with_host(seconds: float, hardware: Hardware) -> float:
-    """Returns the seconds of a use with those of the host: after the compute on a CPU, beside it on a GPU."""
-    handed = hardware.handed_seconds
-    return seconds + handed if hardware.on_cpu else max(seconds, handed)
+def _with_host(seconds: float, handed: float, on_cpu: bool) -> float:
+    """Returns a use's seconds with the host's `handed`: after the compute on a CPU, beside it on a GPU."""
+    return seconds + handed if on_cpu else max(seconds, handed)
 
 
 def backwards(first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load) -> list[list[Pass]]:
@@ -252,7 +252,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     Raises:
         BudgetError: units in use at the same time have no room on the device.
     """
-    first = forward(shape, hardware, load)
+    first = forward(shape, hardware, load, staying(memory.parts, memory.placement))
     second = backwards(first, memory, hardware, load)
     passes = [timed for back in second for timed in (*map(_sending, first), *map(_receiving, back))]
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
@@ -364,8 +364,10 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
 
+    stay = staying(memory.parts, memory.placement)
+
     def hidden(batch: int) -> bool:
-        first = forward(shape, hardware, load._replace(batch=batch))
+        first = forward(shape, hardware, load._replace(batch=batch), stay)
         second = backwards(first, memory, hardware, load)
         compute = sum(each.seconds for each in (*first * load.accumulation, *chain(*second)))
         return _least(first, second, memory, costs, rates) <= _NEAR * compute

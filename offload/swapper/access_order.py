@@ -70,12 +70,13 @@ class _Order:
 
     def distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
-        later = self._after_cursor(unit)
-        if later is not None:
-            return later - self.cursor
-        # No further use in this run: the next one is in the repeated run.
         positions = self._positions.get(unit)
-        return len(self.uses) - self.cursor + positions[0] if positions else NEVER
+        if not positions:
+            return NEVER
+        if positions[-1] >= self.cursor:
+            return positions[bisect_left(positions, self.cursor)] - self.cursor
+        # No further use in this run: the next one is in the repeated run.
+        return len(self.uses) - self.cursor + positions[0]
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""

@@ -15,11 +15,10 @@ once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes 
 weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
 weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
 prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`), so that the
-worker does not take freed memory from under the thread. Device buffers of units that are not pinned can be dropped. If
-pinned units fill the arena, waiting cannot help, and the pager raises `BudgetError`. A thread waits for other ranks
-without the lock, and serves what they need meanwhile (`Peers.agree` calls `serve_gather`), so no worker and no buffer
-of any rank waits for another rank.
+themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`). Device buffers
+of units that are not pinned can be dropped. If pinned units fill the arena, waiting cannot help, and the pager raises
+`BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile (`Peers.agree` calls
+`serve_gather`), so no worker and no buffer of any rank waits for another rank.
 
 [Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
 different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
@@ -31,7 +30,6 @@ answer. The one exception: once every rank has every unit, no rank asks until we
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -45,22 +43,12 @@ from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Limits, keeps
-from offload.swapper.prefetch import Prefetcher
+from offload.swapper.prefetch import Prefetcher, PrefetchStats
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
 from offload.swapper.weight_updates import WeightUpdates
 from offload.timeline import OFF, Timeline
-
-
-class PrefetchStats(NamedTuple):
-    """Counts of uses of units."""
-
-    uses: int
-    on_device: int
-    """Uses that found the unit on the device."""
-    unforeseen: int
-    """Uses that the access order did not predict."""
 
 
 class Pager:
@@ -94,10 +82,9 @@ class Pager:
         self._host_cache = HostCache(self.table, host, store)
         self._device_cache = DeviceCache(self.table, arena, device, peers)
         self._prefetcher = Prefetcher(self.table, self._host_cache, self._device_cache, limits)
-        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena)
-        self._device = device
-        self._limits = limits
-        self._peers = peers
+        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena, device)
+        self._device, self._limits, self._peers = device, limits, peers
+        self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0
         self._all_have_all = False
         """True if every rank is known to have every unit on its device."""
@@ -147,6 +134,21 @@ class Pager:
             self.release(unit)
             raise
         return view
+
+    def stays(self, unit: int) -> bool:
+        """Returns True if `unit` never leaves its place on the device, and needs no other rank."""
+        return self._stays[unit]
+
+    @uninterrupted
+    def use_in_place(self, unit: int) -> None:
+        """Waits for the update of a unit that `stays`, and begins a use without a pin, which needs no end."""
+        entry = self._entries[unit]
+        with self.lock:
+            self.table.access_order.use(unit)
+            self._uses, self._hits = self._uses + 1, self._hits + 1
+            self._fetch(entry)
+            self._prefetcher.run()
+        self.wait_upload(unit)
 
     @uninterrupted
     def release(self, unit: int) -> None:

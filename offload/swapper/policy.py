@@ -111,9 +111,13 @@ def find_room(
     """
     nbytes = align_up(max(nbytes, 1))
     distances = {block.unit: access_order.distance(block.unit) for block in evictable}
-    # Most prefetches find no room, which this test shows without a look at any offset.
-    if beyond >= 0 and not space.could_take(nbytes, (b[1:] for b in evictable if distances[b.unit] > beyond)):
-        return None
+    if beyond >= 0:
+        # Most prefetches find no room, which these tests show without a look at any offset: first the bytes alone.
+        allowed = [block for block in evictable if distances[block.unit] > beyond]
+        if space.nbytes - space.used_bytes + sum([align_up(block.nbytes) for block in allowed]) < nbytes:
+            return None
+        if not space.could_take(nbytes, [block[1:] for block in allowed]):
+            return None
     regions = space.free_regions(block[1:] for block in evictable)
     lengths = sorted((stop - start for start, stop in regions), reverse=True)
     found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
@@ -128,16 +132,18 @@ def find_room(
         for offset in sorted({*ends, *(end - nbytes for end in ends)}):
             if offset < start or offset + nbytes > stop:
                 continue
-            going = [block for block, first, last in inside if first < offset + nbytes and offset < last]
+            end = offset + nbytes
+            # `alone` asks what `left` asks, for the time when nothing else is in use.
+            alone = max(offset - floor.start, floor.stop - end) >= floor.largest
+            if beyond >= 0 and not alone:
+                continue
+            going = [block for block, first, last in inside if first < end and offset < last]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
-                # The largest region that stays free: elsewhere, before or behind the unit. `alone` is the same
-                # question for the time when nothing else is in use.
-                left = max(elsewhere, offset - start, stop - offset - nbytes)
-                alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest
-                if alone or beyond < 0:
-                    score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
-                    found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
+                # The largest region that stays free: elsewhere, before or behind the unit.
+                left = max(elsewhere, offset - start, stop - end)
+                score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
+                found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
     if not found:
         return None
     if space.scatter is not None:

@@ -6,12 +6,24 @@ pager's lock. No function of this module waits for a read or an update; an uploa
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from offload.states import Tier
 from offload.swapper.device_cache import DeviceCache
 from offload.swapper.host_cache import HostCache
 from offload.swapper.policy import Limits, next_to_fetch
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import UnitEntry, UnitTable
+
+
+class PrefetchStats(NamedTuple):
+    """Counts of uses of units."""
+
+    uses: int
+    on_device: int
+    """Uses that found the unit on the device."""
+    unforeseen: int
+    """Uses that the access order did not predict."""
 
 
 class Prefetcher:

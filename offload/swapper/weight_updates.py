@@ -15,6 +15,7 @@ import torch
 from offload.states import Tier
 from offload.swapper.device_cache import DeviceCache
 from offload.swapper.host_cache import HostCache
+from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.residency import Residency
@@ -25,8 +26,11 @@ from offload.timeline import Row
 class WeightUpdates:
     """The part of the pager that the update worker calls."""
 
-    def __init__(self, table: UnitTable, host_cache: HostCache, device_cache: DeviceCache, arena: DeviceArena) -> None:
+    def __init__(
+        self, table: UnitTable, host_cache: HostCache, device_cache: DeviceCache, arena: DeviceArena, device: Device
+    ) -> None:
         self._table, self._host_cache, self._device_cache, self._arena = table, host_cache, device_cache, arena
+        self._device = device
         self._entries, self._lock = table.entries, table.changed.lock
         self._awaited: list[int] = []
         """Units whose update a thread waits for."""
@@ -41,7 +45,11 @@ class WeightUpdates:
                 assert not entry.pins, f"unit {entry.size.name} is in use during step()"
                 entry.updating = True
                 entry.updates += 1
-                if entry.residency is Residency.DEVICE and not entry.size.stays:
+                if entry.size.stays:
+                    # A use in place has no end of its own: the update follows all compute so far.
+                    self._device.wait_event(entry.read)
+                    entry.read = self._device.record_event()
+                elif entry.residency is Residency.DEVICE:
                     self._device_cache.drop(entry)
 
     def wait(self, entry: UnitEntry) -> None:

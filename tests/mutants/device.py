@@ -147,7 +147,7 @@ MUTANTS = (
     _reads(
         "the weights of a unit",
         "offload.engine.params.unit_views",
-        "            handle.materialize(torch.as_strided(flat, size, stride, start))",
+        "        ParamHandle.materialize(unit.handles, unit.cut(binding))",
         "binding.flat",
     ),
     _reads(
@@ -159,8 +159,8 @@ MUTANTS = (
     _reads(
         "a parameter",
         "offload.engine.params.paged_parameter",
-        "        self._version, self._address = parameter._version, values.data_ptr()",
-        "values",
+        "            handle._version, handle._address = parameter._version, parameter.data_ptr()",
+        "memory",
     ),
     _reads(
         "a gradient that leaves",

@@ -118,9 +118,16 @@ MUTANTS = (
         "tests/test_checkpoint.py",
     ),
     Mutant(
+        "update weights that stay while compute reads them",
+        "offload.swapper.weight_updates",
+        "                    entry.read = self._device.record_event()",
+        "                    pass",
+        "tests/test_device_stream_order.py",
+    ),
+    Mutant(
         "put what is in use in the middle of the device",
         "offload.swapper.policy",
-        "alone = max(offset - floor.start, floor.stop - offset - nbytes) >= floor.largest",
+        "alone = max(offset - floor.start, floor.stop - end) >= floor.largest",
         "alone = True",
         "tests/test_policy.py",
     ),

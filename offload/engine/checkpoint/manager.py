@@ -144,6 +144,7 @@ class Checkpoints:
         # Gradients of the earlier weights must not update the loaded weights.
         components.hooks.forget_gradients()
         components.gradients.clear()
+        components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
         CheckpointRestorer(found, components.shards, options, queue).run()
         components.pager.end_load()

@@ -83,6 +83,7 @@ class GradientAccumulator:
             compute: records the unit to which a gradient belongs.
         """
         self._timeline, self._compute = timeline, compute
+        self._recorded = timeline is not OFF or compute is not NO_SPANS
         self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
         self.dtype = dtype
         self.spill, self.downloads = waiting.spill, waiting.downloads
@@ -117,6 +118,9 @@ class GradientAccumulator:
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
+        if not self._recorded:
+            self._add(unit, segment, gradient)
+            return
         self._compute.leave_for(unit)
         self._compute.turn_to(unit)
         timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
@@ -240,10 +244,10 @@ class GradientAccumulator:
     ) -> None:
         """Stores or adds `values` on the host, and sums their squares unless they are `summed` already."""
         start = self._start(unit, segment, first)
+        numel = values.numel()  # `len` of a tensor is slow Python
         with self._lock:
             # The update worker frees units under the same lock, on its own thread.
             assert unit not in self._reading
-            numel = values.numel()  # `len` of a tensor is slow Python
             for chunk in range(0, numel, CHUNK):
                 more = values if numel <= CHUNK else values[chunk : chunk + CHUNK]
                 squares = self._host.sum(unit, start + chunk, more.numel()).accumulate(more, add=not new)

@@ -7,7 +7,7 @@
                a backward uses a parameter, its unit stays until the backward ends or the memory is needed.
 
 The outermost site pushes the saved-tensor hooks and pops them, so `model(...)` is as safe as `engine(...)`. Hooks act
-only for the module on which they were installed: a deep copy, which carries them along, is an ordinary module.
+only for the module on which they were installed: a deep copy is an ordinary module. Layers of torch lose theirs.
 
 Threads. Forward hooks run on the caller's thread, all others on autograd's; one backward runs at a time.
 
@@ -29,11 +29,12 @@ from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
-from offload.engine.params.paged_parameter import ParamHandle, handle_of
-from offload.engine.params.saved_tensors import SavedTensors, storage_address
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import UsageError
 from offload.interrupts import is_on_stack, uninterrupted
+from offload.layout.units import external_parameters, layers_inside
 from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
 from offload.timeline import OFF, Phase, Timeline
@@ -44,11 +45,7 @@ from offload.torch_internals import (
     outside_of_compiled_code,
     plain_tensors,
     tensors_in,
-    tree_leaves,
-    tree_map,
 )
-
-_EXTERNAL = "_offload_external_parameters"
 
 
 class _Frame(NamedTuple):
@@ -56,14 +53,10 @@ class _Frame(NamedTuple):
 
     module: nn.Module
     units: list[int]
-    pushed: bool
-    """True if this site pushed the saved-tensor hooks."""
-    in_backward: bool
-    """True if the site was entered inside of a backward: after an exception there, torch itself removes the hooks."""
-    call: types.FrameType
-    """The Python frame of the module's call, to tell a running site from one that a Ctrl-C has ended."""
-    casts_kept: bool
-    """The state of torch's autocast cache before this site; see [Note: casts]."""
+    pushed: bool  # this site pushed the saved-tensor hooks
+    in_backward: bool  # entered inside of a backward: after an exception there, torch itself removes the hooks
+    call: types.FrameType | None  # of the outermost module, to tell a running site from one that a Ctrl-C has ended
+    casts_kept: bool  # the state of torch's autocast cache before this site; see [Note: casts]
 
 
 class _Nesting(threading.local):
@@ -94,39 +87,33 @@ class ModuleHooks:
         """Installs the hooks.
 
         Args:
-            model: the model.
-            sites: the units of each hooked module, by the module's name in the model.
-            handles: the parameters of each unit.
-            unit_views: materializes units.
-            saved: the hooks for tensors that autograd saves.
-            gradients: receives every gradient.
+            model: the model; `sites` has the units of each hooked module, by the module's name in the model.
+            handles: the parameters of each unit; `unit_views` materializes units.
+            saved: the hooks for tensors that autograd saves; `gradients` receives every gradient.
             pager: is notified of the beginning and the end of each forward.
-            callbacks: the engine, as its components see it.
-            checkpoints: the hooks of checkpointing, which are installed outside of all others.
-            timeline: records phases and gradients.
-            compute: records the forwards of units.
+            callbacks: the engine; `checkpoints` are the hooks of checkpointing, outside of all others.
+            timeline: records phases and gradients; `compute` records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
-        self._timeline, self._compute = timeline, compute
-        self._callbacks, self._checkpoints = callbacks, checkpoints
-        self._root = model
-        self._local = _Nesting()
+        self._timeline, self._compute, self._local = timeline, compute, _Nesting()
+        self._callbacks, self._checkpoints, self._root = callbacks, checkpoints, model
         self._thread: threading.Thread | None = None
         """The thread whose forward is under way."""
-        self._in_backward = self._gradient_seen = False
+        self._in_backward = self._gradient_seen = self.through_old_graph = False
+        """The last is True if the last backward began in a graph older than a change of weights that stay."""
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
-        self._hooked: set[int] = set()
-        modules = dict(model.named_modules())
+        self._hooks: dict[int, list[Callable[[], None]]] = {}
+        """Functions that remove a module's hooks, by the module's id."""
+        modules, inside = dict(model.named_modules()), layers_inside(model, sites)
         # The root is a site even without units of its own: the saved tensors of a whole forward must be packed.
         for name, units in ({"": ()} | sites).items():
-            self._hook_module(modules[name], units)
+            self._hook_module(modules[name], units, [modules[layer] for layer in inside.get(name, ())])
         unit_of = {id(handle.parameter): handle.unit for unit in handles for handle in unit}
         for module in modules.values():
-            for parameter in external_parameters(module):
-                if id(parameter) in unit_of:
-                    self.use_in(module, unit_of[id(parameter)])
+            for unit in [unit_of[id(each)] for each in external_parameters(module) if id(each) in unit_of]:
+                self.use_in(module, unit)
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
@@ -136,11 +123,12 @@ class ModuleHooks:
     def remove(self) -> None:
         """Removes every hook."""
         self.leave_all()
-        for remover in self._removers:
-            remover()
-        self._removers.clear()
+        for removers in (self._removers, *self._hooks.values()):
+            while removers:
+                removers.pop()()
         self._checkpoints.remove()
         self._compute.remove()
+        self._unit_views.vacate()
 
     @uninterrupted
     def reset_aborted(self) -> None:
@@ -210,8 +198,8 @@ class ModuleHooks:
 
     def use_in(self, module: nn.Module, unit: int) -> None:
         """Adds `unit` to the units that are materialized whenever `module` runs."""
-        if id(module) not in self._hooked:
-            self._hook_module(module, ())
+        if id(module) not in self._hooks:
+            self._hook_module(module, (), [])
         self._external[id(module)].append(unit)
 
     def end_use_in(self, module: nn.Module, unit: int) -> None:
@@ -227,40 +215,77 @@ class ModuleHooks:
 
     # -- forward ------------------------------------------------------------------------------------
 
-    def _hook_module(self, module: nn.Module, units: tuple[int, ...]) -> None:
-        """Makes `module` a site of `units`."""
-        self._hooked.add(id(module))  # the id stays valid: the hooks keep the module alive
+    def _hook_module(self, module: nn.Module, units: tuple[int, ...], layers: list[nn.Module]) -> None:
+        """Makes `module` a site of `units`, which takes the hooks of `layers` away when it is called."""
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if called is module and not self._is_covered(module, units, external):
+            if called is not module:
+                return
+            if layers:
+                self._free_of_hooks(layers)
+            if external or not self._is_nested(module):
                 self._enter(module, (*units, *external))
+            else:
+                self._enter_nested(module, units)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             return self._leave(module, output) if called is module else output
 
         # The pre-hook runs before all others, so that hooks of the user see weights. The post-hook also runs after an
         # exception, since otherwise a failed forward would leave its units pinned.
-        self._removers.append(module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove)
-        self._removers.append(module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove)
+        self._hooks[id(module)] = [
+            module.register_forward_pre_hook(outside_of_compiled_code(before), prepend=True).remove,
+            module.register_forward_hook(outside_of_compiled_code(after), always_call=True).remove,
+        ]
 
-    def _is_covered(self, module: nn.Module, units: Sequence[int], external: Sequence[int]) -> bool:
-        """Returns True if the enclosing site does all that entering `module` would do: most sites are within a unit's.
+    @uninterrupted
+    def _free_of_hooks(self, layers: list[nn.Module]) -> None:
+        """Removes the hooks of layers that the caller encloses, except where the user has registered parameters."""
+        while layers:
+            layer = layers.pop()
+            if not self._external[id(layer)]:
+                for remove in self._hooks.pop(id(layer), ()):
+                    remove()
 
-        The units then stay materialized until that site is left. Only the order of streams is the module's own.
-        """
+    def _is_nested(self, module: nn.Module) -> bool:
+        """Returns True if `module` runs within a site that has changed torch's state as `module` needs it."""
         frames = self._local.frames
-        if not frames or external or not self._saved.active or torch.is_autocast_cache_enabled():
+        if not frames or not self._saved.settled or torch.is_autocast_cache_enabled():
             return False
         # A module within its own call enters again, so that `_leave` tells the two calls apart. So does the root.
-        for frame in frames:
-            if frame.module is module or module is self._root:
-                return False
+        return module is not self._root and module not in [frame.module for frame in frames]
+
+    @uninterrupted
+    def _enter_nested(self, module: nn.Module, units: Sequence[int]) -> None:
+        """Materializes the units of a module that `_is_nested`. Enters a site only if something must be released.
+
+        Units that stay are hidden when the outermost site ends, those of the enclosing site when that one ends.
+        """
+        frames, frame = self._local.frames, None
+        held = frames[-1].units
         for unit in units:
-            if unit not in frames[-1].units:
-                return False
-            self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
-        return True
+            if self._pager.stays(unit):
+                if unit not in self._unit_views.shown:
+                    self._unit_views.use(unit)
+            elif unit in held:
+                self._pager.wait_upload(unit)  # the module may run on another stream than the enclosing site
+            else:
+                if frame is None:
+                    frame = _Frame(module, [], False, False, None, False)
+                    frames.append(frame)
+                self._use(unit, frame)
+
+    def _use(self, unit: int, frame: _Frame) -> None:
+        """Materializes `unit` until `frame`, the innermost, is left. An exception leaves the frame."""
+        try:
+            self._unit_views.use(unit)
+            frame.units.append(unit)
+        except BaseException:
+            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
+            if self._local.frames and self._local.frames[-1] is frame:
+                self._let_go(self._local.frames.pop())
+            raise
 
     @uninterrupted
     def _enter(self, module: nn.Module, units: Sequence[int]) -> None:
@@ -268,7 +293,7 @@ class ModuleHooks:
         local = self._local
         again = module is self._root or any(frame.module is module for frame in local.frames)
         # If the Python frame of the outermost call is no longer on the stack, a Ctrl-C ended it without its post-hook.
-        if again and local.frames and not is_on_stack(local.frames[0].call):
+        if again and local.frames and (call := local.frames[0].call) is not None and not is_on_stack(call):
             self.reset_aborted()
         if not local.frames:
             self._callbacks.enter_forward()
@@ -283,32 +308,24 @@ class ModuleHooks:
         local.frames.append(frame)
         # See [Note: casts]. `_let_go` restores the cache.
         torch.set_autocast_cache_enabled(False)
-        try:
-            for unit in units:
-                self._unit_views.use(unit)
-                frame.units.append(unit)
-        except BaseException:
-            # A signal's handler may have destroyed the engine during the wait for a unit, and so left all sites.
-            if local.frames and local.frames[-1] is frame:
-                self._let_go(local.frames.pop())
-            raise
+        for unit in units:
+            self._use(unit, frame)
 
     @uninterrupted
     def _leave(self, module: nn.Module, output: Any) -> Any:
         """Leaves the innermost site, and returns the output without views of weights.
 
-        Leaves nothing if `module` is not that site, but is covered by the site. torch also calls the post-hook of a
-        site that was not entered, because a pre-hook raised, or that was left, because a signal's handler destroyed
-        the engine.
+        Leaves nothing if that site covers `module`. torch also calls the post-hook of a site that was not entered,
+        because a pre-hook raised, or that was left, because a signal's handler destroyed the engine.
         """
         if not self._local.frames:
             return output
         frame = self._local.frames[-1]
         if frame.module is not module:
-            return self._own_memory(output)
+            return self._saved.without_views(output)
         try:
             # Cloned while the units are still pinned.
-            output = self._own_memory(output)
+            output = self._saved.without_views(output)
         finally:
             self._local.frames.pop()
             self._let_go(frame)
@@ -331,34 +348,22 @@ class ModuleHooks:
                 self._timeline.end_phase(Phase.FORWARD)
                 self._timeline.end_phase(Phase.EVALUATION)
 
-    def _own_memory(self, output: Any) -> Any:
-        """Clones the weights in a module's output: a view would pin their device buffer for as long as it lives."""
-        if type(output) is torch.Tensor and storage_address(output) not in self._unit_views.bindings:
-            return output  # nearly all: a unit contains many modules
-        if isinstance(output, torch.Tensor):
-            return output.clone() if self._is_weights(output) else output
-        if any(self._is_weights(leaf) for leaf in tree_leaves(output)):
-            return tree_map(lambda leaf: leaf.clone() if self._is_weights(leaf) else leaf, output)
-        return output
-
-    def _is_weights(self, value: Any) -> bool:
-        """Returns True for a placeholder and for a view of a materialized unit."""
-        if not isinstance(value, torch.Tensor):
-            return False
-        return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
-
     # -- backward -----------------------------------------------------------------------------------
 
     def _watch_outputs(self, output: Any) -> None:
         """Makes the autograd nodes of the outermost site's output report a backward, in which they run first."""
         for leaf in tensors_in(output):
             if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(lambda grads: self._begin_backward())
+                leaf.grad_fn.register_prehook(lambda grads, made=self._unit_views.outdated: self._begin_backward(made))
 
     @uninterrupted
-    def _begin_backward(self) -> None:
-        """Begins the backward at its first sign: an output's node, a gradient, or a request for weights."""
+    def _begin_backward(self, made: int | None = None) -> None:
+        """Begins the backward at its first sign: a gradient, a request for weights, or an output's node.
+
+        Such a node passes what `UnitViews.outdated` was when its graph was `made`.
+        """
         if not self._in_backward:
+            self.through_old_graph = made not in (None, self._unit_views.outdated)
             self._timeline.begin_phase(Phase.BACKWARD)
             # If this call raises, the backward has not started, and its next sign calls again.
             self._callbacks.begin_backward()
@@ -376,26 +381,20 @@ class ModuleHooks:
 
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
+        add, unit, position = self._gradients.add, handle.unit, handle.position
+        recorded = None if self._timeline is OFF else self._timeline
 
         @uninterrupted
         def hook(parameter: torch.Tensor) -> None:
-            self._begin_backward()
+            if not self._in_backward:
+                self._begin_backward()
             # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
             with plain_tensors():
                 gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
-                self._timeline.add_gradient(gradient.numel() * gradient.element_size())
-                self._gradients.add(handle.unit, handle.position, gradient)
+                if recorded is not None:
+                    recorded.add_gradient(gradient.numel() * gradient.element_size())
+                add(unit, position, gradient)
             self._gradient_seen = True
 
         return hook
-
-
-def external_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Returns the parameters of other modules that the user has registered with `module`."""
-    return list(module.__dict__.get(_EXTERNAL, ()))
-
-
-def set_external_parameters(module: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-    """Stores the list of other modules' parameters in `module` itself, so that a deep copy of a model has its own."""
-    module.__dict__[_EXTERNAL] = list(parameters)

@@ -14,51 +14,22 @@ placeholder is dispatched to this module:
 
 So `load_state_dict`, `copy.deepcopy`, an EMA, `parameter.norm()` and an L2 penalty give the same result as with an
 ordinary model, and no NaN enters a result silently. A materialized parameter has its original class again and
-costs nothing per call.
+costs nothing per call. That of a unit that stays on the device keeps its memory, and only changes its class.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
+from offload.engine.callbacks import ParamOwner
 from offload.engine.params.harmless_functions import asks_for_no_element
 from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
-
-
-class ParamOwner(Protocol):
-    """Interface of the object that fetches, reads and edits the weights of one model's parameters."""
-
-    def fetch(self, unit: int, stays: bool = False) -> bool:
-        """Materializes `unit` if a hooked module or a backward is running, and returns True if one is.
-
-        With `stays` the unit remains for as long as the innermost module runs. Otherwise it is released when the
-        outermost module or the backward ends, or earlier if its memory is needed.
-        """
-
-    def read(self, unit: int, position: int) -> torch.Tensor:
-        """Returns a copy of the newest weights of one parameter, on the compute device."""
-
-    def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
-        """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
-
-    def updates(self, unit: int) -> int:
-        """Returns the number of times that the weights of `unit` have changed."""
-
-    def end_edits(self, unit: int) -> None:
-        """Ends this rank's edits of `unit`, if any. Every rank calls this, also a rank without edits."""
-
-    def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
-        """Returns a context in which `units` stay materialized, if a forward or a backward runs and they have room."""
-
-    def miss_gradient(self, name: str) -> None:
-        """Records that user code has read `.grad` of the parameter `name`, which is None."""
 
 
 class ParamHandle:
@@ -97,13 +68,14 @@ class ParamHandle:
         """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
         self.gathered = False
         """True while `offload.gathered` gives the parameter memory of its own."""
-        self.device, self.rules = device, rules
-        self._class = type(parameter)
-        self._version = self._address = 0
+        self.device, self.rules, self._class = device, rules, type(parameter)
+        self._version = self._address = -1
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         # One element, expanded to the shape; NaN makes any use of the element visible.
         self._nan = torch.full((), torch.nan, dtype=dtype, device=device).expand(shape)
         self.storage_address = self._nan.untyped_storage().data_ptr()
+        self._own, self._own_address = self._nan, self.storage_address
+        """Memory of the placeholder: of one element, or of the weights where the unit stays on the device."""
 
     def attach(self, owner: ParamOwner) -> None:
         """Makes `owner` the object that fetches, reads and edits this parameter."""
@@ -123,21 +95,55 @@ class ParamHandle:
         self.gradient_hook = self.parameter.register_post_accumulate_grad_hook(hook)
         return self.gradient_hook
 
-    def materialize(self, values: torch.Tensor) -> None:
-        """Makes the parameter an ordinary one over the memory of `values`, which must have its shape."""
-        parameter = self.parameter
-        # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
-        parameter.__class__ = self._class
-        self._version, self._address = parameter._version, values.data_ptr()
-        parameter.data = values
-        parameter.__dict__.pop("offload_handle", None)
+    @staticmethod
+    def materialize(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
+        """Makes parameters ordinary ones over the memory of `values`, which must have their shapes."""
+        # One call for all parameters of a unit, as in `show` and `release`: these run at each use.
+        for handle, memory in zip(handles, values, strict=True):
+            parameter = handle.parameter
+            # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
+            parameter.__class__ = handle._class
+            parameter.data = memory
+            handle._version, handle._address = parameter._version, parameter.data_ptr()
+            parameter.__dict__.pop("offload_handle", None)
 
-    @property
-    def changed(self) -> bool:
-        """True if the materialized parameter was changed in place, or received other memory."""
-        if type(self.parameter) is PagedParameter:  # `materialized` would be another call
-            return False
-        return self.parameter._version != self._version or self.parameter.data_ptr() != self._address
+    def settle_in(self, weights: torch.Tensor) -> None:
+        """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
+        self._own, self._own_address = weights, weights.data_ptr()
+        self.materialize([self], [weights])
+
+    def move_out(self) -> None:
+        """Takes away the memory of `settle_in`."""
+        self.show([self])
+        self._own, self._own_address = self._nan, self.storage_address
+        self.release([self])
+
+    @staticmethod
+    def show(handles: Iterable[ParamHandle]) -> None:
+        """Makes parameters that have memory of their own (`settle_in`) ordinary ones again."""
+        for handle in handles:
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            handle._version, handle._address = parameter._version, handle._own_address
+            parameter.__dict__.pop("offload_handle", None)
+
+    @staticmethod
+    def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
+        """Makes parameters placeholders, unless gathered; returns those changed in place or given other memory."""
+        changed = []
+        for handle in handles:
+            parameter = handle.parameter
+            if handle.gathered or type(parameter) is PagedParameter:
+                continue
+            address = parameter.data_ptr()
+            if parameter._version != handle._version or address != handle._address:
+                changed.append(handle)
+            # The data comes first, while the parameter is still an ordinary one: see `materialize`.
+            if address != handle._own_address:
+                set_data(parameter, handle._own)
+            parameter.__dict__["offload_handle"] = handle
+            parameter.__class__ = PagedParameter
+        return changed
 
     @property
     def thawed(self) -> bool:
@@ -152,15 +158,6 @@ class ParamHandle:
             "offload.initialize"
         )
 
-    def release(self) -> None:
-        """Makes the parameter a placeholder again. Does nothing if the parameter is one."""
-        if type(self.parameter) is PagedParameter:
-            return
-        # The data comes first, while the parameter is still an ordinary one: see `materialize`.
-        set_data(self.parameter, self._nan)
-        self.parameter.__dict__["offload_handle"] = self
-        self.parameter.__class__ = PagedParameter
-
     @property
     def materialized(self) -> bool:
         """True if the parameter is an ordinary one now, over real memory."""
@@ -168,14 +165,14 @@ class ParamHandle:
 
     def gather(self, values: torch.Tensor) -> None:
         """Gives the parameter the memory of `values` until `let_go`; no module may use the parameter meanwhile."""
-        self.materialize(values)
+        self.materialize([self], [values])
         self.gathered = True
 
     def let_go(self) -> torch.Tensor:
         """Ends `gather` and returns its memory, with all changes that the user has written to it."""
         values = self.parameter.data
         self.gathered = False
-        self.release()
+        self.release([self])
         return values
 
     def alias(self) -> torch.Tensor:
@@ -212,8 +209,7 @@ class ParamHandle:
         values, updates = self.read(), self.engine.updates(self.unit)
 
         def take(copy: torch.Tensor) -> None:
-            # Runs on an autograd thread, any time later. A step in between would make this gradient one of outdated
-            # weights.
+            # Runs on an autograd thread, any time later: a step in between would make it a gradient of old weights.
             if self.engine.updates(self.unit) != updates:
                 raise UsageError(
                     f"backward through a graph made before step(): the weights of {self.name} have changed since"

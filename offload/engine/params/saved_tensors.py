@@ -5,6 +5,8 @@ again from the unit's weights, in whatever tier they are by then; so a graph con
 weights (`_make_wrapper_subclass`) is packed as its class and its packed inner tensors. Saved-tensor hooks
 disable torch's own check for in-place changes, so any other tensor is packed with its version, which is compared at
 unpack. If other hooks are active, of the user (`save_on_cpu`) or of checkpointing, other tensors are passed to those.
+
+If no unit comes and goes and no other hooks are active, there are no hooks: graphs hold weights that never move.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from offload.torch_internals import (
     push_saved_tensor_hooks,
     saves_checkpoint_input,
     top_saved_tensor_hooks,
+    tree_leaves,
+    tree_map,
 )
 
 
@@ -44,6 +48,8 @@ class _Handle(NamedTuple):
     stride: tuple[int, ...]
     offset: int  # in elements, within the unit
 
+
+_TENSOR, _PARAMETER = torch.Tensor, nn.Parameter
 
 _Saved = tuple[torch.Tensor, int]
 """Any other saved tensor with its version; detached, since the graph must not reference itself."""
@@ -80,13 +86,13 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         # Autograd saves dozens of tensors in a block. Nearly all are of these types, for which few calls suffice.
-        if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+        kind = type(tensor)
+        if kind is _TENSOR or kind is _PARAMETER:
             try:
                 address = tensor.untyped_storage().data_ptr()
             except RuntimeError:  # no storage: see `storage_address`
                 address = 0
-            binding = self._bindings.get(address)
-            if binding is not None and binding.alive:
+            if address in self._bindings and (binding := self._bindings[address]).alive:
                 return self.saved.handle_in(binding.unit, tensor)
             if self.outer is None and address not in self._placeholders:
                 if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
@@ -138,18 +144,20 @@ class SavedTensors:
         """
         self.inputs = inputs
         self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
+        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(names)))
+        """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
         self.placeholders = {handle.storage_address: handle.name for unit in handles for handle in unit}
         """Name of each parameter, by the address of its placeholder's memory."""
 
     def push(self) -> bool:
-        """Pushes the hooks on the calling thread, around the active ones. Returns False if ours are active already.
+        """Pushes the hooks on the calling thread, around the active ones. Returns False if there is no need.
 
         So hooks of checkpointing and of the user, outside of the model or within it, receive every tensor that is no
         weight: in a recomputation the same ones as in the forward.
         """
-        if self.active:
+        if self.settled:
             return False
         # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
@@ -163,10 +171,16 @@ class SavedTensors:
         return True
 
     @property
-    def active(self) -> bool:
-        """True if the innermost hooks of the calling thread are this object's."""
+    def settled(self) -> bool:
+        """True if the innermost hooks of the calling thread are this object's, or none where no unit moves.
+
+        A graph may hold weights that never move. Torch itself notices that they have changed since: see
+        `UnitViews.outdate`.
+        """
         top = top_saved_tensor_hooks()
-        return top is not None and isinstance(top[0], _Pack) and top[0].saved is self
+        if top is None:
+            return not self._moves
+        return isinstance(top[0], _Pack) and top[0].saved is self
 
     @staticmethod
     def pop() -> None:
@@ -202,6 +216,22 @@ class SavedTensors:
         # The offset is in elements of the view's own dtype, in which `unpack` views the unit again.
         offset = int(view.storage_offset())
         return _Handle(unit, self._pager.updates(unit), view.dtype, view.shape, view.stride(), offset)
+
+    def without_views(self, output: Any) -> Any:
+        """Returns a module's output with clones of weights: a view would pin their device buffer while it lives."""
+        if type(output) is torch.Tensor and storage_address(output) not in self.bindings:
+            return output  # nearly all
+        if isinstance(output, torch.Tensor):
+            return output.clone() if self._is_view(output) else output
+        if any(self._is_view(leaf) for leaf in tree_leaves(output)):
+            return tree_map(lambda leaf: leaf.clone() if self._is_view(leaf) else leaf, output)
+        return output
+
+    def _is_view(self, value: Any) -> bool:
+        """Returns True for a placeholder and for a view of a materialized unit."""
+        if not isinstance(value, torch.Tensor):
+            return False
+        return handle_of(value) is not None or self._unit_views.binding_at(storage_address(value)) is not None
 
     def wraps_weights(self, tensor: torch.Tensor) -> bool:
         """Returns True for a wrapper that contains a view of weights, directly or in an inner wrapper."""
@@ -246,9 +276,12 @@ class SavedTensors:
                 f"backward through a graph made before step(): the weights of "
                 f"{self._names[packed.unit] or 'the root'} have changed since"
             )
-        self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
-        view = self._unit_views.view(packed.unit, packed.dtype, packed.size, packed.stride, packed.offset)
-        self._compute.turn_to(packed.unit)
+        unit, _, dtype, size, stride, offset = packed
+        if self._compute is NO_SPANS:
+            return self._unit_views.view(unit, dtype, size, stride, offset)
+        self._compute.leave_for(unit)  # before the wait for weights, which is no compute
+        view = self._unit_views.view(unit, dtype, size, stride, offset)
+        self._compute.turn_to(unit)
         return view
 
 

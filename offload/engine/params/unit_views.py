@@ -14,6 +14,9 @@ This holds in a region of non-reentrant checkpointing, whose recomputation keeps
 saved-tensor hooks; and in a `ctx` attribute of an `autograd.Function`. Such a view occupies device memory; if the
 device has no more room, a `BudgetError` is raised. No view may live across `step()`, since the weights change.
 
+A unit that never leaves the device has one binding for good, without a pin. Its parameters are only shown and hidden,
+all at the end of the outermost forward or backward; views of them may live, and graphs hold them (`outdate`).
+
 Threads. Forward hooks and autograd's threads call `UnitViews`, under its lock.
 """
 
@@ -22,10 +25,11 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import ParamSpec, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
@@ -74,9 +78,10 @@ class Binding:
 class _Unit:
     """State of one unit: its parameters, and the reasons for which they are materialized."""
 
-    def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle]) -> None:
-        self.layout, self.handles = layout, handles
-        self.views = [
+    def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle], stays: bool) -> None:
+        self.layout, self.handles, self.stays = layout, handles, stays
+        self.frozen = [handle for handle in handles if not handle.trainable]
+        self._views = [
             (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
             for segment in layout.segments
         ]
@@ -84,6 +89,12 @@ class _Unit:
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
+
+    def cut(self, binding: Binding) -> list[torch.Tensor]:
+        """Returns a view of each parameter."""
+        flat = binding.flat
+        assert flat is not None
+        return [flat.as_strided(size, stride, start) for size, stride, start in self._views]
 
 
 class UnitViews:
@@ -103,7 +114,14 @@ class UnitViews:
         self._pager, self._dtype = pager, dtype
         # Forward hooks and autograd's threads bind and release units at the same time.
         self._lock = threading.RLock()
-        self._units = [_Unit(layout, mine) for layout, mine in zip(layouts, handles, strict=True)]
+        self._units = [
+            _Unit(layout, mine, pager.stays(index))
+            for index, (layout, mine) in enumerate(zip(layouts, handles, strict=True))
+        ]
+        self.shown: set[int] = set()
+        """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
+        self.outdated = 0
+        """Number of changes of units that stay. Others only read it."""
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
@@ -111,7 +129,7 @@ class UnitViews:
         self._recent: Binding | None = None
         """The binding of the last view of a backward, which needs several views of a unit, one after the other."""
         for unit in self._units:
-            self._unbind(unit)
+            ParamHandle.release(unit.handles)
 
     @_without_modes
     @uninterrupted
@@ -119,6 +137,9 @@ class UnitViews:
         """Materializes the parameters of a unit. Each call needs one `release_unit`; the last one ends it."""
         unit = self._units[index]
         with self._lock:
+            if unit.stays:
+                self._show(index)
+                return
             self._bind(index)
             unit.uses += 1
 
@@ -137,16 +158,21 @@ class UnitViews:
     @uninterrupted
     def keep(self, index: int) -> None:
         """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
+        unit = self._units[index]
         with self._lock:
+            if unit.stays:
+                self._show(index)
+                return
             self._bind(index)
-            self._units[index].kept = True
+            unit.kept = True
 
     @_without_modes
     @uninterrupted
     def end_kept(self) -> None:
-        """Releases the units of `keep`, and the unit that a backward viewed last."""
+        """Releases the units of `keep`, units that stay, and the unit that a backward viewed last."""
         with self._lock:
             self._let_go_of_recent()
+            self._hide()
             for unit in self._units:
                 if unit.kept:
                     unit.kept = False
@@ -175,6 +201,8 @@ class UnitViews:
             if binding is None:
                 self._let_go_of_recent()
                 binding = self._recent = self._take(index)
+            elif self._units[index].stays:
+                self._pager.use_in_place(index)
             else:
                 self._pager.wait_upload(index)  # the unit may have been fetched for another stream
             flat = binding.flat
@@ -209,12 +237,34 @@ class UnitViews:
         if gathered:
             raise UsageError(f"weights cannot be {what} while {gathered[0]} is gathered: leave the `with` block first")
 
+    def outdate(self, units: Iterable[int]) -> None:
+        """Makes torch refuse a backward through graphs that hold present weights of `units`, which will change."""
+        for index in units:
+            unit = self._units[index]
+            if unit.stays:
+                self.outdated += 1
+                for handle in unit.handles:
+                    increment_version(handle.parameter)
+
+    @uninterrupted
+    def vacate(self) -> None:
+        """Takes the weights away from parameters of units that stay, at the end of the engine."""
+        self.outdate(range(len(self._units)))
+        with self._lock:
+            for unit in self._units:
+                if unit.stays and unit.binding is not None:
+                    del self.bindings[unit.binding.address]
+                    unit.binding = None
+                    for handle in unit.handles:
+                        handle.move_out()
+
     @uninterrupted
     def reset(self) -> None:
         """Releases all parameters and pins that an aborted forward or backward left behind."""
         with self._lock:
+            self._hide()
             for unit in self._units:
-                if unit.binding is not None or unit.uses or unit.kept:
+                if not unit.stays and (unit.binding is not None or unit.uses or unit.kept):
                     unit.uses, unit.kept = 0, False
                     self._unbind(unit)
             self._let_go_of_recent()
@@ -229,15 +279,37 @@ class UnitViews:
         if unit.binding is not None:
             self._pager.wait_upload(index)
             return
-        for handle in unit.handles:
-            if handle.gathered:
-                raise UsageError(f"{handle.name} is gathered: leave `with offload.gathered(...)` before the model runs")
+        _check_not_gathered(unit)
         binding = self._take(index)
-        flat = binding.flat
-        assert flat is not None
         unit.binding = binding
-        for (size, stride, start), handle in zip(unit.views, unit.handles, strict=True):
-            handle.materialize(torch.as_strided(flat, size, stride, start))
+        ParamHandle.materialize(unit.handles, unit.cut(binding))
+
+    def _show(self, index: int) -> None:
+        """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""
+        if index in self.shown:
+            return
+        unit = self._units[index]
+        _check_not_gathered(unit)
+        self._pager.use_in_place(index)
+        self.shown.add(index)
+        if unit.binding is None:
+            with torch.inference_mode(False):  # otherwise a later forward could not train with these views
+                binding = unit.binding = Binding(index, self._pager.acquire(index, ahead=False), self._dtype)
+                self._pager.release(index)  # the memory is the unit's as long as the engine lives
+                self.bindings[binding.address] = binding
+                for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
+                    handle.settle_in(weights)
+        ParamHandle.show(unit.handles)
+
+    def _hide(self) -> None:
+        """Makes the parameters of all units that stay placeholders again. Raises `UsageError` as `_unbind` does."""
+        changed: list[ParamHandle] = []
+        thawed: list[ParamHandle] = []
+        while self.shown:
+            unit = self._units[self.shown.pop()]
+            changed += ParamHandle.release(unit.handles)
+            thawed += [handle for handle in unit.frozen if handle.thawed]
+        self._refuse(changed, thawed)
 
     def _take(self, index: int) -> Binding:
         """Pins a unit. While the device has no room, `_give_way` releases one dispensable unit after the other."""
@@ -287,19 +359,14 @@ class UnitViews:
             UsageError: if a parameter was changed in place, or a frozen one set to train, while it was materialized. A
                 change in place also stops the engine: device buffer and stored weights disagree from then on.
         """
-        changed: list[str] = []
-        thawed: list[ParamHandle] = []
-        for handle in unit.handles:
-            # Asked before `release`, which replaces the parameter's data.
-            if unit.binding is not None and handle.changed:
-                changed.append(handle.name)
-            if not handle.gathered:
-                handle.release()
-            if handle.thawed:
-                thawed.append(handle)
+        changed = ParamHandle.release(unit.handles)
         if unit.binding is not None:
             unit.binding.flat = None
             unit.binding = None
+        self._refuse(changed, [handle for handle in unit.frozen if handle.thawed])
+
+    def _refuse(self, changed: Sequence[ParamHandle], thawed: Sequence[ParamHandle]) -> None:
+        """Raises `UsageError` if there are parameters that were changed in place, or set to train; see `_unbind`."""
         # Reverted before the error: otherwise the parameter would continue to train without optimizer states.
         for handle in thawed:
             handle.parameter.requires_grad = False
@@ -307,8 +374,8 @@ class UnitViews:
             raise thawed[0].cannot_train()
         if changed:
             error = UsageError(
-                f"parameter {changed[0]} was changed in place while its module ran, in a copy on the device that is "
-                f"never written back; change it between steps, under torch.no_grad()"
+                f"parameter {changed[0].name} was changed in place while its module ran, in a copy on the device that "
+                f"is never written back; change it between steps, under torch.no_grad()"
             )
             self._pager.fail(error)
             raise error
@@ -320,3 +387,10 @@ class UnitViews:
                 del self.bindings[binding.address]
             self._live.remove(binding)
             self._pager.release(binding.unit)
+
+
+def _check_not_gathered(unit: _Unit) -> None:
+    """Raises `UsageError` if a parameter of a unit that the model needs is gathered."""
+    for handle in unit.handles:
+        if handle.gathered:
+            raise UsageError(f"{handle.name} is gathered: leave `with offload.gathered(...)` before the model runs")

@@ -141,8 +141,7 @@ def assemble(
 
 def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     """Returns the engine's part of the process's host memory."""
-    budget = plan.config.offload.host_memory
-    placed, copied = plan.placement, None
+    budget, placed, copied = plan.config.offload.host_memory, plan.placement, None
     if not plan.device.host_addressable:
         copied = copied_memory(plan.parts, placed.tiers, placed.promoted)
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)

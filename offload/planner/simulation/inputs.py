@@ -49,3 +49,9 @@ def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
         placement.classes.weights + placement.classes.cache - promoted,
         placement.moving_nbytes - tier_nbytes(parts, placement.tiers, Tier.DEVICE),
     )
+
+
+def staying(parts: Partitions, placement: Placement) -> frozenset[int]:
+    """Returns the units whose parameters keep their memory on the device: on one rank, those of tier DEVICE."""
+    tiers = placement.tiers if parts.alone else ()
+    return frozenset(unit for unit, each in enumerate(tiers) if each[State.WEIGHT] is Tier.DEVICE)

@@ -146,7 +146,7 @@ class DeviceArena:
         """Returns the buffer's own memory, (nbytes,) uint8."""
         offset, blocks = device_buffer.offset, self.blocks  # read once: see `shrink`
         start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
-        return memory[offset - start : offset - start + device_buffer.nbytes]
+        return memory.narrow(0, offset - start, device_buffer.nbytes)
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

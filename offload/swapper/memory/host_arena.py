@@ -103,7 +103,7 @@ class HostBuffer:
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the buffer's own memory, (nbytes / itemsize,) of `dtype`."""
-        return self._bytes.view(dtype)
+        return self._bytes if dtype is torch.uint8 else self._bytes.view(dtype)
 
     def release(self) -> None:
         """Frees the memory. A second call is a bug of this library, not of the user."""
