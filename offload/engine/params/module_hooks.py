@@ -60,10 +60,9 @@ class _Frame(NamedTuple):
 
 
 class _Nesting(threading.local):
-    """The sites that a thread has entered and not left, outermost first."""
-
     def __init__(self) -> None:
         self.frames: list[_Frame] = []
+        """The sites that the thread has entered and not left, outermost first."""
 
 
 class ModuleHooks:
@@ -87,12 +86,17 @@ class ModuleHooks:
         """Installs the hooks.
 
         Args:
-            model: the model; `sites` has the units of each hooked module, by the module's name in the model.
-            handles: the parameters of each unit; `unit_views` materializes units.
-            saved: the hooks for tensors that autograd saves; `gradients` receives every gradient.
+            model: the model.
+            sites: the units of each hooked module, by the module's name in the model.
+            handles: the parameters of each unit.
+            unit_views: materializes units.
+            saved: the hooks for tensors that autograd saves.
+            gradients: receives every gradient.
             pager: is notified of the beginning and the end of each forward.
-            callbacks: the engine; `checkpoints` are the hooks of checkpointing, outside of all others.
-            timeline: records phases and gradients; `compute` records the forwards of units.
+            callbacks: the engine, as its components see it.
+            checkpoints: the hooks of checkpointing, which are outside of all others.
+            timeline: records phases and gradients.
+            compute: records the forwards of units.
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
@@ -330,7 +334,9 @@ class ModuleHooks:
             self._local.frames.pop()
             self._let_go(frame)
         if not self._local.frames and torch.is_grad_enabled() and not inside_backward():
-            self._watch_outputs(output)
+            # The autograd nodes of the outermost site's output run first in a backward, and report it.
+            for node in (leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None):
+                node.register_prehook(lambda grads, made=self._unit_views.outdated: self._begin_backward(made))
         return output
 
     def _let_go(self, frame: _Frame) -> None:
@@ -349,12 +355,6 @@ class ModuleHooks:
                 self._timeline.end_phase(Phase.EVALUATION)
 
     # -- backward -----------------------------------------------------------------------------------
-
-    def _watch_outputs(self, output: Any) -> None:
-        """Makes the autograd nodes of the outermost site's output report a backward, in which they run first."""
-        for leaf in tensors_in(output):
-            if leaf.grad_fn is not None:
-                leaf.grad_fn.register_prehook(lambda grads, made=self._unit_views.outdated: self._begin_backward(made))
 
     @uninterrupted
     def _begin_backward(self, made: int | None = None) -> None:
