@@ -104,8 +104,8 @@ def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_unit_that_stays_takes_the_host_less(on_cpu: bool) -> None:
     shape, on = small(), replace(machine(on_cpu, "5GB/s"), handed_seconds=4e-4)
-    comes, stays = (timing.forward(shape, on, 1, stay) for stay in ((), range(len(shape.layouts))))
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), 1)
+    comes, stays = (timing.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
+    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     for moved, kept, without in zip(comes, stays, alone, strict=True):
         assert without.seconds <= kept.seconds <= moved.seconds and without.backward <= kept.backward <= moved.backward
     assert sum(each.seconds for each in stays) < sum(each.seconds for each in comes)

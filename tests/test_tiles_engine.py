@@ -15,6 +15,7 @@ import transformers
 from torch import nn
 
 import offload
+from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.tiles import known_mlps
 from tests.support import models, rank_jobs, rank_pool, rounding_bounds
 from tests.support.oracle import (
@@ -189,11 +190,15 @@ def test_checkpointing_costs_no_further_forward(kind: str, tmp_path: Path) -> No
 
 
 def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
-    engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
-    gradients, calls = engine._core.components.gradients, list[tuple[int, int]]()
-    add = gradients.add
+    calls, add = list[tuple[int, int]](), GradientAccumulator.add
+
+    def counted(self: GradientAccumulator, unit: int, at: int, gradient: torch.Tensor) -> None:
+        calls.append((unit, at))
+        add(self, unit, at, gradient)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "add", lambda unit, at, each: (calls.append((unit, at)), add(unit, at, each))[1])
+        patch.setattr(GradientAccumulator, "add", counted)  # before hooks bind it
+        engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
         engine.backward(models.language_loss(engine, 0, 0))
     assert len(calls) == len(set(calls)) == len(list(engine.module.parameters()))
     engine.destroy(remove=True)

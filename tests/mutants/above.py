@@ -36,8 +36,8 @@ MUTANTS = (
     Mutant(
         "compute the loss in chunks in a run that began with all logits",
         "offload.losses.choice",
-        "    chosen.undo()\n",
-        "",
+        "    chosen.undo()\n    return as_it_is",
+        "    return as_it_is",
         "tests/test_cli_chunked_loss.py",
     ),
     Mutant(
