@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 import offload
+from offload.engine.activations.kept_input import KeptInput
+from offload.engine.activations.kept_inputs import KeptInputs
 from tests import device
 from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, running, small_inputs_move, stack
 from tests.support.fault_injection import LateQueue, use_queue
@@ -134,3 +137,22 @@ def test_memory_of_an_upload_that_nobody_waits_for_is_not_given_to_other_compute
             others = [torch.full((64, WIDTH), 7.0, device=engine.device) for _ in range(24)]
             torch.accelerator.synchronize()
             assert all(bool((other == 7.0).all()) for other in others)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_an_upload_ahead_without_device_memory_is_made_when_it_is_needed(
+    tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _norms("plain", 3, tmp_path / "plain", device="cpu")
+    upload, refused = KeptInputs._upload, []
+
+    def without_memory(self: KeptInputs, kept: KeptInput) -> None:
+        if sys._getframe(1).f_code is KeptInputs._fetch_ahead.__code__:
+            refused.append(kept.position)
+            raise torch.OutOfMemoryError("of the test")
+        upload(self, kept)
+
+    monkeypatch.setattr(KeptInputs, "_upload", without_memory)
+    device.seed(3, 0.95)
+    assert _norms("plain", 3, tmp_path / "late", activations=tier) == expected
+    assert refused

@@ -22,6 +22,7 @@ handler of a signal runs in the waits for I/O, with the lock: it may call `close
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
@@ -248,7 +249,9 @@ class KeptInputs:
             # On a CPU the copy would take the time of this thread, and memory, one unit too early.
             ready = memory.reading is None or memory.reading.done()
             if distance == 0 and ready and not self._device.host_addressable:
-                self._upload(each)
+                # Without memory now, the upload waits until the backward asks, which has freed some by then.
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    self._upload(each)
 
     def _upload(self, kept: KeptInput) -> None:
         """Starts the copy of an input to the device, after its read."""
