@@ -12,9 +12,8 @@ buffer they may be used only after the last write, which also makes the written 
 sees bytes that are being written.
 
 Threads. The caller's thread fills the queue, the blob and the flags; the worker empties them. The pager's lock guards
-every change that the other side must see at once, and `notify` announces it. Two accesses need no lock: the worker's
-removal of an update from the queue, since no other thread removes any, and the reads of `wants_blob`. Tiles and jobs
-belong to the worker alone.
+every change that the other side must see at once. Two accesses need no lock: the worker's removal of an update from the
+queue, since no other thread removes any, and the reads of `wants_blob`. Tiles and jobs belong to the worker alone.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ from offload.engine.optim.update_tiles import Job, StateTile, Tile, TileReader
 from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import Row, Timeline
 
 
@@ -68,17 +68,15 @@ class UpdateWorker:
         """
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
-        self._tiles = TileReader(shards=shards, gradients=gradients, strategy=strategy)
         self._timeline = timeline
+        self._tiles = TileReader(shards=shards, gradients=gradients, strategy=strategy)
         self._queue: deque[UnitUpdate] = deque()
         self._job: Job | None = None
-        self._reading: deque[Tile] = deque()
-        self._writing: deque[Tile] = deque()
+        self._reading, self._writing = deque[Tile](), deque[Tile]()
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
-        self._busy = False
-        self._flushing = 0
-        self._closing = False
+        self._busy, self._closing, self._flushing = False, False, 0
+        self._given = InterruptibleLock(shards.pager.lock)  # changes with which an idle worker is given work
         buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
         host_buffers = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
@@ -112,13 +110,13 @@ class UpdateWorker:
             self._commit_step = step if due else None
             self._blob = None
             self._busy = True
-            self._pager.notify()
+            self._wake()
 
     def deliver_blob(self, blob: Mapping[str, torch.Tensor]) -> None:
         """Passes the state blob for which the commit of the scheduled step waits."""
         with self._pager.lock:
             self._blob = blob
-            self._pager.notify()
+            self._wake()
 
     @property
     def wants_blob(self) -> bool:
@@ -172,8 +170,13 @@ class UpdateWorker:
         """
         with self._pager.lock:
             self._closing = True
-            self._pager.notify()
+            self._wake()
         self._thread.join()
+
+    def _wake(self) -> None:
+        """Wakes the worker, idle or not, and all other waiters. The caller holds the pager's lock."""
+        self._pager.notify()
+        self._given.notify_all()
 
     # -- the worker ---------------------------------------------------------------------------------
 
@@ -218,7 +221,8 @@ class UpdateWorker:
             if self._closing and idle:
                 return False
             if self._pager.version == seen:
-                self._pager.changed.wait()
+                # Without work, no change of the pager matters: each use of a unit would wake this thread in vain.
+                (self._given if idle else self._pager.changed).wait()
         return True
 
     def _next_tile(self) -> Tile | None:

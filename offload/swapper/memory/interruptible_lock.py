@@ -19,8 +19,9 @@ _T = TypeVar("_T")
 class InterruptibleLock:
     """A lock and its condition. A thread enters `lock` by `with`, and only once; the caller of a method holds it."""
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, lock: threading.RLock | None = None) -> None:
+        """Makes a condition of a lock of its own, or one more condition of `lock`."""
+        self.lock = threading.RLock() if lock is None else lock
         self._waiters: list[threading.Lock] = []
 
     @uninterrupted
