@@ -58,7 +58,7 @@ def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any]
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. Tried") as caught:
         act(engine)
     assert len(caught.value.args) == 1, "accelerate looks for its words in the only argument"
-    for message in ("smaller micro-batches", "gradient_checkpointing_enable", '"device_memory" in the "offload" block'):
+    for message in ("smaller micro-batches", '"activations": "auto"', '"device_memory" in the "offload" block'):
         assert message in str(caught.value)
     least = int(re.findall(r"least that works is [^(]*\((\d+) bytes\)", str(caught.value))[0])
     assert 0 < least < engine.device_memory

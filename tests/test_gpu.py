@@ -173,7 +173,7 @@ def test_a_full_gpu_raises_an_error_with_the_fix_and_training_continues(tmp_path
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="gradient_checkpointing_enable"):
+        with pytest.raises(torch.OutOfMemoryError, match="activations"):
             engine.backward(engine(torch.zeros(1 << 17, WIDTH, dtype=torch.bfloat16)))
         gc.collect()
         steps(engine, JOB, 1, 3)
