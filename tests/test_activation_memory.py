@@ -6,6 +6,7 @@ import errno
 import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from offload.aio import DirectFile
 from offload.engine.activations.host_blocks import HostBlocks
 from offload.errors import BudgetError, IoError
 from offload.sizes import MIB
-from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.host_arena import HostArena, process_memory
 from tests import device
 from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, peak, running, stack, used
 from tests.support.oracle import Job, config, least_host_memory, room_for, run, train_step
@@ -239,6 +240,25 @@ def test_an_input_that_lost_its_host_memory_to_another_engine_is_told(
         del loss
         train_step(engine, _deep(12), 0)
         gives_back(engine)
+
+
+def test_host_memory_of_other_lengths_is_freed_at_once(tmp_path: Path) -> None:
+    with running(_deep(8), tmp_path, activations="nvme") as engine:
+        closed: list[weakref.ref[HostArena]] = []
+        gc.collect()
+        gc.disable()
+        try:
+            for step, rows in enumerate(range(64, 64 * 9, 64)):
+                loss = engine(batch(step, 0, (rows, WIDTH))).square().mean()
+                closed += [weakref.ref(arena) for arena in kept(engine).arenas]
+                engine.backward(loss)
+                engine.step()
+                del loss
+            used_now = kept(engine).arenas
+            assert len(closed) > 2 * len(used_now)
+            assert all(ref() is None or ref() in used_now for ref in closed), "a closed arena is referenced"
+        finally:
+            gc.enable()
 
 
 # -- the drive ----------------------------------------------------------------------------------------
