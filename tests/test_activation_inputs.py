@@ -382,6 +382,36 @@ def test_no_input_of_a_frozen_prefix_is_kept(tier: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tier", TIERS)
+def test_a_frozen_prefix_that_fills_a_cache_leaves_the_blocks_behind_it_checkpointed(tier: str, tmp_path: Path) -> None:
+    def frozen_prefix() -> nn.Module:
+        model = cached_llama()
+        model.model.embed_tokens.requires_grad_(False)
+        model.model.layers[:1].requires_grad_(False)
+        return model
+
+    job = Job(frozen_prefix, models.language_loss, steps=3)
+    plain = run(job, MEMORY, tmp_path / "plain")
+    with running(job, tmp_path / tier, activations=tier) as engine:
+        again = [
+            name
+            for name, block in engine.module.model.layers.named_children()
+            if _is_computed_again(engine, job, block)
+        ]
+        assert again == [name for name, _ in engine.module.model.layers.named_children()][1:]
+    assert_same(plain, run(job, MEMORY, tmp_path / f"{tier}-bits", activations=tier))
+
+
+def _is_computed_again(engine: offload.Engine, job: Job, block: nn.Module) -> bool:
+    """Returns True if a step calls a block twice."""
+    calls = []
+    hook = block.register_forward_pre_hook(lambda *_: calls.append(None))
+    engine.backward(job.loss(engine, 0, 0))
+    engine.zero_grad()
+    hook.remove()
+    return len(calls) == 2
+
+
+@pytest.mark.parametrize("tier", TIERS)
 def test_weights_and_batches_are_never_copied(tier: str, tmp_path: Path) -> None:
     """A block whose inputs are the batch, one that needs a gradient, and a weight of another module."""
 

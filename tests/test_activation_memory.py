@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,11 @@ import pytest
 import torch
 
 import offload
+from offload.aio import DirectFile
 from offload.engine.activations.host_blocks import HostBlocks
-from offload.errors import BudgetError
+from offload.errors import BudgetError, IoError
 from offload.sizes import MIB
-from offload.swapper.memory.host_arena import process_memory
+from offload.swapper.memory.host_arena import HostArena, process_memory
 from tests import device
 from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, peak, running, stack, used
 from tests.support.oracle import Job, config, least_host_memory, room_for, run, train_step
@@ -237,3 +240,63 @@ def test_an_input_that_lost_its_host_memory_to_another_engine_is_told(
         del loss
         train_step(engine, _deep(12), 0)
         gives_back(engine)
+
+
+def test_host_memory_of_other_lengths_is_freed_at_once(tmp_path: Path) -> None:
+    with running(_deep(8), tmp_path, activations="nvme") as engine:
+        closed: list[weakref.ref[HostArena]] = []
+        gc.collect()
+        gc.disable()
+        try:
+            for step, rows in enumerate(range(64, 64 * 9, 64)):
+                loss = engine(batch(step, 0, (rows, WIDTH))).square().mean()
+                closed += [weakref.ref(arena) for arena in kept(engine).arenas]
+                engine.backward(loss)
+                engine.step()
+                del loss
+            used_now = kept(engine).arenas
+            assert len(closed) > 2 * len(used_now)
+            assert all(ref() is None or ref() in used_now for ref in closed), "a closed arena is referenced"
+        finally:
+            gc.enable()
+
+
+# -- the drive ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rising", [True, False])
+def test_lengths_that_change_leave_no_files_behind(rising: bool, tmp_path: Path) -> None:
+    depth = 16
+    lengths = sorted((64 + 16 * index for index in range(48)), reverse=not rising)
+    largest = max(lengths) * WIDTH * 4
+    with running(_deep(depth), tmp_path, activations="nvme") as engine:
+        for step, rows in enumerate(lengths):
+            loss = engine(batch(step, 0, (rows, WIDTH))).square().mean()
+            engine.backward(loss)
+            engine.step()
+            del loss
+        gives_back(engine)
+        slots = kept(engine)._staging._slots
+        assert slots is not None
+        # Files double, and a slot is up to twice as large as its input.
+        assert 0 < slots.nbytes <= 4 * depth * largest
+        assert len(slots._files) <= 4
+
+
+def test_a_drive_with_room_for_some_slots_alone_gives_these(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _deep(16)
+    with running(job, tmp_path / "whole", activations="nvme") as engine:
+        expected = [train_step(engine, job, step) for step in range(job.steps)]
+        needed = peak(engine)["disk"]
+    with running(job, tmp_path / "part", activations="nvme") as engine:
+        # An input in one of the four buffers may have a slot as well.
+        reserve, left = DirectFile.reserve, [needed + 4 * INPUT]
+
+        def part(file: DirectFile, nbytes: int) -> None:
+            if nbytes > left[0]:
+                raise IoError(str(file.path), 0, nbytes, errno.ENOSPC, "write")
+            left[0] -= nbytes
+            reserve(file, nbytes)
+
+        monkeypatch.setattr(DirectFile, "reserve", part)
+        assert [train_step(engine, job, step) for step in range(job.steps)] == expected

@@ -221,7 +221,7 @@ MUTANTS = (
     _input(
         "leave out a cache that is in use",
         "unit_checkpoints",
-        "return module.training and int(cache.get_seq_length()) == 0",
+        "return module.training and _length_of(cache, module) == 0",
         "return True",
         "inputs",
     ),

@@ -155,4 +155,6 @@ def _close(slab: _Slab) -> None:
     for block in slab.free:
         for event in block.after:
             event.wait()
+    # A slab and its blocks refer to each other, so their memory would stay mapped until Python looks for such cycles.
+    slab.free.clear()
     slab.arena.close()

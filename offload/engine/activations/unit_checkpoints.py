@@ -272,7 +272,16 @@ def without_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 def _is_dispensable(cache: Any, module: nn.Module) -> bool:
     """Returns True if a call of `module` computes the same without this cache, and nobody will look into the cache."""
-    return module.training and int(cache.get_seq_length()) == 0
+    return module.training and _length_of(cache, module) == 0
+
+
+def _length_of(cache: Any, module: nn.Module) -> int:
+    """Returns the tokens that a cache has of a block's own layer: the layers of a frozen prefix have filled theirs."""
+    layer = next((each.layer_idx for each in module.modules() if isinstance(getattr(each, "layer_idx", None), int)), 0)
+    try:
+        return int(cache.get_seq_length(layer))
+    except ValueError:  # a layer with linear attention, which counts no tokens
+        return int(cache.get_seq_length())
 
 
 def _is_cache(value: Any) -> bool:
