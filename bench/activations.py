@@ -80,6 +80,7 @@ def _speed(folder: Path, batch_size: int, seq_len: int, rounds: int) -> dict[str
     losses: dict[str, list[float]] = {name: [] for name in engines}
 
     def step(name: str) -> None:
+        torch.manual_seed(len(losses[name]))  # dropout is the same for both
         losses[name].append(_step(engines[name], ids))
 
     kept, moved = in_turns(lambda: step("device"), lambda: step("nvme"), rounds)

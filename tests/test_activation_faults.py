@@ -107,7 +107,8 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
     use_queue(monkeypatch, lambda: LateQueue(after, 0.002, fault))
     with running(DEEP, tmp_path / "cut", activations="nvme") as engine:
         found, errors = _slopes(engine, 4)
-        assert (fault.failed, errors) == (1, 1)
+        # As above: a write that failed is told where a later input needs its memory first.
+        assert fault.failed == 1 and errors <= 1 and (errors == 1 or operation == "write")
         assert all(torch.equal(each, expected) for each in found)
         del found
         gives_back(engine)

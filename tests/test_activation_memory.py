@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import random
 import re
 import weakref
 from collections.abc import Callable
@@ -18,8 +19,9 @@ import offload
 from offload.aio import DirectFile
 from offload.engine.activations.host_blocks import HostBlocks
 from offload.errors import BudgetError, IoError
-from offload.sizes import MIB
-from offload.swapper.memory.host_arena import HostArena, process_memory
+from offload.sizes import MIB, PAGE
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.host_arena import HostArena, HostMemory, process_memory
 from tests import device
 from tests.support.checkpointed import JOB, WIDTH, batch, gives_back, kept, peak, running, stack, used
 from tests.support.oracle import Job, config, least_host_memory, room_for, run, train_step
@@ -300,3 +302,16 @@ def test_a_drive_with_room_for_some_slots_alone_gives_these(tmp_path: Path, monk
 
         monkeypatch.setattr(DirectFile, "reserve", part)
         assert [train_step(engine, job, step) for step in range(job.steps)] == expected
+
+
+@pytest.mark.parametrize("shorter", [False, True])
+def test_host_memory_of_ever_new_lengths_is_that_of_the_longest(shorter: bool) -> None:
+    blocks = HostBlocks(Device(torch.device("cpu")), HostMemory(), None, None)
+    chance = random.Random(1)
+    pages = sorted((chance.randint(1, 64) for _ in range(60)), reverse=shorter)
+    for count in pages:
+        for block in [blocks.take(count * PAGE) for _ in range(12)]:
+            assert block is not None and block.buffer.nbytes >= count * PAGE
+            blocks.give(block)
+        assert blocks.nbytes <= 16 * max(pages) * PAGE, "slabs double, so twelve blocks have at most sixteen"
+    blocks.close()

@@ -121,7 +121,7 @@ def test_an_input_that_is_changed_while_it_is_copied_is_refused(behind: int, lat
     with running(JOB._replace(model=stack(DEPTH)), tmp_path, PLAIN, activations="cpu") as engine:
         for block in engine.module.blocks:
             block.register_forward_hook(change)
-        with pytest.raises(RuntimeError, match="was changed in place after the unit had run"):
+        with pytest.raises(RuntimeError, match="was changed in place since the unit received it"):
             engine.backward(_loss(engine, 0, 0))
 
 

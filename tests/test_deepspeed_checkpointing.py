@@ -15,8 +15,10 @@ from torch import nn
 import offload
 from offload import checkpointing
 from offload.config import load_config
+from offload.engine.activations import policy
 from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.errors import ConfigError, UsageError
+from offload.notices import Remark
 from tests.support import models
 from tests.support.oracle import Job, assert_same, config, run, train_step
 
@@ -166,3 +168,27 @@ def test_named_units_take_the_place_of_stages_around_them() -> None:
 
 def test_experts_and_parts_of_a_layer_are_no_blocks() -> None:
     assert blocks_of(models.mixtral()) == tuple(f"model.layers.{n}" for n in range(len(blocks_of(models.mixtral()))))
+
+
+@pytest.mark.parametrize(
+    ("keys", "blocks", "message"),
+    [
+        ({"offload": {"activations": "nvme", "nvme_path": "/x"}}, 0, "the model has no ModuleList or Sequential"),
+        ({"activation_checkpointing": {"number_checkpoints": 1000}}, 8, "number_checkpoints is 1000, .* has 8 blocks"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}, "offload": {"activations": "device"}},
+            8,
+            'cpu_checkpointing has no effect, since "activations" is "device"',
+        ),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, 8, "optimization has no effect"),
+    ],
+)
+def test_a_key_without_effect_is_named(keys: dict[str, Any], blocks: int, message: str) -> None:
+    *_, last = policy.notices(load_config(keys), blocks, host_addressable=False)
+    assert re.search(message, last) and not isinstance(last, Remark)
+
+
+def test_a_line_at_the_start_tells_the_blocks_and_where_their_inputs_wait(tmp_path: Path) -> None:
+    engine = start(tmp_path, activation_checkpointing={"number_checkpoints": 3})
+    assert "3 blocks are computed again in backward; inputs wait on the device" in engine.notices
+    engine.destroy(remove=True)

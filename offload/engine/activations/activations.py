@@ -17,6 +17,8 @@ class Activations:
     checkpoints: UnitCheckpoints
     inputs: KeptInputs | None
     """None if inputs stay where the forward computes them."""
+    notices: tuple[str, ...] = ()
+    """Lines for the user, at the start."""
 
     @property
     def arenas(self) -> list[HostArena]:

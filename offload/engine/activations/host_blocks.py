@@ -87,9 +87,12 @@ class HostBlocks:
     def take(self, nbytes: int) -> Block | None:
         """Returns a block of at least `nbytes`; None if the budget has no room for one more."""
         size = align_up(nbytes)
-        for slab in self._slabs.get(size, ()):
-            if slab.free:
-                return slab.free.pop()
+        # A larger block serves too: steps of ever new lengths then take no more memory than the longest of them.
+        for _, slabs in sorted(item for item in self._slabs.items() if item[0] >= size):
+            for slab in slabs:
+                if slab.free:
+                    return slab.free.pop()
+        self._close_idle(size)
         return self._grow(size)
 
     def give(self, block: Block) -> None:
@@ -102,13 +105,11 @@ class HostBlocks:
         mine = self._slabs.setdefault(size, [])
         have = sum(slab.count for slab in mine)
         wanted = (self._at_once or 1) if not have else have
-        while True:
-            for count in _halved(min(wanted, max((self.room(size) - self.nbytes) // size, 0))):
-                if (slab := self._slab(size, count)) is not None:
-                    mine.append(slab)
-                    return slab.free.pop()
-            if not self._close_idle(size):
-                return None
+        for count in _halved(min(wanted, max((self.room(size) - self.nbytes) // size, 0))):
+            if (slab := self._slab(size, count)) is not None:
+                mine.append(slab)
+                return slab.free.pop()
+        return None
 
     def _slab(self, size: int, count: int) -> _Slab | None:
         """Returns a slab of `count` blocks; None if the budget of the process has no room."""
@@ -124,15 +125,12 @@ class HostBlocks:
             return None
         return _Slab(arena, size, count)
 
-    def _close_idle(self, size: int) -> bool:
-        """Closes slabs of another size none of whose blocks is in use; returns False if there is none."""
-        found = False
+    def _close_idle(self, size: int) -> None:
+        """Closes slabs of another size none of whose blocks is in use."""
         for other, slabs in self._slabs.items():
             for slab in [each for each in slabs if other != size and len(each.free) == each.count]:
                 slabs.remove(slab)
                 _close(slab)
-                found = True
-        return found
 
     def close(self) -> None:
         """Waits for copies in flight and frees all blocks, of which none may be used afterwards. Idempotent."""

@@ -224,8 +224,8 @@ class KeptInputs:
             memory, tensor = kept.memory, kept.memory.tensor
             if kept.changed or (tensor is not None and tensor._version != kept.version):
                 raise RuntimeError(
-                    f"an input of shape {list(kept.form.size)} of a checkpointed unit was changed in place after the "
-                    "unit had run, so the unit cannot be computed again: use a function that returns a new tensor"
+                    f"an input of shape {list(kept.form.size)} of a checkpointed unit was changed in place since the "
+                    "unit received it, so the unit cannot be computed again: use a function that returns a new tensor"
                 )
             if tensor is None:
                 if memory.arriving is None:

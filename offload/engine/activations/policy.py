@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from offload.config import Config
 from offload.errors import ConfigError
+from offload.notices import Remark
+from offload.sizes import count_of
 
 STAGED_INPUTS = 4
 """Host buffers through which inputs go to DISK: two are written or read, one is copied, one is ahead."""
@@ -50,3 +53,44 @@ def check_tier(tier: str | None, drives: bool) -> None:
             '"activations": "nvme" needs a folder for files, but no "nvme_path" is given; set one in the "offload" '
             "block"
         )
+
+
+def notices(config: Config, blocks: int, host_addressable: bool) -> tuple[str, ...]:
+    """Returns the lines that tell a user which blocks are computed again, and which keys have no effect.
+
+    Args:
+        config: the whole config, which asks for blocks to be computed again.
+        blocks: number of blocks that are.
+        host_addressable: True if device memory is host memory.
+    """
+    theirs, tier = config.activation_checkpointing, config.activation_tier
+    if not blocks:
+        return (
+            "no block is computed again in backward: the model has no ModuleList or Sequential of modules with "
+            'parameters; name the modules in "units" of the "offload" block',
+        )
+    where = {
+        "device": "on the device",
+        "cpu": "in host memory, and in files where that ends" if config.drives else "in host memory",
+        "nvme": "in files",
+        "auto": "on the device while there is room, then in host memory and in files",
+    }[tier or "device"]
+    if host_addressable and tier in ("cpu", "auto"):
+        where = "where they are, in host memory" + (", and in files where that ends" if config.drives else "")
+    wanted = theirs.number_checkpoints
+    lines = (
+        (
+            wanted is not None and wanted > blocks,
+            f"number_checkpoints is {wanted}, and the model has {blocks} blocks, all of which are computed again",
+        ),
+        (
+            theirs.cpu_checkpointing and tier != "cpu",
+            f'cpu_checkpointing has no effect, since "activations" is "{tier}"',
+        ),
+        (
+            theirs.contiguous_memory_optimization and tier == "device",
+            "contiguous_memory_optimization has no effect, since inputs of blocks stay on the device",
+        ),
+    )
+    told = Remark(f"{count_of(blocks, 'block is', 'blocks are')} computed again in backward; inputs wait {where}")
+    return (told, *(line for holds, line in lines if holds))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from offload.engine.activations import policy
 from offload.engine.activations.activations import Activations
 from offload.engine.activations.disk_slots import DiskSlots
 from offload.engine.activations.host_blocks import HostBlocks
@@ -89,14 +90,16 @@ def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timelin
         timeline: Records copies.
     """
     block = plan.config.activation_checkpointing
-    blocks: tuple[str, ...] = ()
+    blocks, lines = tuple[str, ...](), tuple[str, ...]()
     if plan.config.activation_tier is not None:
         blocks = blocks_of(model, plan.config.units)[: block.number_checkpoints]
+        lines = policy.notices(plan.config, len(blocks), plan.device.host_addressable)
     seconds = UnitSeconds({name: model.get_submodule(name) for name in blocks}) if block.profile else None
     checkpoints = UnitCheckpoints(
         blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
     )
-    return Activations(checkpoints=checkpoints, inputs=_kept_inputs(plan, files, len(blocks), timeline))
+    inputs = _kept_inputs(plan, files, len(blocks), timeline)
+    return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
 
 
 def _is_weight(value: Any) -> bool:

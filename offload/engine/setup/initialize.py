@@ -306,7 +306,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
             close_all(*(() if queue is None else (queue.close,)), files.undo)
         raise
     try:
-        notices += tuple(core.state.notices())
+        notices += (*core.components.activations.notices, *core.state.notices())
         if progress is not None:
             notices += tuple(core.state.restore(progress))
         elif store is not None and plan.commit_every:
