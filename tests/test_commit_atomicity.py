@@ -123,7 +123,7 @@ def test_a_worker_that_is_late_commits_no_step_before_its_updates(
     late.set()
     while late.is_set():  # until the worker has looked
         with engine._core.components.pager.lock:
-            engine._core.components.pager.notify()
+            engine._core.components.update_worker._wake()
         time.sleep(0.001)
     train_step(engine)
     train_step(engine)
