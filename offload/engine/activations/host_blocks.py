@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from offload.engine.activations.policy import STAGED_INPUTS
+from offload.engine.activations.policy import FREE_SHARE, STAGED_INPUTS
 from offload.errors import BudgetError
 from offload.sizes import align_up
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer, HostMemory
 from offload.swapper.memory.limits import free_host_memory
-
-_FREE_SHARE = 0.8
-"""Fraction of the free host memory that inputs may take where no budget is configured."""
 
 
 @dataclass(eq=False)
@@ -81,7 +78,7 @@ class HostBlocks:
     def room(self, nbytes: int) -> int:
         """Returns the bytes that blocks of `nbytes` may take together, those of today included."""
         if self._room is None:
-            return self.nbytes + int(_FREE_SHARE * free_host_memory())
+            return self.nbytes + int(FREE_SHARE * free_host_memory())
         return max(self._room, STAGED_INPUTS * align_up(nbytes))
 
     def take(self, nbytes: int) -> Block | None:

@@ -31,8 +31,6 @@ from offload.swapper.memory.limits import free_host_memory
 from offload.swapper.pager import Pager
 from offload.timeline import Timeline
 
-_HOST_SHARE = 0.8
-"""Fraction of the free host memory that inputs may take where no budget is configured."""
 _RESERVE = 4
 """On an accelerator, "auto" leaves a quarter of the memory that is free at the start to everything but inputs."""
 
@@ -141,4 +139,4 @@ def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int]
         return lambda now: now + device.free_bytes() - reserve
     if room is not None:
         return lambda now: room
-    return lambda now: math.floor(now + _HOST_SHARE * free_host_memory())
+    return lambda now: math.floor(now + policy.FREE_SHARE * free_host_memory())
