@@ -66,9 +66,10 @@ WITHIN = {
         "metrics": "",
         "distributed": "callbacks",
         "gradients": "callbacks distributed metrics",
-        "params": "activations callbacks distributed gradients keywords metrics",
+        "schedule": "callbacks gradients",
+        "params": "activations callbacks distributed gradients keywords metrics schedule",
         "optim": "callbacks distributed gradients params",
-        "training": "activations distributed gradients metrics optim params",
+        "training": "activations distributed gradients metrics optim params schedule",
         "checkpoint": "distributed params training",
         "memory_report": "training",
         "param_access": "callbacks distributed params training",
@@ -78,13 +79,14 @@ WITHIN = {
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access shutdown step "
-        "training",
+        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access schedule shutdown "
+        "step training",
         "deepspeed_api": "core memory_report training",
         "persistence_api": "checkpoint core deepspeed_api keywords model_io",
-        "engine": "keywords persistence_api training",
+        "micro_batches_api": "persistence_api training",
+        "engine": "keywords micro_batches_api training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
-        "tiles training",
+        "schedule tiles training",
     },
     "planner": {
         "memory": "",

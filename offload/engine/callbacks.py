@@ -38,6 +38,9 @@ class EngineCallbacks(Protocol):
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
+    def takes_turns(self) -> bool:
+        """Returns True while all micro-batches of a step pass through one block before they enter the next."""
+
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
 

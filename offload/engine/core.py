@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
 from offload.engine.param_access import ParamAccess
+from offload.engine.schedule.generators import MicroBatchGenerators
 from offload.engine.shutdown import Shutdown
 from offload.engine.step import OptimizerStep
 from offload.engine.training.components import EngineComponents, close_all
@@ -36,7 +37,7 @@ from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.model_inputs import InputCast
 from offload.engine.training.step_settings import StepSettings
 from offload.engine.training.training_state import TrainingState
-from offload.errors import UsageError
+from offload.errors import OffloadError, UsageError
 from offload.interrupts import defer_signals, interruptible, uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.notices import announce
@@ -139,9 +140,17 @@ class EngineCore(EngineCallbacks):
 
         Does nothing inside of a backward.
         """
-        if not inside_backward():
+        if self._in_turn:
+            self.check()
+        elif not inside_backward():
             self._begin()
             self.components.weights.flush()
+
+    @property
+    def _in_turn(self) -> bool:
+        """True on the thread of a micro-batch that takes turns with others, all of which are one call of the engine."""
+        layer_major = self.components.layer_major
+        return layer_major is not None and layer_major.on_this_thread
 
     def enter_between_steps(self, call: str) -> None:
         """Enters the engine and waits for the updates and the commit of the last step.
@@ -152,7 +161,7 @@ class EngineCore(EngineCallbacks):
         Raises:
             UsageError: if a forward or a backward is running.
         """
-        if inside_backward() or self.components.hooks.running:
+        if inside_backward() or self.components.hooks.running or self._in_turn:
             raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
         if self.components.update_worker is not None:
@@ -162,6 +171,8 @@ class EngineCore(EngineCallbacks):
     def _begin(self) -> None:
         """Checks the engine, clears the remains of an aborted call, and delivers the blob for which a commit waits."""
         defer_signals(self.state)
+        if self.components.layer_major is not None:
+            self.components.layer_major.abandon_on_entry()
         self.components.hooks.leave_all()
         self.check()
         self.components.hooks.reset_aborted()
@@ -176,6 +187,8 @@ class EngineCore(EngineCallbacks):
 
     def run_model(self, args: Any, kwargs: Any) -> Any:
         """Runs the model and returns its output. If device memory runs out, the device budget may run it once more."""
+        if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
+            return self.module(*args, **kwargs)
         return self.device_budget.run(
             lambda: self.module(*args, **kwargs), (args, kwargs), self.components.ranks is None
         )
@@ -193,18 +206,42 @@ class EngineCore(EngineCallbacks):
         def run() -> None:
             loss.backward(retain_graph=retain_graph)
 
+        if self._in_turn:
+            self.components.hooks.passes.begin_backward_of_turn()
         # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
         with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
             try:
                 run()
             except RuntimeError as error:
                 # Weights that stay on the device are in the graph, and torch notices that they have changed.
-                if self.components.hooks.through_old_graph and "modified by an inplace operation" in str(error):
+                if self.components.hooks.passes.through_old_graph and "modified by an inplace operation" in str(error):
                     raise UsageError(
                         "backward through a graph made before step(): the weights, which are in the graph itself, have "
                         "changed since"
                     ) from error
                 raise
+
+    def run_micro_batches(self, works: Iterable[Callable[[], torch.Tensor]], most: int) -> list[torch.Tensor]:
+        """Runs micro-batches in the order of the schedule, and returns what each returns.
+
+        Each draws from random generators of its own, so that the order changes no bits.
+
+        Args:
+            works: run the forward and the backward of a micro-batch each.
+            most: number of micro-batches, at most.
+        """
+        generators = MicroBatchGenerators(self.device, most)
+        layer_major = self.components.layer_major
+        if layer_major is None or most < 2 or not layer_major.possible:
+            return [generators.run(number, work) for number, work in enumerate(works)]
+        try:
+            return layer_major.run(list(works), generators)
+        except BaseException:
+            # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
+            if not self.components.pager.failed and self.components.ranks is None:
+                with contextlib.suppress(OffloadError):
+                    self.forget_gradients()
+            raise
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -243,7 +280,7 @@ class EngineCore(EngineCallbacks):
 
     def enter_weights(self) -> None:
         # Not `enter`: it flushes pending edits, and those of the unit being edited must stay together until the end.
-        if self.components.hooks.running:
+        if self.components.hooks.running or self._in_turn:
             self.check()
         else:
             self._begin()
@@ -256,7 +293,12 @@ class EngineCore(EngineCallbacks):
         self.accumulation.count_backward()
 
     def is_last_micro_batch(self) -> bool:
-        return self.accumulation.is_last(self.state.settings.accumulation)
+        layer_major = self.components.layer_major
+        ahead = 0 if layer_major is None else layer_major.turn
+        return self.accumulation.is_last(self.state.settings.accumulation, ahead)
+
+    def takes_turns(self) -> bool:
+        return self.components.hooks.passes.takes_turns
 
     def await_updates(self) -> None:
         if self.components.update_worker is not None:

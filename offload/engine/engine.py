@@ -14,24 +14,23 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from offload.engine.keywords import refuse
-from offload.engine.persistence_api import PersistenceApi
+from offload.engine.micro_batches_api import MicroBatchesApi
 from offload.engine.training import train_batch as batch
-from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
-from offload.sizes import count_of
 from offload.timeline import Row
 
 logger = logging.getLogger("offload")
 
 
-class Engine(PersistenceApi):
+class Engine(MicroBatchesApi):
     """A model whose weights and optimizer states are paged. Created by `offload.initialize`.
 
     All methods belong to the thread that runs the model; in a forked child every call raises. An error on a background
@@ -152,27 +151,9 @@ class Engine(PersistenceApi):
             EngineFailed: if an error has stopped the engine.
         """
         refuse(allreduce_gradients=allreduce_gradients, release_loss=release_loss)
-        self._core.enter()
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
-        if not loss.requires_grad:
-            raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
-        divided = loss / self._settings.accumulation if scale_wrt_gas else loss
-        self._core.run_backward(self.scale(divided), retain_graph)
-        if self._core.components.meter is not None:
-            self._core.components.meter.add_loss(divided, first=self.micro_batches <= 1)
+        divided = self._run_backward(loss, retain_graph, scale_wrt_gas)
+        self._add_losses([divided], first=self.micro_batches <= 1)
         return divided
-
-    def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.
-
-        For loops that call `.backward()` themselves.
-
-        Args:
-            loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
-        """
-        return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
 
     def step(self, lr_kwargs: None = None) -> None:
         """Ends a micro-batch. If it completes a step, clips, schedules the updates and advances the learning rates.
@@ -211,6 +192,58 @@ class Engine(PersistenceApi):
                 self._core.components.pager.fail(error)
             raise
 
+    def accumulate(
+        self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """Runs forward and backward of micro-batches, in the order that "schedule" of the config says.
+
+        Call `step()` afterwards. With the schedule layer_major all micro-batches pass through one block before the next
+        is fetched: their weights are copied and read as for one micro-batch. Each micro-batch draws dropout from a
+        random generator of its own, so that the schedule changes no bits. If anything is raised in between, the
+        gradients of the step are dropped; with the schedule micro_batch_major, those of complete micro-batches stay.
+
+        Args:
+            micro_batches: the micro-batches, all of which are taken first. As many as complete the step, or fewer.
+            loss: returns the loss of a micro-batch, a tensor of one element, by a call of the engine or the model; it
+                may run on another thread. By default the micro-batch is the model's input, as in `train_batch`.
+
+        Returns:
+            The losses, detached, before their division by gradient_accumulation_steps, in the order of the
+            micro-batches.
+
+        Raises:
+            UsageError: if there are more micro-batches than the step needs, or the loss is no tensor of one element.
+        """
+        self._core.enter()
+        if not isinstance(micro_batches, Iterable):
+            raise UsageError(
+                f"accumulate expects the micro-batches of a step, as a list, got {type(micro_batches).__name__}"
+            )
+        taken = list(micro_batches)
+        self._core.accumulation.check_room(len(taken), self._settings.accumulation)
+        return self._accumulate(taken, len(taken), loss or (lambda each: batch.run(self, each)))
+
+    def _accumulate(
+        self, micro_batches: Iterable[Any], most: int, loss_of: Callable[[Any], torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Runs forward and backward of `most` micro-batches, or fewer if there are no more; see `accumulate`."""
+        losses: dict[int, torch.Tensor] = {}
+
+        def work(number: int, micro_batch: Any) -> Callable[[], torch.Tensor]:
+            def run() -> torch.Tensor:
+                loss = loss_of(micro_batch)
+                divided = self._run_backward(loss, retain_graph=False, scale_wrt_gas=True)
+                losses[number] = loss.detach()
+                return divided.detach()
+
+            return run
+
+        first = not self.micro_batches
+        with self._core.accumulation.several():
+            works = (work(number, each) for number, each in enumerate(micro_batches))
+            self._add_losses(self._core.run_micro_batches(works, most), first)
+        return [losses[number] for number in range(len(losses))]
+
     def train_batch(self, data_iter: Iterator[Any]) -> torch.Tensor:
         """Runs micro-batches of `data_iter` until a step is complete, including the step.
 
@@ -236,59 +269,14 @@ class Engine(PersistenceApi):
         # `step()` decides where the step ends, by the count or as the user says, so the loop watches its counter.
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
-            loss = batch.run(self, next(data_iter))
-            self.backward(loss)
-            losses.append(loss.detach().float())
-            self.step()
-        return torch.stack(losses).mean()
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Changes the number of samples of a step on all ranks, and with it the number of micro-batches.
-
-        Between steps only.
-
-        Args:
-            train_batch_size: samples of a step on all ranks; a multiple of train_micro_batch_size_per_gpu * ranks.
-
-        Raises:
-            UsageError: if a micro-batch of the current step has run, if the number is no such multiple, or if several
-                micro-batches would have to be added up in a 16-bit dtype.
-        """
-        self._core.enter_between_steps("set_train_batch_size")
-        if self.micro_batches:
-            ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
-            raise UsageError(
-                f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
-            )
-        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
-        kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
-        self._core.state.change_settings(resized(self._settings, train_batch_size, self.world_size, kept))
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
-
-        The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
-        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
-
-        Args:
-            is_boundary: True or False; None returns to the count.
-
-        Raises:
-            UsageError: if `is_boundary` is anything else.
-        """
-        self._core.check()
-        self._core.accumulation.declare(is_boundary)
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context for micro-batches that do not end a step.
-
-        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
-        not change: gradients are reduced over the ranks as they come, inside of the context and outside. Gradients for
-        which the GPU has room accumulate on the GPU in both cases, and are copied to the host with the last
-        micro-batch.
-        """
-        self._core.check()
-        return self._core.accumulation.no_sync()
+            wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
+            found = self._accumulate(itertools.islice(data_iter, wanted), wanted, lambda each: batch.run(self, each))
+            losses += found
+            if found:
+                self.step()
+            if len(found) < wanted:
+                raise StopIteration
+        return torch.stack([loss.float() for loss in losses]).mean()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients since the last optimizer step, and their micro-batches.

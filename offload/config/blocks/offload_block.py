@@ -86,6 +86,12 @@ class OffloadBlock(Block):
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
+    schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(
+        "auto",
+        description="order of several micro-batches: layer_major: all of them pass through a block before the next "
+        "block is fetched; micro_batch_major: one after the other; auto: layer_major where blocks are computed again "
+        "and weights come and go",
+    )
     tile_mlp: Tiles = Field(
         False,
         description="compute the MLPs of a decoder of transformers chunk by chunk of the sequence, and again in the "

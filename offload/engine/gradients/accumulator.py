@@ -182,11 +182,15 @@ class GradientAccumulator:
         if self.totals.has(unit, (segment, first)):
             return True
         return (
-            self.totals.takes(unit) and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
+            (self.totals.takes(unit) or self._callbacks.takes_turns())
+            and self._is_new(unit, segment, first)
+            and not self._callbacks.is_last_micro_batch()
         )
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device; in the last micro-batch, starts its copy to the host."""
+        if not self.totals.takes(unit):
+            values = values.to(self.dtype)
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
             self._send_total(downloads, unit, segment, first)

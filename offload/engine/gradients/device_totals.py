@@ -4,6 +4,9 @@
 
 Once the copy of a total to the host has begun, the device drops the total; later gradients are added on the host. Each
 addition is rounded once, as by the host's kernel, so a sum has the same bits on the device and on the host.
+
+Some units have memory for their totals for good. Where the micro-batches of a step take turns at a block, every unit
+has totals: the first gradient itself becomes the total, until the last micro-batch has left the block.
 """
 
 from __future__ import annotations
@@ -30,19 +33,16 @@ class DeviceTotals:
                 update.
         """
         self._memory = dict(memory)
-        self._here: dict[int, dict[SegmentRange, range]] = {unit: {} for unit in memory}
-        """By unit: for each range whose total is on the device, its positions in the unit's memory."""
+        self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
+        """By unit: each range whose total is on the device, (n,), with the total."""
 
     def have(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory for the totals of more units, between steps."""
         self._memory |= memory
-        self._here |= {unit: {} for unit in memory}
 
     def leave(self, units: Collection[int]) -> dict[int, torch.Tensor]:
         """Returns the memory of `units`, in the form that `have` takes. None of them may have a total left."""
-        assert not any(self._here[unit] for unit in units), "a total would be lost"
-        for unit in units:
-            del self._here[unit]
+        assert not any(self._here.get(unit) for unit in units), "a total would be lost"
         return {unit: self._memory.pop(unit) for unit in units}
 
     def takes(self, unit: int) -> bool:
@@ -58,22 +58,26 @@ class DeviceTotals:
         return {segment for segment, _ in self._here.get(unit, ())}
 
     def add(self, unit: int, segment_range: SegmentRange, start: int, values: torch.Tensor) -> None:
-        """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient."""
-        memory = self._memory[unit][start : start + len(values)]
-        if self.has(unit, segment_range):
-            memory.add_(values)
+        """Stores or adds `values`, (n,) on the device, at position `start` of the unit's gradient.
+
+        Without memory for the unit, `values` become the total, which later calls change: they belong to this object.
+        """
+        here = self._here.setdefault(unit, {})
+        if segment_range in here:
+            here[segment_range].add_(values)
+        elif unit in self._memory:
+            here[segment_range] = self._memory[unit][start : start + len(values)]
+            here[segment_range].copy_(values)
         else:
-            memory.copy_(values)
-            self._here[unit][segment_range] = range(start, start + len(values))
+            here[segment_range] = values
 
     def values(self, unit: int, segment_range: SegmentRange) -> torch.Tensor:
-        """Returns a total, (n,) on the device, as a view of memory that later totals reuse."""
-        place = self._here[unit][segment_range]
-        return self._memory[unit][place.start : place.stop]
+        """Returns a total, (n,) on the device, perhaps a view of memory that later totals reuse."""
+        return self._here[unit][segment_range]
 
     def ranges(self) -> Iterator[tuple[int, SegmentRange]]:
         """Yields the range of every total on the device, with its unit; totals may be dropped meanwhile."""
-        for unit, here in self._here.items():
+        for unit, here in list(self._here.items()):
             for segment_range in list(here):
                 yield unit, segment_range
 

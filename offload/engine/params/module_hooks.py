@@ -32,14 +32,12 @@ from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
-from offload.errors import UsageError
+from offload.engine.schedule.passes import Passes
 from offload.interrupts import is_on_stack, uninterrupted
 from offload.layout.units import external_parameters, layers_inside
-from offload.swapper.access_order import PassKind
 from offload.swapper.pager import Pager
-from offload.timeline import OFF, Phase, Timeline
+from offload.timeline import OFF, Timeline
 from offload.torch_internals import (
-    call_after_backward,
     inside_backward,
     module_call,
     outside_of_compiled_code,
@@ -100,11 +98,8 @@ class ModuleHooks:
         """
         self._unit_views, self._saved, self._gradients, self._pager = unit_views, saved, gradients, pager
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
-        self._callbacks, self._checkpoints, self._root = callbacks, checkpoints, model
-        self._thread: threading.Thread | None = None
-        """The thread whose forward is under way."""
-        self._in_backward = self._gradient_seen = self.through_old_graph = False
-        """The last is True if the last backward began in a graph older than a change of weights that stay."""
+        self._checkpoints, self._root = checkpoints, model
+        self.passes = Passes(pager, gradients, unit_views, callbacks, timeline)
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
@@ -143,15 +138,9 @@ class ModuleHooks:
         """
         if inside_backward():
             return
-        # The forward of another live thread is not aborted: a release of its weights would corrupt its results.
-        if self._thread is not None and self._thread is not threading.current_thread() and self._thread.is_alive():
-            raise UsageError(
-                f"the model runs on thread {self._thread.name}: until its forward ends, no other thread may use it or "
-                f"read its weights"
-            )
+        self.passes.check_thread()  # the forward of another live thread is not aborted
         self.leave_all()
-        if self._in_backward:  # `_end_backward` never ran
-            self._in_backward = self._gradient_seen = False
+        if self.passes.abort_backward():
             self.forget_gradients()
         self._unit_views.reset()
 
@@ -164,7 +153,7 @@ class ModuleHooks:
                 self._saved.pop()
             if frame.casts_kept:  # otherwise an enclosing context restores the cache
                 torch.set_autocast_cache_enabled(True)
-            self._thread = None
+            self.passes.thread = None
         self._checkpoints.abandon()
 
     def forget_gradients(self) -> None:
@@ -197,7 +186,7 @@ class ModuleHooks:
     def runs_now(self) -> bool:
         """Returns `running`. A backward that runs begins at the latest now: its weights are about to be used."""
         if inside_backward():
-            self._begin_backward()
+            self.passes.begin_backward()
         return self.running
 
     def use_in(self, module: nn.Module, unit: int) -> None:
@@ -300,12 +289,7 @@ class ModuleHooks:
         if again and local.frames and (call := local.frames[0].call) is not None and not is_on_stack(call):
             self.reset_aborted()
         if not local.frames:
-            self._callbacks.enter_forward()
-            self._thread = threading.current_thread()
-            if not inside_backward():
-                kind = PassKind.TRAIN if self._trainable and torch.is_grad_enabled() else PassKind.EVAL
-                self._pager.begin(kind)
-                self._timeline.begin_phase(Phase.FORWARD if kind is PassKind.TRAIN else Phase.EVALUATION)
+            self.passes.begin_forward(bool(self._trainable) and torch.is_grad_enabled())
         kept = torch.is_autocast_cache_enabled()
         frame = _Frame(module, [], self._saved.push(), inside_backward(), module_call(), kept)
         # Stored before any unit is used: after an exception below, the frame lists what to undo.
@@ -335,8 +319,9 @@ class ModuleHooks:
             self._let_go(frame)
         if not self._local.frames and torch.is_grad_enabled() and not inside_backward():
             # The autograd nodes of the outermost site's output run first in a backward, and report it.
+            begin = self.passes.begin_backward
             for node in (leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None):
-                node.register_prehook(lambda grads, made=self._unit_views.outdated: self._begin_backward(made))
+                node.register_prehook(lambda grads, made=self._unit_views.outdated: begin(made))
         return output
 
     def _let_go(self, frame: _Frame) -> None:
@@ -347,47 +332,19 @@ class ModuleHooks:
         for unit in reversed(frame.units):
             self._unit_views.release_unit(unit)
         if not self._local.frames:
-            self._thread = None
-            if not inside_backward():
-                self._unit_views.end_kept()
-                self._pager.end_forward()
-                self._timeline.end_phase(Phase.FORWARD)
-                self._timeline.end_phase(Phase.EVALUATION)
+            self.passes.end_forward()
 
     # -- backward -----------------------------------------------------------------------------------
 
-    @uninterrupted
-    def _begin_backward(self, made: int | None = None) -> None:
-        """Begins the backward at its first sign: a gradient, a request for weights, or an output's node.
-
-        Such a node passes what `UnitViews.outdated` was when its graph was `made`.
-        """
-        if not self._in_backward:
-            self.through_old_graph = made not in (None, self._unit_views.outdated)
-            self._timeline.begin_phase(Phase.BACKWARD)
-            # If this call raises, the backward has not started, and its next sign calls again.
-            self._callbacks.begin_backward()
-            self._in_backward = True
-            call_after_backward(self._end_backward)
-
-    @uninterrupted
-    def _end_backward(self) -> None:
-        """Ends the outermost backward. torch calls this once the graph task has ended."""
-        self._unit_views.end_kept()
-        self._gradients.end_backward()
-        if self._gradient_seen:
-            self._callbacks.end_backward()
-        self._in_backward = self._gradient_seen = False
-
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
-        add, unit, position = self._gradients.add, handle.unit, handle.position
+        add, unit, position, passes = self._gradients.add, handle.unit, handle.position, self.passes
         recorded = None if self._timeline is OFF else self._timeline
 
         @uninterrupted
         def hook(parameter: torch.Tensor) -> None:
-            if not self._in_backward:
-                self._begin_backward()
+            if not passes.in_backward:
+                passes.begin_backward()
             # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
             with plain_tensors():
                 gradient, parameter.grad = parameter.grad, None
@@ -395,6 +352,6 @@ class ModuleHooks:
                 if recorded is not None:
                     recorded.add_gradient(gradient.numel() * gradient.element_size())
                 add(unit, position, gradient)
-            self._gradient_seen = True
+            passes.gradient_seen = True
 
         return hook

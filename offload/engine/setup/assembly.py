@@ -37,7 +37,7 @@ from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.setup.buffers import move_buffers
-from offload.engine.setup.hooks import activations, module_hooks
+from offload.engine.setup.hooks import activations, layer_major, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
@@ -112,6 +112,7 @@ def assemble(
         undo.callback(kept.close)
         hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, kept, timeline, compute)
         undo.callback(hooks.remove)
+        layered = layer_major(plan, model, hooks)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
@@ -125,6 +126,7 @@ def assemble(
         pager=pager,
         gradients=gradients,
         activations=kept,
+        layer_major=layered,
         ranks=plan.ranks,
         agreement=rounds,
         store=files.store,

@@ -23,8 +23,10 @@ from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
 from offload.engine.params.saved_tensors import SavedTensors, other_hooks
 from offload.engine.params.unit_views import UnitViews
+from offload.engine.schedule.layer_major import LayerMajor
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
+from offload.layout.schedule import LAYER_MAJOR
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -98,6 +100,20 @@ def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timelin
     )
     inputs = _kept_inputs(plan, files, len(blocks), timeline)
     return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
+
+
+def layer_major(plan: Plan, model: nn.Module, hooks: ModuleHooks) -> LayerMajor | None:
+    """Returns the borders at which micro-batches wait for each other; None if they pass one after the other.
+
+    Args:
+        plan: All decisions.
+        model: The model, whose other hooks are installed.
+        hooks: These hooks.
+    """
+    if plan.schedule.schedule != LAYER_MAJOR:
+        return None
+    modules = dict(model.named_modules())
+    return LayerMajor(modules, blocks_of(model, plan.config.units), hooks.passes, plan.device)
 
 
 def _is_weight(value: Any) -> bool:

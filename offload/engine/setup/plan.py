@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.activations.policy import check_tier
+from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.setup.checks import (
     check_alone,
@@ -31,11 +32,12 @@ from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
+from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units, find_units
 from offload.notices import Remark
 from offload.sizes import format_size
-from offload.states import State
+from offload.states import State, Tier
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -68,6 +70,8 @@ class Plan:
     """True if the device has kernels of its own for AdamW and for sums of squares."""
     tiled_mlps: tuple[str, ...]
     """Modules that the config tiles, by name."""
+    schedule: Choice
+    """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
 
     @property
@@ -142,6 +146,8 @@ def decide(
         world_size=world_size,
     )
     memory, found = _with_disks(place_states(request), ranks)
+    moves = ranks is not None or any(row[State.WEIGHT] is not Tier.DEVICE for row in memory.placement.tiers)
+    schedule = _schedule(config, batch, model, moves)
     return Plan(
         config=config,
         batch=batch,
@@ -160,7 +166,44 @@ def decide(
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
-        notices=(*_notices(config, found, memory, why_not, rank), *tile_notices(tiled_mlps, config.offload.tile_mlp)),
+        schedule=schedule,
+        notices=(
+            *_notices(config, found, memory, why_not, rank),
+            *tile_notices(tiled_mlps, config.offload.tile_mlp),
+            *_schedule_notices(config, batch, schedule, moves),
+        ),
+    )
+
+
+def _schedule(config: Config, batch: Batch, model: nn.Module, moves: bool) -> Choice:
+    """Returns the order of micro-batches and blocks; `moves` if weights of any unit come and go."""
+    asked = config.offload.schedule
+    # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
+    micro_batches = max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1)
+    return choose_schedule(
+        asked=asked,
+        micro_batches=micro_batches,
+        blocks=len(blocks_of(model, config.units)),
+        moves=moves,
+        checkpointed=config.activation_tier is not None,
+        activation_nbytes=None,
+        free_nbytes=None,
+    )
+
+
+def _schedule_notices(config: Config, batch: Batch, choice: Choice, moves: bool) -> tuple[str, ...]:
+    """Returns a line on the order of micro-batches, where it matters."""
+    asked = config.offload.schedule
+    if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
+        return (f'"schedule": "layer_major" has no effect: {choice.reason}',)
+    if batch.accumulation < 2 or not moves or asked == MICRO_BATCH_MAJOR:
+        return ()
+    if choice.schedule == MICRO_BATCH_MAJOR:
+        return (f"micro-batches pass through the model one after the other: {choice.reason}",)
+    kept = "their blocks' inputs" if config.activation_tier is not None else "their activations"
+    return (
+        f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through one block before "
+        f"the next, so each weight is fetched twice a step; {kept} are kept at once",
     )
 
 

@@ -16,6 +16,7 @@ from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
+from offload.engine.schedule.layer_major import LayerMajor
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
@@ -35,6 +36,8 @@ class EngineComponents:
     pager: Pager
     gradients: GradientAccumulator
     activations: Activations
+    layer_major: LayerMajor | None
+    """None if micro-batches pass through the model one after the other."""
     ranks: Ranks | None
     """None if this process is alone; then `agreement` is None too."""
     agreement: Agreement | None
@@ -70,6 +73,7 @@ class EngineComponents:
         """
         return [
             *(() if self.untile is None else (self.untile,)),
+            *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,
             self.weights.remove,
             *(() if self.update_worker is None else (self.update_worker.close,)),

@@ -62,11 +62,45 @@ class GradientAccumulation:
             return False
         return self.count >= accumulation if self._declared is None else self._declared
 
-    def is_last(self, accumulation: int) -> bool:
-        """Returns True if the backward that runs now is known to be the last before an optimizer step."""
+    def is_last(self, accumulation: int, ahead: int = 0) -> bool:
+        """Returns True if the backward that runs now is known to be the last before an optimizer step.
+
+        Args:
+            accumulation: micro-batches of an optimizer step.
+            ahead: micro-batches before this one that are under way too, and not counted yet.
+        """
         if self._no_sync:
             return False
-        return self.count + 1 >= accumulation if self._declared is None else self._declared
+        return self.count + ahead + 1 >= accumulation if self._declared is None else self._declared
+
+    def remaining(self, accumulation: int) -> int | None:
+        """Returns the micro-batches that complete the step, at least one; None if the user decides where it ends."""
+        return None if self._declared is not None or self._no_sync else max(accumulation - self.count, 1)
+
+    def check_room(self, micro_batches: int, accumulation: int) -> None:
+        """Raises `UsageError` if `micro_batches` more are too many for the step."""
+        remaining = self.remaining(accumulation)
+        if remaining is not None and micro_batches > remaining:
+            raise UsageError(
+                f"accumulate got {count_of(micro_batches, 'micro-batch', 'micro-batches')}, and the step needs "
+                f"{remaining} more: gradient_accumulation_steps is {accumulation} in the config. Pass as many as the "
+                "step needs, and call step() after them"
+            )
+
+    @contextlib.contextmanager
+    def several(self) -> Iterator[None]:
+        """Makes each backward of the context a micro-batch. The next `step()` ends the last one.
+
+        After an exception all of them have ended.
+        """
+        before = self._backwards
+        try:
+            yield
+        except BaseException:
+            self._at_step = self._backwards
+            raise
+        if self._backwards > before:
+            self._at_step = self._backwards - 1
 
     def declare(self, is_boundary: bool | None) -> None:
         """Makes the user's decision count until the next one; None lets the count decide again.

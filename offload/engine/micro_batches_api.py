@@ -1,0 +1,93 @@
+"""The engine's API for steps of several micro-batches, and the backward of one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+
+from offload.engine.persistence_api import PersistenceApi
+from offload.engine.training.step_settings import resized
+from offload.errors import UsageError
+from offload.sizes import count_of
+
+
+class MicroBatchesApi(PersistenceApi):
+    """Methods on which `accumulate` and `train_batch` are built, and those that say where a step ends."""
+
+    def _run_backward(self, loss: torch.Tensor, retain_graph: bool, scale_wrt_gas: bool) -> torch.Tensor:
+        """Runs the backward of `loss`, and returns the loss after the division; for the rest see `backward`."""
+        self._core.enter()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise UsageError(f"backward expects the loss, a tensor of one element, got {what}")
+        if not loss.requires_grad:
+            raise UsageError("backward got a loss that does not depend on any trainable parameter (no_grad? detach?)")
+        divided = loss / self._settings.accumulation if scale_wrt_gas else loss
+        self._core.run_backward(self.scale(divided), retain_graph)
+        return divided
+
+    def _add_losses(self, losses: Sequence[torch.Tensor], first: bool) -> None:
+        """Reports divided losses to the meter of steps; `first` if no micro-batch of the step came before."""
+        if self._core.components.meter is not None:
+            for number, loss in enumerate(losses):
+                self._core.components.meter.add_loss(loss, first=first and not number)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.
+
+        For loops that call `.backward()` themselves.
+
+        Args:
+            loss: the loss of a micro-batch, divided by gradient_accumulation_steps if gradients accumulate.
+        """
+        return loss if self._core.state.scaler is None else self._core.state.scaler.multiply(loss)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Changes the number of samples of a step on all ranks, and with it the number of micro-batches.
+
+        Between steps only.
+
+        Args:
+            train_batch_size: samples of a step on all ranks; a multiple of train_micro_batch_size_per_gpu * ranks.
+
+        Raises:
+            UsageError: if a micro-batch of the current step has run, if the number is no such multiple, or if several
+                micro-batches would have to be added up in a 16-bit dtype.
+        """
+        self._core.enter_between_steps("set_train_batch_size")
+        if self.micro_batches:
+            ran = count_of(self.micro_batches, "micro-batch", "micro-batches")
+            raise UsageError(
+                f"set_train_batch_size must be called between steps, but {ran} of this step ran: call it after step()"
+            )
+        # A dtype that the engine chose because a step had one micro-batch may be too narrow to add several up.
+        kept = None if self._settings.config.data_types.grad_accum_dtype else self._core.components.gradients.dtype
+        self._core.state.change_settings(resized(self._settings, train_batch_size, self.world_size, kept))
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Sets whether the next `step()` updates the weights, regardless of the count of micro-batches.
+
+        The setting holds until the next call. A loop that sets it may omit the `step()` of other micro-batches, as
+        `accelerate` does. `backward` still divides by gradient_accumulation_steps.
+
+        Args:
+            is_boundary: True or False; None returns to the count.
+
+        Raises:
+            UsageError: if `is_boundary` is anything else.
+        """
+        self._core.check()
+        self._core.accumulation.declare(is_boundary)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context for micro-batches that do not end a step.
+
+        Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
+        not change: gradients are reduced over the ranks as they come, inside of the context and outside. Gradients for
+        which the GPU has room accumulate on the GPU in both cases, and are copied to the host with the last
+        micro-batch.
+        """
+        self._core.check()
+        return self._core.accumulation.no_sync()

@@ -1,0 +1,130 @@
+"""A micro-batch that runs until the next border of a block and waits there until it is resumed.
+
+    owner's thread     resume ─► waits ─────────────────────► resume ─► …       one of all these threads runs at a time
+    micro-batch's      ........ ► forward up to a border: pause ....... ► …
+
+A micro-batch has a thread of its own because its place between two blocks is a stack: of the model's Python code in a
+forward, of autograd's engine in a backward. So masks, positions and whatever else a model passes to its blocks stay
+where the model keeps them, and no code of the model is known or changed. A border is a border of the forward or of the
+backward alike.
+
+torch keeps settings by thread: a micro-batch's thread takes over those of its owner (`ThreadSettings`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import torch
+
+from offload.swapper.memory.device import Device
+
+_T = TypeVar("_T")
+
+
+class Abandoned(Exception):
+    """Ends a micro-batch at a border: its step will not be completed.
+
+    An `Exception`, since torch runs the last hooks of a module after no other `BaseException`.
+    """
+
+
+class ThreadSettings:
+    """Settings of torch that belong to a thread, as those of the thread that constructs the object."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._grad = torch.is_grad_enabled()
+        self._cache = torch.is_autocast_cache_enabled()
+        kinds = dict.fromkeys(("cpu", device.torch.type))
+        self._autocasts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._stream = None
+        if device.torch.type not in ("cpu", "meta"):
+            self._stream = torch.accelerator.current_stream(device.torch)
+
+    @contextlib.contextmanager
+    def on_this_thread(self) -> Iterator[None]:
+        """Applies the settings to the calling thread, which is a new one."""
+        self._device.enter_thread()
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._autocasts:
+                entered.enter_context(torch.autocast(kind, dtype, cache_enabled=self._cache))
+            yield
+
+
+class MicroBatch(Generic[_T]):
+    """One micro-batch in flight. `resume` and `abandon` belong to the owner's thread, `pause` to the micro-batch's."""
+
+    def __init__(self, work: Callable[[], _T], settings: ThreadSettings, name: str) -> None:
+        """Starts nothing before the first `resume`.
+
+        Args:
+            work: runs the forward and the backward.
+            settings: of the owner's thread.
+            name: name of the thread.
+        """
+        self._work, self._settings = work, settings
+        self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._abandoned = False
+        self.ended = False
+        self._result: list[_T] = []
+        self._error: BaseException | None = None
+        # Variables of a context, such as those in which transformers collects outputs, are each micro-batch's own.
+        context = contextvars.copy_context()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name=name, daemon=True)
+        self._started = False
+
+    @property
+    def result(self) -> _T:
+        """What the work has returned. The micro-batch must have ended without an error."""
+        return self._result[0]
+
+    def resume(self) -> None:
+        """Runs the micro-batch up to its next border, or to its end. Raises what the work has raised."""
+        if not self._started:
+            self._thread.start()
+            self._started = True
+        self._may_run.release()
+        self._has_stopped.acquire()
+        if self.ended:
+            self._thread.join()
+        if self._error is not None:
+            error, self._error = self._error, None  # no cycle between the error's frames and this object
+            raise error
+
+    def abandon(self) -> None:
+        """Ends the micro-batch where it waits, and joins its thread. Idempotent. Errors of the end are ignored."""
+        self._abandoned = True
+        while self._started and not self.ended:
+            with contextlib.suppress(BaseException):  # the step has failed already, by another error
+                self.resume()
+
+    def pause(self) -> None:
+        """Waits at a border until `resume`.
+
+        Raises:
+            Abandoned: the micro-batch must end here.
+        """
+        if not self._abandoned:
+            self._has_stopped.release()
+            self._may_run.acquire()
+        if self._abandoned:
+            raise Abandoned
+
+    def _run(self) -> None:
+        """Runs the work on the micro-batch's thread."""
+        self._may_run.acquire()
+        try:
+            with self._settings.on_this_thread():
+                self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+        self.ended = True
+        self._has_stopped.release()
