@@ -81,10 +81,8 @@ WITHIN = {
         "tensor_api": "param_access params",
         "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access schedule shutdown "
         "step training",
-        "deepspeed_api": "core memory_report training",
-        "persistence_api": "checkpoint core deepspeed_api keywords model_io",
-        "micro_batches_api": "persistence_api training",
-        "engine": "keywords micro_batches_api training",
+        "api": "checkpoint core keywords memory_report model_io training",
+        "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
         "schedule tiles training",
     },

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload.engine.api.micro_batches_api import MicroBatchesApi
 from offload.engine.keywords import refuse
-from offload.engine.micro_batches_api import MicroBatchesApi
 from offload.engine.training import train_batch as batch
 from offload.errors import UsageError
 from offload.timeline import Row

@@ -62,10 +62,12 @@ class MicroBatchGenerators:
     def _taken(self) -> _States:
         on_device = None
         if self._device is not None:
-            on_device = torch.get_device_module(self._device).get_rng_state(self._device)
+            module = torch.get_device_module(self._device)
+            on_device = module.get_rng_state(self._device)
         return _States(torch.get_rng_state(), on_device)
 
     def _put(self, states: _States) -> None:
         torch.set_rng_state(states.of_cpu)
         if self._device is not None:
-            torch.get_device_module(self._device).set_rng_state(states.of_device, self._device)
+            module = torch.get_device_module(self._device)
+            module.set_rng_state(states.of_device, self._device)

@@ -94,8 +94,7 @@ def assemble(
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
     # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
-        host = _host_arena(plan, callbacks)
-        undo.callback(host.close)
+        host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         compute = compute_spans(timeline, names)
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
@@ -112,7 +111,7 @@ def assemble(
         undo.callback(kept.close)
         hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, kept, timeline, compute)
         undo.callback(hooks.remove)
-        layered = layer_major(plan, model, hooks)
+        borders = layer_major(plan, model, hooks)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
@@ -126,7 +125,7 @@ def assemble(
         pager=pager,
         gradients=gradients,
         activations=kept,
-        layer_major=layered,
+        layer_major=borders,
         ranks=plan.ranks,
         agreement=rounds,
         store=files.store,

@@ -128,6 +128,7 @@ def decide(
     check_partitioned_activations(config, world_size)
     check_tier(config.activation_tier, bool(config.drives))
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
+    tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
     layouts = layouts_of(model, units, world_size, kept)
@@ -146,8 +147,7 @@ def decide(
         world_size=world_size,
     )
     memory, found = _with_disks(place_states(request), ranks)
-    moves = ranks is not None or any(row[State.WEIGHT] is not Tier.DEVICE for row in memory.placement.tiers)
-    schedule = _schedule(config, batch, model, moves)
+    schedule, schedule_notices = _schedule(config, batch, model, memory.placement, ranks)
     return Plan(
         config=config,
         batch=batch,
@@ -167,44 +167,38 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(
-            *_notices(config, found, memory, why_not, rank),
-            *tile_notices(tiled_mlps, config.offload.tile_mlp),
-            *_schedule_notices(config, batch, schedule, moves),
-        ),
+        notices=(*_notices(config, found, memory, why_not, rank), *tiles, *schedule_notices),
     )
 
 
-def _schedule(config: Config, batch: Batch, model: nn.Module, moves: bool) -> Choice:
-    """Returns the order of micro-batches and blocks; `moves` if weights of any unit come and go."""
-    asked = config.offload.schedule
-    # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
-    micro_batches = max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1)
-    return choose_schedule(
+def _schedule(
+    config: Config, batch: Batch, model: nn.Module, placement: Placement, ranks: Ranks | None
+) -> tuple[Choice, tuple[str, ...]]:
+    """Returns the order of micro-batches and blocks, and lines on it where it matters."""
+    asked, checkpointed = config.offload.schedule, config.activation_tier is not None
+    moves = ranks is not None or any(row[State.WEIGHT] is not Tier.DEVICE for row in placement.tiers)
+    choice = choose_schedule(
         asked=asked,
-        micro_batches=micro_batches,
+        # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
+        micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
         blocks=len(blocks_of(model, config.units)),
         moves=moves,
-        checkpointed=config.activation_tier is not None,
+        checkpointed=checkpointed,
         activation_nbytes=None,
         free_nbytes=None,
     )
-
-
-def _schedule_notices(config: Config, batch: Batch, choice: Choice, moves: bool) -> tuple[str, ...]:
-    """Returns a line on the order of micro-batches, where it matters."""
-    asked = config.offload.schedule
     if asked == LAYER_MAJOR and choice.schedule != LAYER_MAJOR:
-        return (f'"schedule": "layer_major" has no effect: {choice.reason}',)
+        return choice, (f'"schedule": "layer_major" has no effect: {choice.reason}',)
     if batch.accumulation < 2 or not moves or asked == MICRO_BATCH_MAJOR:
-        return ()
+        return choice, ()
     if choice.schedule == MICRO_BATCH_MAJOR:
-        return (f"micro-batches pass through the model one after the other: {choice.reason}",)
-    kept = "their blocks' inputs" if config.activation_tier is not None else "their activations"
-    return (
-        f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through one block before "
-        f"the next, so each weight is fetched twice a step; {kept} are kept at once",
+        return choice, (Remark(f"micro-batches pass through the model one after the other: {choice.reason}"),)
+    kept = "their blocks' inputs" if checkpointed else "their activations"
+    told = (
+        f"train_batch and accumulate take all {batch.accumulation} micro-batches of a step through a block before the "
+        f"next, so each weight is fetched twice a step; {kept} are kept at once"
     )
+    return choice, (Remark(told),)
 
 
 def _notices(

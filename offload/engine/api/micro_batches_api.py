@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from offload.engine.persistence_api import PersistenceApi
+from offload.engine.api.persistence_api import PersistenceApi
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
 from offload.sizes import count_of
