@@ -289,20 +289,32 @@ def train_step(engine: offload.Engine | PlainEngine, job: Job, step: int) -> flo
     return float(loss)
 
 
-def trained(engine: offload.Engine | PlainEngine, job: Job) -> Result:
-    """Trains `job` from its first step to its last."""
+def accumulated_step(engine: Any, job: Job, step: int) -> float:
+    """The same step by `Engine.accumulate`, in the order of the config's schedule."""
+    parts = engine.accumulate(range(job.accumulation), lambda micro: job.loss(engine, step, micro))
+    engine.step()
+    loss = torch.zeros(())
+    for part in parts:
+        loss = loss + part.float() / job.accumulation
+    return float(loss)
+
+
+def trained(engine: offload.Engine | PlainEngine, job: Job, by: Callable[..., float] = train_step) -> Result:
+    """Trains `job` from its first step to its last, `by` a function that trains one step."""
     losses, norms = [], []
     for step in range(job.steps):
-        losses.append(train_step(engine, job, step))
+        losses.append(by(engine, job, step))
         norms.append(engine.get_global_grad_norm())
     return Result(losses, norms, weights_of(engine))
 
 
-def run(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -> Result:
+def run(
+    job: Job, placement: tuple[str, str], folder: Path, by: Callable[..., float] = train_step, **options: Any
+) -> Result:
     """Trains `job` by the engine from its first step to its last, and remove its store."""
     engine = start(job, placement, folder, **options)
     try:
-        return trained(engine, job)
+        return trained(engine, job, by)
     finally:
         engine.destroy(remove=True)
 

@@ -10,9 +10,12 @@ order of the micro-batches, as in a loop: the sums have the same bits.
 
 Each micro-batch waits at the border of a block, on a thread of its own (`micro_batch`), until all others have arrived
 there. Hooks on the blocks are the borders: a forward waits before each block and after the last one of a list, a
-backward waits before the node of autograd that has made a block's output. Nothing else of the model is known: what it
-computes between blocks runs with the block before. A model that calls its blocks in another order for some micro-batch
-stays right; its micro-batches then meet at other borders.
+backward waits before the node of autograd that has made a block's output, or the input of a list. Nothing else of the model is known: what it
+computes between blocks runs with the block before. The micro-batch at the earliest border runs next. So a micro-batch
+that leaves out a block waits for those that do not, and each block has its micro-batches in their order.
+
+In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
+on its modules between blocks (`module_state`) stays with that order.
 
 Threads. All but the hooks belong to the thread that runs the step. Ctrl-C is obeyed when a micro-batch has reached its
 border.
@@ -27,10 +30,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from offload.engine.schedule.generators import MicroBatchGenerators
-from offload.engine.schedule.micro_batch import MicroBatch, ThreadSettings
+from offload.engine.schedule.micro_batch import START, Border, MicroBatch, ThreadSettings
+from offload.engine.schedule.module_state import ModuleState
 from offload.engine.schedule.passes import Passes
 from offload.errors import UsageError
 from offload.interrupts import uninterrupted
+from offload.notices import announce
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
     inside_backward,
@@ -42,6 +47,9 @@ from offload.torch_internals import (
 
 _T = TypeVar("_T")
 
+_END = 0.5
+"""The border behind a block, in blocks after the border before it."""
+
 
 class _Local(threading.local):
     """State of one thread."""
@@ -49,6 +57,8 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.micro_batch: MicroBatch[Any] | None = None
         """The micro-batch to which the thread belongs."""
+        self.border = START
+        """The last border of its forward."""
 
 
 class LayerMajor:
@@ -63,20 +73,27 @@ class LayerMajor:
             passes: is told that micro-batches take turns.
             device: the compute device.
         """
-        self._passes, self._device = passes, device
+        self._passes, self._device, self._modules = passes, device, modules
         self._local = _Local()
         self._waiting: list[MicroBatch[Any]] = []
         """The micro-batches of the step under way."""
         self.turn = 0
         """Number of the micro-batch that runs, in the step under way; 0 outside of one."""
+        self._watched = False
+        """True if the first step has shown whether the model keeps values between blocks."""
+        self._kept: str | None = None
+        """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
-        for name, following in zip(blocks, [*blocks[1:], ""], strict=True):
-            self._add_border(modules[name], last=_list_of(name) != _list_of(following))
+        for number, (name, following) in enumerate(zip(blocks, [*blocks[1:], ""], strict=True)):
+            self._add_border(modules[name], number, last=_list_of(name) != _list_of(following))
 
     @property
     def possible(self) -> bool:
-        """False where the calling thread has hooks or modes of the user, which other threads would not have."""
-        return top_saved_tensor_hooks() is None and not under_modes()
+        """False for a model that keeps values between blocks.
+
+        Also where the calling thread has hooks or modes of the user, which other threads would not have.
+        """
+        return self._kept is None and top_saved_tensor_hooks() is None and not under_modes()
 
     @property
     def on_this_thread(self) -> bool:
@@ -95,20 +112,36 @@ class LayerMajor:
         """
         settings = ThreadSettings(self._device)
         with self._passes.turns(len(works)):
-            self._waiting = [
+            self._waiting = waiting = [
                 MicroBatch(self._as_mine(work), settings, f"offload-micro-batch-{number}")
                 for number, work in enumerate(works)
             ]
             try:
-                rounds = list(enumerate(self._waiting))
-                while rounds:
-                    for number, micro_batch in rounds:
-                        self._resume(number, micro_batch, generators)
-                    rounds = [each for each in rounds if not each[1].ended]
-                results = [each.result for each in self._waiting]
+                if not self._watched:
+                    self._run_one_by_one(generators)
+                while running := [each for each in enumerate(waiting) if not each[1].ended]:
+                    number, micro_batch = min(running, key=lambda each: (each[1].border, each[0]))
+                    self._resume(number, micro_batch, generators)
+                return [each.result for each in waiting]
             finally:
                 self.abandon()
-            return results
+
+    def _run_one_by_one(self, generators: MicroBatchGenerators) -> None:
+        """Runs the micro-batches one after the other, and watches the modules during the first one's forward."""
+        state: ModuleState | None = ModuleState(self._modules)
+        for number, micro_batch in enumerate(list(self._waiting)):
+            while not micro_batch.ended:
+                self._resume(number, micro_batch, generators)
+                if state is not None and (micro_batch.ended or micro_batch.border.backward):
+                    state = None  # other engines of the model's parts may run between here and the end
+                if state is not None and self._kept is None:
+                    self._kept = state.changed()
+        self._watched = True
+        if self._kept is not None:
+            announce(
+                f"micro-batches pass through the model one after the other: it keeps {self._kept} on a module between "
+                "two blocks, where another micro-batch would find it"
+            )
 
     @uninterrupted
     def _resume(self, number: int, micro_batch: MicroBatch[_T], generators: MicroBatchGenerators) -> None:
@@ -144,41 +177,48 @@ class LayerMajor:
         """Returns `work`, during which the calling thread belongs to its micro-batch."""
 
         def run() -> _T:
-            self._local.micro_batch = self._waiting[self.turn]
+            self._local.micro_batch, self._local.border = self._waiting[self.turn], START
             return work()
 
         return run
 
-    def _add_border(self, module: nn.Module, last: bool) -> None:
+    def _add_border(self, module: nn.Module, number: int, last: bool) -> None:
         """Installs the hooks of a block; `last` if the block that follows it belongs to another list."""
 
-        def before(called: nn.Module, args: tuple[Any, ...]) -> None:
+        def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
-                self._wait_in_forward()
+                begins = self._local.border.block % 1 != 0 or self._local.border is START
+                self._wait_in_forward(number)
+                if begins:  # what precedes the blocks has its micro-batches in their order too
+                    self._mark((args, kwargs), number - _END)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if called is module:
-                self._mark(output)
+                self._mark(output, number)
                 if last:
-                    self._wait_in_forward()
+                    self._wait_in_forward(number + _END)
 
         pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
-        self._removers.append(module.register_forward_pre_hook(pre, prepend=True).remove)
+        self._removers.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True).remove)
         self._removers.append(module.register_forward_hook(post).remove)
 
-    def _wait_in_forward(self) -> None:
+    def _wait_in_forward(self, block: float) -> None:
         """Waits at a border of the forward. A forward inside of a backward, a recomputation, does not wait."""
-        micro_batch = self._local.micro_batch
-        if micro_batch is not None and not inside_backward():
-            micro_batch.pause()
+        local = self._local
+        if local.micro_batch is None or inside_backward():
+            return
+        passed = local.border.passed + (block <= local.border.block)
+        local.border = Border(False, max(passed, 0), block)
+        local.micro_batch.pause(local.border)
 
-    def _mark(self, output: Any) -> None:
-        """Makes the backward wait before it enters the block with this output."""
+    def _mark(self, tensors: Any, number: float) -> None:
+        """Makes the backward wait before it enters what has made these tensors: the block with this number."""
         micro_batch = self._local.micro_batch
         if micro_batch is None or inside_backward():
             return
-        for node in {leaf.grad_fn for leaf in tensors_in(output) if leaf.grad_fn is not None}:
-            node.register_prehook(lambda grads: micro_batch.pause())
+        border = Border(True, -self._local.border.passed, -number)
+        for node in {leaf.grad_fn for leaf in tensors_in(tensors) if leaf.grad_fn is not None}:
+            node.register_prehook(lambda grads: micro_batch.pause(border))
 
 
 def _list_of(name: str) -> str:

@@ -17,7 +17,7 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -59,6 +59,19 @@ class ThreadSettings:
             yield
 
 
+class Border(NamedTuple):
+    """A place in a micro-batch's forward or backward; borders are in the order in which they are reached."""
+
+    backward: bool
+    passed: float
+    """How often the model has gone back to an earlier block; in the backward the negative of it."""
+    block: float
+    """Number of the block that comes next, or its negative in the backward; the end of a list is half a block later."""
+
+
+START = Border(False, -1, -1)
+
+
 class MicroBatch(Generic[_T]):
     """One micro-batch in flight. `resume` and `abandon` belong to the owner's thread, `pause` to the micro-batch's."""
 
@@ -73,6 +86,8 @@ class MicroBatch(Generic[_T]):
         self._work, self._settings = work, settings
         self._may_run, self._has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._abandoned = False
+        self.border = START
+        """Where it waits."""
         self.ended = False
         self._result: list[_T] = []
         self._error: BaseException | None = None
@@ -106,12 +121,13 @@ class MicroBatch(Generic[_T]):
             with contextlib.suppress(BaseException):  # the step has failed already, by another error
                 self.resume()
 
-    def pause(self) -> None:
+    def pause(self, border: Border) -> None:
         """Waits at a border until `resume`.
 
         Raises:
             Abandoned: the micro-batch must end here.
         """
+        self.border = border
         if not self._abandoned:
             self._has_stopped.release()
             self._may_run.acquire()
