@@ -10,9 +10,10 @@ order of the micro-batches, as in a loop: the sums have the same bits.
 
 Each micro-batch waits at the border of a block, on a thread of its own (`micro_batch`), until all others have arrived
 there. Hooks on the blocks are the borders: a forward waits before each block and after the last one of a list, a
-backward waits before the node of autograd that has made a block's output, or the input of a list. Nothing else of the model is known: what it
-computes between blocks runs with the block before. The micro-batch at the earliest border runs next. So a micro-batch
-that leaves out a block waits for those that do not, and each block has its micro-batches in their order.
+backward waits before the node of autograd that has made a block's output, or the input of a list. Nothing else of the
+model is known: what it computes between blocks runs with the block before. The micro-batch at the earliest border runs
+next. So a micro-batch that leaves out a block waits for those that do not, and each block has its micro-batches in
+their order.
 
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
 on its modules between blocks (`module_state`) stays with that order.
@@ -23,6 +24,7 @@ border.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -84,8 +86,10 @@ class LayerMajor:
         self._kept: str | None = None
         """Name of such a value."""
         self._removers: list[Callable[[], None]] = []
-        for number, (name, following) in enumerate(zip(blocks, [*blocks[1:], ""], strict=True)):
-            self._add_border(modules[name], number, last=_list_of(name) != _list_of(following))
+        lists = [list(each) for _, each in itertools.groupby(enumerate(blocks), lambda each: _list_of(each[1]))]
+        for members in lists:
+            for number, name in members:
+                self._add_border(modules[name], number, range(members[0][0], members[-1][0]))
 
     @property
     def possible(self) -> bool:
@@ -182,20 +186,26 @@ class LayerMajor:
 
         return run
 
-    def _add_border(self, module: nn.Module, number: int, last: bool) -> None:
-        """Installs the hooks of a block; `last` if the block that follows it belongs to another list."""
+    def _add_border(self, module: nn.Module, number: int, ends: range) -> None:
+        """Installs the hooks of a block.
+
+        Args:
+            module: the block.
+            number: its number.
+            ends: numbers of the first and the last block of its list.
+        """
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if called is module:
                 begins = self._local.border.block % 1 != 0 or self._local.border is START
                 self._wait_in_forward(number)
                 if begins:  # what precedes the blocks has its micro-batches in their order too
-                    self._mark((args, kwargs), number - _END)
+                    self._mark((args, kwargs), ends.start - _END)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if called is module:
                 self._mark(output, number)
-                if last:
+                if number == ends.stop:
                     self._wait_in_forward(number + _END)
 
         pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
