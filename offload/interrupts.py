@@ -32,6 +32,9 @@ _RETRY_S = 0.001
 _deferring: dict[CodeType, bool] = {}
 """For the code of each decorated function: True if handlers wait, False if they run."""
 
+_deferred: list[int] = []
+"""Signals that were deferred and have not arrived again. Raw threads append nothing and remove their own."""
+
 _owners: weakref.WeakSet[object] = weakref.WeakSet()
 """The engines that have called `defer_signals` and are not closed."""
 
@@ -46,6 +49,13 @@ def interruptible(function: _F) -> _F:
     """Returns `function` itself, during whose calls handlers run even if an `uninterrupted` function is the caller."""
     _deferring[function.__code__] = False
     return function
+
+
+@interruptible
+def let_deferred_in() -> None:
+    """Runs the handlers of signals that are deferred now. For a change that leaves the main thread no other moment."""
+    while _deferred:
+        time.sleep(_RETRY_S)
 
 
 def defer_signals(owner: object) -> None:
@@ -86,6 +96,7 @@ class _Deferring:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _is_deferred(frame):
+            _deferred.append(number)
             # A raw thread: one of `threading` takes locks on its start, which the interrupted code may hold.
             _thread.start_new_thread(_signal_again, (number,))
         else:
@@ -105,6 +116,7 @@ def _signal_again(number: int) -> None:
     """Waits a moment, then lets the signal arrive again. Runs on a thread of its own."""
     time.sleep(_RETRY_S)
     _thread.interrupt_main(signal.Signals(number))
+    _deferred.remove(number)  # last: until here `let_deferred_in` waits for it
 
 
 def is_on_stack(call: FrameType) -> bool:

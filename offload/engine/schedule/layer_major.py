@@ -18,8 +18,9 @@ their order.
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
 on its modules between blocks (`module_state`) stays with that order.
 
-Threads. All but the hooks belong to the thread that runs the step. Ctrl-C is obeyed when a micro-batch has reached its
-border.
+Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, which
+would run all backwards of a GPU on one thread. All but the hooks belong to the thread that runs the step. Ctrl-C is
+obeyed when a micro-batch has reached its border.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
@@ -36,7 +37,7 @@ from offload.engine.schedule.micro_batch import START, Border, MicroBatch, Threa
 from offload.engine.schedule.module_state import ModuleState
 from offload.engine.schedule.passes import Passes
 from offload.errors import UsageError
-from offload.interrupts import uninterrupted
+from offload.interrupts import let_deferred_in, uninterrupted
 from offload.notices import announce
 from offload.swapper.memory.device import Device
 from offload.torch_internals import (
@@ -51,6 +52,13 @@ _T = TypeVar("_T")
 
 _END = 0.5
 """The border behind a block, in blocks after the border before it."""
+
+
+class _Ends(NamedTuple):
+    """Numbers of the first and the last block of a list."""
+
+    first: int
+    last: int
 
 
 class _Local(threading.local):
@@ -89,7 +97,7 @@ class LayerMajor:
         lists = [list(each) for _, each in itertools.groupby(enumerate(blocks), lambda each: _list_of(each[1]))]
         for members in lists:
             for number, name in members:
-                self._add_border(modules[name], number, range(members[0][0], members[-1][0]))
+                self._add_border(modules[name], number, _Ends(members[0][0], members[-1][0]))
 
     @property
     def possible(self) -> bool:
@@ -149,7 +157,8 @@ class LayerMajor:
 
     @uninterrupted
     def _resume(self, number: int, micro_batch: MicroBatch[_T], generators: MicroBatchGenerators) -> None:
-        """Runs one micro-batch up to its next border."""
+        """Runs one micro-batch up to its next border, after the handlers of signals that came meanwhile."""
+        let_deferred_in()
         if not self._waiting:
             raise UsageError("the engine was called within a step of several micro-batches, which has ended them")
         self.turn = number
@@ -186,13 +195,13 @@ class LayerMajor:
 
         return run
 
-    def _add_border(self, module: nn.Module, number: int, ends: range) -> None:
+    def _add_border(self, module: nn.Module, number: int, ends: _Ends) -> None:
         """Installs the hooks of a block.
 
         Args:
             module: the block.
             number: its number.
-            ends: numbers of the first and the last block of its list.
+            ends: of its list.
         """
 
         def before(called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -200,12 +209,12 @@ class LayerMajor:
                 begins = self._local.border.block % 1 != 0 or self._local.border is START
                 self._wait_in_forward(number)
                 if begins:  # what precedes the blocks has its micro-batches in their order too
-                    self._mark((args, kwargs), ends.start - _END)
+                    self._mark((args, kwargs), ends.first - _END)
 
         def after(called: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if called is module:
                 self._mark(output, number)
-                if number == ends.stop:
+                if number == ends.last:
                     self._wait_in_forward(number + _END)
 
         pre, post = outside_of_compiled_code(before), outside_of_compiled_code(after)
