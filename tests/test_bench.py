@@ -28,8 +28,11 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
 
 
 def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    step.main([str(tmp_path), "--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1"])
-    assert 20 < _figures(capsys)["bytes_per_parameter"] < 30
+    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1", "--micro-batches", "2"]
+    step.main([str(tmp_path), *sizes, "--schedules", "layer_major,micro_batch_major"])
+    figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
+    layered, one_by_one = (figures[f"{name}_major, speculate auto"] for name in ("layer", "micro_batch"))
+    assert 20 < layered["bytes_per_parameter"] < one_by_one["bytes_per_parameter"] < 34
 
 
 def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
