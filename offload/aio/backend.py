@@ -44,7 +44,9 @@ class Chosen(NamedTuple):
     shape: Shape
 
 
-def open_native(backend: str, threads: int | None, depth: int | None, block_bytes: int | None) -> tuple[Queue, Chosen]:
+def open_native(
+    backend: str, threads: int | None, depth: int | None, block_bytes: int | None, window_bytes: int
+) -> tuple[Queue, Chosen]:
     """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
@@ -52,6 +54,7 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
         threads: number of driver threads; None for the backend's default.
         depth: blocks in flight for each thread; None for the backend's default.
         block_bytes: bytes of a block; None for the backend's default.
+        window_bytes: bytes of one direction before the other's turn; 0 to read and write at once.
 
     Returns:
         The queue, owned by the caller, and a description of the choice.
@@ -66,7 +69,7 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
         try:
-            return Queue(name, *shape), Chosen(name, tuple(refusals), shape)
+            return Queue(name, *shape, window_bytes), Chosen(name, tuple(refusals), shape)
         # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
@@ -90,7 +93,7 @@ def refusals() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
-            Queue(name, 1, 1, MIB).close()
+            Queue(name, 1, 1, MIB, 0).close()
             found[name] = None
         except OSError as error:
             found[name] = refusal(name, error)
