@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from offload.errors import ConfigError
-from offload.hardware.probe import DriveRates, Probed
+from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.planner.published import card_rates
 from offload.planner.published.gpus import find_gpu
 from offload.planner.published.rate import Origin, Rate, sentences
@@ -358,24 +357,11 @@ def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
 
 
 def _measured(found: Probed, folder: str) -> DriveRates:
-    """Returns the rates measured in `folder`, or else in another folder of the same file system."""
-    path = os.path.realpath(folder)
-    for each in found.drives:
-        if each.path == path:
-            return each
-    system = _file_system(path)
-    for each in found.drives:
-        if os.path.isdir(each.path) and _file_system(each.path) == system:
-            return each
-    raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
-
-
-def _file_system(path: str) -> int:
-    """Returns the device number of the file system of `path`, which need not exist yet."""
-    # The folder may not exist yet: its first existing parent is on the same file system.
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return os.stat(path).st_dev
+    """Returns the rates of the drive of `folder`."""
+    rates = drive_under(found, folder)
+    if rates is None:
+        raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
+    return rates
 
 
 def _drive(rates: DriveRates) -> Drive:
