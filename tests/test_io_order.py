@@ -23,6 +23,7 @@ from offload.cli.main import app
 from offload.hardware import probe
 from offload.hardware.info import machine
 from offload.hardware.probe import DTYPES, DriveRates, DtypeRates, Probed, Rates, keep, kept_window
+from offload.planner.hardware import probed
 from tests.support import models
 from tests.support.oracle import assert_same, run, start
 
@@ -88,6 +89,15 @@ def test_the_slower_both_at_once_the_sooner_windows(drive: Drive, factor: float)
     assert window_bytes([drive._replace(mixed=factor * drive.mixed)]) >= window_bytes([drive])
 
 
+@given(drives)
+def test_a_plan_counts_with_the_faster_order(drive: Drive) -> None:
+    rate = rule.rate_of_both(drive)
+    if window_bytes([drive]):
+        assert drive.mixed / 0.875 <= rate * (1 + 1e-9) and rate < drive.one_after_the_other
+    else:
+        assert rate == pytest.approx(drive.mixed)
+
+
 @given(st.lists(drives, max_size=4))
 def test_several_drives_have_windows_if_each_of_them_gains(several: Sequence[Drive]) -> None:
     all_gain = bool(several) and all(window_bytes([each]) for each in several)
@@ -114,6 +124,10 @@ def test_the_window_is_that_of_the_kept_probe(tmp_path: Path) -> None:
     keep_probe(tmp_path, SLOW_AT_ONCE)
     assert kept_window([str(tmp_path)]) == kept_window([str(tmp_path / "not" / "yet")]) == WINDOW_BYTES
     assert kept_window([]) == 0
+    found = probe.kept()
+    assert found is not None
+    (planned,) = probed(found, 1 << 30).drives
+    assert planned.mixed == rule.rate_of_both(SLOW_AT_ONCE) > SLOW_AT_ONCE.mixed
     keep_probe(tmp_path, Drive(2.8 * GB, 5.6 * GB, 3.7 * GB))
     assert kept_window([str(tmp_path)]) == 0
 

@@ -54,6 +54,12 @@ def seconds_in_windows(rates: DirectionRates) -> float:
     return WINDOW_BYTES / rates.read + WINDOW_BYTES / rates.write + 2 * turn
 
 
+def rate_of_both(rates: DirectionRates) -> float:
+    """Returns the bytes a second that a drive reads and writes in all, in equal parts and in the order chosen for it."""
+    seconds = seconds_in_windows(rates) if window_bytes([rates]) else seconds_at_once(rates)
+    return 2 * WINDOW_BYTES / seconds
+
+
 def window_bytes(drives: Sequence[DirectionRates]) -> int:
     """Returns the bytes of a window for a queue over `drives`; 0 if it should read and write at once.
 

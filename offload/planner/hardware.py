@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload.aio.windows import rate_of_both
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.planner.published import card_rates
@@ -49,7 +50,8 @@ class Drive(NamedTuple):
     read: float
     write: float
     mixed: float
-    """Total rate while half of the bytes are read and half written, both at once."""
+    """Total rate while half of the bytes are read and half written: both at once, or in windows where those are faster
+    (`offload.aio.windows`)."""
     free: int | None = None
     """Free bytes; None if unknown."""
 
@@ -369,4 +371,4 @@ def _drive(rates: DriveRates) -> Drive:
         free = shutil.disk_usage(rates.path).free
     except OSError:
         free = None
-    return Drive(rates.path, rates.read, rates.write, rates.mixed, free)
+    return Drive(rates.path, rates.read, rates.write, rate_of_both(rates), free)

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <deque>
 #include <map>
 #include <memory>
 #include <string>
@@ -363,6 +364,49 @@ TEST(schedule_in_windows_keeps_the_bound_of_waiting) {
         }
         while (!schedule.empty() || !moving.empty()) step();
         CHECK(left[0].empty() && left[1].empty());
+    }
+}
+
+// The time in which a drive moves everything, in the time of a page: it moves a page in that time
+// where all blocks in flight go one way, `slower` times as slowly where they do not, and begins
+// `start` later where it had nothing to do.
+double time_of(Schedule& schedule, std::size_t slots, double slower, double start) {
+    double time = 0;
+    std::deque<Block> moving;
+    const auto goes = [&](Operation way) {
+        return std::any_of(moving.begin(), moving.end(),
+                           [&](const auto& block) { return block.left.operation == way; });
+    };
+    for (;;) {
+        if (moving.empty()) time += start;
+        while (moving.size() < slots && schedule.ready()) moving.push_back(*schedule.next());
+        if (moving.empty()) return time - start;
+        const bool both = goes(Operation::kRead) && goes(Operation::kWrite);
+        time += both ? slower : 1;
+        (void)settle(schedule, moving.front());
+        moving.pop_front();
+    }
+}
+
+// As `offload/aio/windows.py` counts: two windows and two turns in place of both at once.
+TEST(schedule_in_windows_takes_the_time_that_the_rule_expects) {
+    constexpr std::size_t kWindow = 32, kBlocks = 50 * kWindow;
+    constexpr double kStart = 2;
+    const auto filled = [](std::size_t window) {
+        Schedule schedule(kWindow, kPage, window);
+        for (std::size_t i = 0; i < 2 * kBlocks; ++i) {
+            schedule.add(ask(Priority::kNormal, 1, kWays[i % 2]));
+        }
+        return schedule;
+    };
+    for (const double slower : {1.0, 1.5, 3.0}) {
+        auto at_once = filled(0), windows = filled(kWindow * kPage);
+        const double expected = 2 * kBlocks + 100 * kStart;
+        const double found = time_of(windows, kWindow, slower, kStart);
+        CHECK(found == expected);
+        const double both = time_of(at_once, kWindow, slower, kStart);
+        const double most = kStart + 2 * kBlocks * slower;
+        CHECK(both <= most && both > most - 2 * slower);  // at the end one way is left
     }
 }
 
