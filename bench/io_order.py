@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
+from operator import truediv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,6 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
             "queue_windows_to_at_once": median_ratio(queues["windows"], queues["at_once"]),
             "update_seconds": {name: statistics.median(each) for name, each in taken_by.items()},
             "update_at_once_to_windows": median_ratio(taken_by["at_once"], taken_by["windows"]),
+            "quartiles_of_update_at_once_to_windows": statistics.quantiles(map(truediv, *taken_by.values())),
             "of_the_bound": {name: statistics.median(e.of_the_bound for e in row) for name, row in updates.items()},
             "update_bytes": {name: statistics.median(e.nbytes for e in row) for name, row in updates.items()},
         },

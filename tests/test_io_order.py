@@ -143,7 +143,7 @@ def test_the_order_is_shown_with_the_rates(drive: Drive, tmp_path: Path) -> None
     keep_probe(tmp_path, drive)
     found = probe.kept()
     assert found is not None
-    expected = "in windows of 64.0 MiB" if drive is SLOW_AT_ONCE else "at once"
+    expected = "in windows of 128.0 MiB" if drive is SLOW_AT_ONCE else "at once"
     line = dict(probe.lines(found))[str(tmp_path.resolve())]
     assert f"both {drive.mixed / GB:.2f} GB/s" in line and line.endswith(expected)
     info = CliRunner().invoke(app, ["info", str(tmp_path)], env={"COLUMNS": "300"})
@@ -166,7 +166,7 @@ def test_all_bytes_move_in_windows(backend: str, window: int, tmp_path: Path) ->
         DirectFile(tmp_path / "file", create=True) as file,
         IoQueue(backend, block_bytes=1 << 16, depth=4, window_bytes=window) as queue,
     ):
-        assert queue.window_bytes == window
+        assert queue.window_bytes == max(window, 2 * queue.threads * queue.depth * queue.block_bytes)
         queue.write(file, 0, data).wait()
         futures = []
         for index in order:
@@ -199,6 +199,6 @@ def test_an_engine_says_that_its_drives_have_windows(tmp_path: Path) -> None:
         keep_probe(tmp_path, drive)
         engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
         queue = engine._core.components.queue
-        assert queue is not None and queue._queue.window_bytes == window
-        assert any("in windows of 64.0 MiB" in line for line in engine.notices) == bool(window)
+        assert queue is not None and queue.window_bytes == queue._queue.window_bytes == window
+        assert any("in windows of 128.0 MiB" in line for line in engine.notices) == bool(window)
         engine.destroy(remove=True)

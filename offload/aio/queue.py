@@ -61,8 +61,8 @@ class IoQueue:
             threads of that backend, at most 16.
         threads: number of native threads.
         window_bytes: bytes of one direction that go before requests of the other direction have their turn, for a
-            drive that is slower when it reads and writes at once; urgent requests never wait for a turn. None or 0:
-            both directions at once. `offload.aio.windows` derives it from a drive's rates.
+            drive that is slower when it reads and writes at once; urgent requests never wait for a turn. Raised to
+            twice the bytes in flight. None or 0: both directions at once.
 
     Raises:
         ValueError: a number is out of range.
@@ -94,7 +94,7 @@ class IoQueue:
         self._queue, chosen = open_native(backend, threads, depth, block_bytes, window_bytes or 0)
         self.backend, self.refusals = chosen.backend, chosen.refusals
         self.threads, self.depth, self.block_bytes = chosen.shape
-        self.window_bytes = window_bytes or 0
+        self.window_bytes = chosen.window_bytes
         self._callbacks = Callbacks(self._queue)
         self._closed, self._opened = False, True
         # A weak set: being listed for `_close_all` does not keep a queue alive.

@@ -7,9 +7,11 @@ written at once. Equal numbers of bytes S in each direction take
     in windows   S / r + S / w + 2 T
 
 where T is the time of a turn: the blocks of one direction end before those of the other one start, so the drive falls
-idle for about as long as it takes to move two blocks. A window of `WINDOW_BYTES` makes both turns together cost at most
-an eighth of its own time, whatever the drive's speed. It is as much as a queue has in flight anyway, so a request waits
-for a window of the other direction about as long as it waits for a full queue. Urgent requests do not wait for it.
+idle for about as long as it takes to move four blocks. A window is twice as much as a queue has in flight by default.
+With less, the queue is never full for long: on the drive that was measured, windows as large as what is in flight cost
+a twentieth of the speed, and half as large ones a third (docs/benchmarks/2026-11-io.md). Two turns cost at most an
+eighth of their windows, whatever the drive's speed. A request waits for a window of the other direction about twice as
+long as it waits for a full queue; urgent requests do not wait for it.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from typing import Protocol
 
 from offload.sizes import MIB
 
-WINDOW_BYTES = 64 * MIB
-"""Bytes of a window on one drive: the default of blocks in flight, 32 of 2 MiB."""
-_TURN_BYTES = 4 * MIB
-"""Bytes that the drive could have moved in the idle time of a turn, in its slower direction: two blocks."""
+WINDOW_BYTES = 128 * MIB
+"""Bytes of a window on one drive: twice the default of what is in flight, 32 blocks of 2 MiB."""
+_TURN_BYTES = 8 * MIB
+"""Bytes that the drive could have moved in the idle time of a turn, in its slower direction: four blocks."""
 _GAIN = 0.125
 """Least fraction of the time that windows must save. Rates of one drive vary by about as much between two probes."""
 
@@ -55,7 +57,7 @@ def seconds_in_windows(rates: DirectionRates) -> float:
 
 
 def rate_of_both(rates: DirectionRates) -> float:
-    """Returns the bytes a second that a drive reads and writes in all, in equal parts and in the order chosen for it."""
+    """Returns the bytes a second that a drive moves in all, reading and writing equal parts in the better order."""
     seconds = seconds_in_windows(rates) if window_bytes([rates]) else seconds_at_once(rates)
     return 2 * WINDOW_BYTES / seconds
 

@@ -37,7 +37,7 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
-from offload.engine.setup.io_order import io_notices
+from offload.engine.setup.io_notices import io_notices
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
 from offload.engine.setup.run_files import NewStore, RunFiles
@@ -283,7 +283,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
 
         notices = (
             *plan.notices,
-            *io_notices(queue, plan.config.drives),
+            *io_notices(queue),
             summary(plan),
             *(store.notices if store is not None else ()),
             *timeline.notices,
