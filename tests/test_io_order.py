@@ -69,7 +69,7 @@ def test_windows_are_for_drives_that_are_slower_with_both_at_once(drive: Drive, 
 def test_windows_are_chosen_only_where_they_take_less_time(drive: Drive) -> None:
     at_once, in_windows = rule.seconds_at_once(drive), rule.seconds_in_windows(drive)
     assert in_windows > 2 * WINDOW_BYTES / drive.one_after_the_other, "turns cost time"
-    assert (window_bytes([drive]) > 0) == (in_windows <= 0.875 * at_once)
+    assert (window_bytes([drive]) > 0) == (in_windows <= 0.8 * at_once)
 
 
 @given(drives)
@@ -93,7 +93,7 @@ def test_the_slower_both_at_once_the_sooner_windows(drive: Drive, factor: float)
 def test_a_plan_counts_with_the_faster_order(drive: Drive) -> None:
     rate = rule.rate_of_both(drive)
     if window_bytes([drive]):
-        assert drive.mixed / 0.875 <= rate * (1 + 1e-9) and rate < drive.one_after_the_other
+        assert drive.mixed / 0.8 <= rate * (1 + 1e-9) and rate < drive.one_after_the_other
     else:
         assert rate == pytest.approx(drive.mixed)
 

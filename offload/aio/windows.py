@@ -25,8 +25,9 @@ WINDOW_BYTES = 128 * MIB
 """Bytes of a window on one drive: twice the default of what is in flight, 32 blocks of 2 MiB."""
 _TURN_BYTES = 8 * MIB
 """Bytes that the drive could have moved in the idle time of a turn, in its slower direction: four blocks."""
-_GAIN = 0.125
-"""Least fraction of the time that windows must save. Rates of one drive vary by about as much between two probes."""
+_GAIN = 0.2
+"""Least fraction of the time that windows must save. Probes of one drive differ, and an update does not always have a
+window of requests: where windows gained nothing, it took 3 to 20 % longer in them (docs/benchmarks/2026-11-io.md)."""
 
 
 class DirectionRates(Protocol):
@@ -66,7 +67,7 @@ def window_bytes(drives: Sequence[DirectionRates]) -> int:
     """Returns the bytes of a window for a queue over `drives`; 0 if it should read and write at once.
 
     Files are striped, so a request keeps all drives busy and the queue has one direction for all of them. It goes in
-    windows if that saves an eighth of the time on each drive, or more.
+    windows if that saves a fifth of the time on each drive, or more.
 
     Args:
         drives: rates of the queue's drives; none of them means that they are unknown.
