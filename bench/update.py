@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
     numel = int(given.parameters) // given.units // 2048 * 2048
-    engine = _engine(given, numel)
+    engine = make_engine(given, numel)
     file = given.folder / "bench-update.rates"
     buffer = aligned_empty(GIB)
     torch.frombuffer(buffer, dtype=torch.int32).random_()
@@ -104,11 +104,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def _engine(given: argparse.Namespace, numel: int) -> offload.Engine:
+def make_engine(given: argparse.Namespace, numel: int, run: str = "bench-update") -> offload.Engine:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    settings = settings_for(
-        given.folder, "bench-update", "nvme", host_memory=given.host_memory, debug={"overlap": False}
-    )
+    settings = settings_for(given.folder, run, "nvme", host_memory=given.host_memory, debug={"overlap": False})
     model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
     return offload.initialize(model=model, config=settings)[0]
 

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "hardware": "aio fileio kernels swapper",
     "layout": "config kernels swapper",
     "checkpointing": "config",
-    "engine": "aio checkpointing config fileio kernels layout precision schedules swapper",
+    "engine": "aio checkpointing config fileio hardware kernels layout precision schedules swapper",
     "planner": "aio config hardware layout precision presets report swapper",
     "losses": "engine",
     "__init__": "checkpointing engine losses planner schedules",

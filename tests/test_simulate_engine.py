@@ -30,7 +30,7 @@ class PromptQueue:
 
     def __init__(self) -> None:
         self._inner = IoQueue()
-        self.backend, self.refusals = self._inner.backend, self._inner.refusals
+        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
 
     def read(self, *args: Any, **kwargs: Any) -> Any:
         future = self._inner.read(*args, **kwargs)

@@ -22,6 +22,11 @@ class Shape(NamedTuple):
     depth: int
     block_bytes: int
 
+    @property
+    def in_flight_bytes(self) -> int:
+        """Most bytes in flight."""
+        return self.threads * self.depth * self.block_bytes
+
 
 DEFAULTS = {
     "io_uring": Shape(1, 32, 2 * MIB),
@@ -37,14 +42,17 @@ _DESCRIPTORS = "this process has no free file descriptor (ulimit -n)"
 
 
 class Chosen(NamedTuple):
-    """The backend that was opened, messages with the reason why each earlier one was refused, and the shape."""
+    """The backend that was opened, messages with the reason why each earlier one was refused, shape and window."""
 
     backend: str
     refusals: tuple[str, ...]
     shape: Shape
+    window_bytes: int
 
 
-def open_native(backend: str, threads: int | None, depth: int | None, block_bytes: int | None) -> tuple[Queue, Chosen]:
+def open_native(
+    backend: str, threads: int | None, depth: int | None, block_bytes: int | None, window_bytes: int
+) -> tuple[Queue, Chosen]:
     """Opens a native queue on the backend `backend`, or with "auto" on the first one that this system permits.
 
     Args:
@@ -52,6 +60,8 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
         threads: number of driver threads; None for the backend's default.
         depth: blocks in flight for each thread; None for the backend's default.
         block_bytes: bytes of a block; None for the backend's default.
+        window_bytes: bytes of one direction before the other's turn, at least twice what is in flight; 0 to read and
+            write at once.
 
     Returns:
         The queue, owned by the caller, and a description of the choice.
@@ -65,8 +75,10 @@ def open_native(backend: str, threads: int | None, depth: int | None, block_byte
     # Opening a queue is the only reliable test: seccomp filters, sysctls and limits show only in the system call.
     for name in BACKENDS if backend == "auto" else (backend,):
         shape = _shape(name, threads, depth, block_bytes)
+        # A smaller window than what is in flight would keep the queue from ever being full.
+        window = max(window_bytes, 2 * shape.in_flight_bytes) if window_bytes else 0
         try:
-            return Queue(name, *shape), Chosen(name, tuple(refusals), shape)
+            return Queue(name, *shape, window), Chosen(name, tuple(refusals), shape, window)
         # The native code sets `filename` to the system call that failed, from which `refusal` derives its advice.
         except OSError as error:
             refusals.append(refusal(name, error))
@@ -90,7 +102,7 @@ def refusals() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in BACKENDS:
         try:
-            Queue(name, 1, 1, MIB).close()
+            Queue(name, 1, 1, MIB, 0).close()
             found[name] = None
         except OSError as error:
             found[name] = refusal(name, error)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from offload.aio.file import DirectFile
 from offload.aio.future import File
 from offload.aio.memory import aligned_empty
-from offload.aio.queue import IoQueue
+from offload.aio.queue import IoQueue, Priority
 from offload.errors import ConfigError
 from offload.sizes import MIB, PAGE
 
@@ -48,7 +48,7 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         queue: the queue that moves the bytes.
         file: a file of at least `len(buffer)` bytes.
         buffer: source or destination, owned by the caller; must not be used until the call returns.
-        operation: "read", "write" or "mixed", in which requests are a read and a write in turns.
+        operation: "read", "write" or "mixed", in which requests are a read and a write in turns, of one priority.
         request_bytes: bytes of each request; the last one may be shorter.
 
     Returns:
@@ -58,11 +58,14 @@ def move(queue: IoQueue, file: File, buffer: memoryview, operation: str, request
         IoError: a request failed.
     """
     cpu, start = _cpu_seconds(), time.perf_counter()
+    # A write's own priority would let eight blocks be read for each one written, and the drive would never do both by
+    # halves.
+    writes = Priority.NORMAL if operation == "mixed" else Priority.BACKGROUND
     futures = []
     for index, at in enumerate(range(0, len(buffer), request_bytes)):
+        part = buffer[at : at + request_bytes]
         name = operation if operation != "mixed" else ("read", "write")[index % 2]
-        submit = queue.read if name == "read" else queue.write
-        futures.append(submit(file, at, buffer[at : at + request_bytes]))
+        futures.append(queue.read(file, at, part) if name == "read" else queue.write(file, at, part, priority=writes))
     # All requests are queued by now, so the queue always has as many blocks in flight as its shape allows.
     for future in futures:
         future.wait()

@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from offload.aio.windows import rate_of_both
 from offload.errors import ConfigError
-from offload.hardware.probe import DriveRates, Probed
+from offload.hardware.probe import DriveRates, Probed, drive_under
 from offload.planner.published import card_rates
 from offload.planner.published.gpus import find_gpu
 from offload.planner.published.rate import Origin, Rate, sentences
@@ -50,7 +50,8 @@ class Drive(NamedTuple):
     read: float
     write: float
     mixed: float
-    """Total rate while half of the bytes are read and half written, both at once."""
+    """Total rate while half of the bytes are read and half written: both at once, or in windows where those are faster
+    (`offload.aio.windows`)."""
     free: int | None = None
     """Free bytes; None if unknown."""
 
@@ -358,24 +359,11 @@ def _of_probe(found: Probed, products: str, dtype: str) -> tuple[Rate, ...]:
 
 
 def _measured(found: Probed, folder: str) -> DriveRates:
-    """Returns the rates measured in `folder`, or else in another folder of the same file system."""
-    path = os.path.realpath(folder)
-    for each in found.drives:
-        if each.path == path:
-            return each
-    system = _file_system(path)
-    for each in found.drives:
-        if os.path.isdir(each.path) and _file_system(each.path) == system:
-            return each
-    raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
-
-
-def _file_system(path: str) -> int:
-    """Returns the device number of the file system of `path`, which need not exist yet."""
-    # The folder may not exist yet: its first existing parent is on the same file system.
-    while not os.path.exists(path):
-        path = os.path.dirname(path)
-    return os.stat(path).st_dev
+    """Returns the rates of the drive of `folder`."""
+    rates = drive_under(found, folder)
+    if rates is None:
+        raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
+    return rates
 
 
 def _drive(rates: DriveRates) -> Drive:
@@ -383,4 +371,4 @@ def _drive(rates: DriveRates) -> Drive:
         free = shutil.disk_usage(rates.path).free
     except OSError:
         free = None
-    return Drive(rates.path, rates.read, rates.write, rates.mixed, free)
+    return Drive(rates.path, rates.read, rates.write, rate_of_both(rates), free)

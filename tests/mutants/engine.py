@@ -379,6 +379,20 @@ MUTANTS = (
         "tests/test_ranks_killed.py",
     ),
     Mutant(
+        "read and write at once whatever the probe has measured",
+        "offload.engine.setup.initialize",
+        "window_bytes=kept_window(config.drives),",
+        "window_bytes=0,",
+        "tests/test_io_order.py",
+    ),
+    Mutant(
+        "take a drive for probed that was not",
+        "offload.hardware.probe.kept",
+        "return window_bytes(drives) if len(drives) == len(folders) else 0",
+        "return window_bytes(drives)",
+        "tests/test_io_order.py",
+    ),
+    Mutant(
         "look at a state while updates run",
         "offload.engine.param_access",
         "self._components.update_worker.finish(commit=False)",

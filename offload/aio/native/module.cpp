@@ -188,7 +188,7 @@ Kind kind_of(const std::string& name) {
 class PythonQueue {
   public:
     PythonQueue(const std::string& backend, unsigned threads, unsigned depth,
-                std::size_t block_bytes)
+                std::size_t block_bytes, std::size_t window_bytes)
         : pid_(getpid()) {
         const Kind kind = kind_of(backend);
         offload::Refused refused{0, ""};
@@ -196,7 +196,7 @@ class PythonQueue {
             Unlocked unlocked;
             queue_ = std::make_unique<offload::Queue>(
                 [kind, depth] { return offload::open_backend(kind, depth); }, threads,
-                kind == Kind::kThreads ? 1 : depth, block_bytes);
+                kind == Kind::kThreads ? 1 : depth, block_bytes, window_bytes);
         } catch (const offload::Refused& error) {
             refused = error;
         } catch (const std::system_error& error) {
@@ -315,7 +315,7 @@ NB_MODULE(_native, module) {
         .def_prop_ro("failed_piece", &Flight::failed_piece)
         .def_prop_ro("crc", &Flight::crc);
     nb::class_<PythonQueue>(module, "Queue")
-        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t>())
+        .def(nb::init<const std::string&, unsigned, unsigned, std::size_t, std::size_t>())
         .def("submit", &PythonQueue::submit, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
              nb::arg().none())
         .def("announce", &PythonQueue::announce)

@@ -42,8 +42,9 @@ class Queue {
 
     // Starts `threads` drivers, each with a backend from `open` and at most `depth` blocks in
     // flight. Throws `Refused` if a backend cannot be opened, std::system_error if a thread cannot
-    // be started.
-    Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes);
+    // be started. `window_bytes` is that of the schedule.
+    Queue(const Opener& open, unsigned threads, unsigned depth, std::size_t block_bytes,
+          std::size_t window_bytes = 0);
 
     // Closes the queue. A forked child must not call this: it contains no threads to join.
     ~Queue() { close(); }

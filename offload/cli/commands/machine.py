@@ -17,6 +17,8 @@ from offload.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offload.hardware.probe import DriveRates
+
 
 def register(app: typer.Typer) -> None:
     """Adds these commands to `app`."""
@@ -40,18 +42,30 @@ def info(
     from rich.table import Table
 
     from offload.hardware import info as about
+    from offload.hardware.probe import drive_line
 
     found = about.facts([*(paths or ()), *(nvme_path or ())])
+    probed = _probed([drive["path"] for drive in found["drives"]])
     if json_output:
+        for drive in found["drives"]:
+            drive["probed"] = probed[drive["path"]]._asdict() if drive["path"] in probed else None
         print(json.dumps(found))
     else:
         table = Table(show_header=False, box=None)
-        for name, value in about.lines(found):
+        for name, value in [*about.lines(found), *((path, drive_line(rates)) for path, rates in probed.items())]:
             table.add_row(name, value)
         Console(highlight=False, markup=False).print(table)
     # The facts are printed in any case: they are meant for bug reports about such a drive.
     if any("error" in drive for drive in found["drives"]):
         raise typer.Exit(BAD_INPUT)
+
+
+def _probed(folders: list[str]) -> dict[str, DriveRates]:
+    """Returns the rates that `offload probe` has kept for the drives of `folders`, by folder."""
+    from offload.hardware.probe import drive_under, kept
+
+    before = kept()
+    return {} if before is None else {each: rates for each in folders if (rates := drive_under(before, each))}
 
 
 def tune(

@@ -37,6 +37,7 @@ from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
+from offload.engine.setup.io_notices import io_notices
 from offload.engine.setup.plan import Plan, decide, summary
 from offload.engine.setup.resume import check_fits
 from offload.engine.setup.run_files import NewStore, RunFiles
@@ -48,6 +49,7 @@ from offload.engine.training.loss_scale import LossScaler
 from offload.engine.training.snapshot import Snapshot, keep_generators
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import ConfigError, StoreError
+from offload.hardware.probe import kept_window
 from offload.layout.fingerprint import about, describe
 from offload.notices import announce
 from offload.swapper.memory.device import Device
@@ -242,12 +244,8 @@ def _queue(config: Config) -> SharedQueue:
         block_bytes=config.aio.block_size,
         depth=config.aio.queue_depth,
         threads=config.aio.intra_op_parallelism,
+        window_bytes=kept_window(config.drives),
     )
-
-
-def _io_notices(queue: SharedQueue | None) -> tuple[str, ...]:
-    """Returns a notice if the system refuses the fastest way of I/O."""
-    return () if queue is None or not queue.refusals else (f"I/O by {queue.backend}: {'; '.join(queue.refusals)}",)
 
 
 def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any, loader: Loader | None) -> Engine:
@@ -285,7 +283,7 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
 
         notices = (
             *plan.notices,
-            *_io_notices(queue),
+            *io_notices(queue),
             summary(plan),
             *(store.notices if store is not None else ()),
             *timeline.notices,

@@ -12,7 +12,17 @@ matrix products.
     kept      the cache, and the results in words
 """
 
-from offload.hardware.probe.kept import as_json, cache_path, check_kept, keep, kept, lines
+from offload.hardware.probe.kept import (
+    as_json,
+    cache_path,
+    check_kept,
+    drive_line,
+    drive_under,
+    keep,
+    kept,
+    kept_window,
+    lines,
+)
 from offload.hardware.probe.measure import (
     SECONDS,
     check_folders,
@@ -38,9 +48,12 @@ __all__ = [
     "check_kept",
     "check_size",
     "device_of",
+    "drive_line",
     "drive_rates",
+    "drive_under",
     "keep",
     "kept",
+    "kept_window",
     "lines",
     "machine_of",
     "measure_rates",

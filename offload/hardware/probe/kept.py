@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from offload.aio.windows import window_bytes
 from offload.errors import ConfigError
 from offload.fileio import atomic_write, cache_file
 from offload.hardware.info import machine as about_machine
 from offload.hardware.probe.rates import DriveRates, DtypeRates, Probed, Rates
-from offload.sizes import count_of
+from offload.sizes import count_of, format_size
 
 _VERSION = 5
 
@@ -71,6 +74,40 @@ def kept() -> Probed | None:
     return found if all(found.machine.get(key) == here[key] for key in ("processor", "cores")) else None
 
 
+def drive_under(found: Probed, folder: str) -> DriveRates | None:
+    """Returns the rates measured in `folder`, or else in another folder of the same file system; None without any."""
+    path = os.path.realpath(folder)
+    for each in found.drives:
+        if each.path == path:
+            return each
+    system = _file_system(path)
+    return next((each for each in found.drives if os.path.isdir(each.path) and _file_system(each.path) == system), None)
+
+
+def _file_system(path: str) -> int:
+    """Returns the device number of the file system of `path`, which need not exist yet."""
+    # The folder may not exist yet: its first existing parent is on the same file system.
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev
+
+
+def kept_window(folders: Sequence[str]) -> int:
+    """Returns the bytes of a window of reads or writes for a queue over `folders`, by the cached measurement.
+
+    Args:
+        folders: one folder on each drive.
+
+    Returns:
+        The bytes; 0 to read and write at once, also if one of the drives was not measured.
+    """
+    found = kept() if folders else None
+    if found is None:
+        return 0
+    drives = [each for folder in folders if (each := drive_under(found, folder)) is not None]
+    return window_bytes(drives) if len(drives) == len(folders) else 0
+
+
 def as_json(found: Probed) -> dict[str, Any]:
     """Returns the content that `--json` prints and `keep` writes."""
     return {
@@ -115,7 +152,14 @@ def lines(found: Probed) -> list[tuple[str, str]]:
             ("optimizer", f"{of.optimizer / 1e6:.0f} M parameters a second"),
             ("gradients", f"{of.gradient / 1e6:.0f} M parameters a second"),
         ]
-    return rows + [
-        (each.path, f"reads {each.read / 1e9:.2f}, writes {each.write / 1e9:.2f}, both {each.mixed / 1e9:.2f} GB/s")
-        for each in found.drives
-    ]
+    return rows + [(each.path, drive_line(each)) for each in found.drives]
+
+
+def drive_line(rates: DriveRates) -> str:
+    """Returns the rates of a drive in words, and the order in which a queue reads and writes there."""
+    window = window_bytes([rates])
+    order = f"in windows of {format_size(window)}" if window else "at once"
+    return (
+        f"reads {rates.read / 1e9:.2f}, writes {rates.write / 1e9:.2f}, both {rates.mixed / 1e9:.2f} GB/s: "
+        f"reads and writes go {order}"
+    )

@@ -74,7 +74,7 @@ def probe(
     return Probed(machine_of(compute), rates, tuple(drives), date, time.perf_counter() - start, doubts)
 
 
-def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 3, seconds: float = SECONDS) -> DriveRates:
+def drive_rates(folder: str, nbytes: int = 256 * MIB, rounds: int = 5, seconds: float = SECONDS) -> DriveRates:
     """Measures the drive under `folder` with the I/O queue that runs use, on a temporary file.
 
     Args:
