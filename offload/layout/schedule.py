@@ -1,0 +1,81 @@
+"""The order in which the micro-batches of a step pass through the model, decided from plain values.
+
+micro-batch-major   one micro-batch after the other: forward and backward of the first, then of the second
+layer-major         all micro-batches pass through a block before the next block is fetched, forward and backward
+
+Layer-major fetches the weights of a block twice a step, whatever the number of micro-batches, and keeps what the
+backward needs of all of them. `initialize` and the planner decide by the same function, so a run does as planned.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from offload.sizes import format_size
+
+Schedule = Literal["layer_major", "micro_batch_major"]
+LAYER_MAJOR: Schedule = "layer_major"
+MICRO_BATCH_MAJOR: Schedule = "micro_batch_major"
+SCHEDULES = ("auto", LAYER_MAJOR, MICRO_BATCH_MAJOR)
+"""Values of the key "schedule"."""
+
+_LEAST_BLOCKS = 2
+"""Blocks from which on the order of micro-batches and blocks makes a difference."""
+
+
+class Choice(NamedTuple):
+    """A schedule, and why it was chosen."""
+
+    schedule: Schedule
+    reason: str
+    """A clause for a message, without a full stop."""
+
+
+def choose_schedule(
+    *,
+    asked: str,
+    micro_batches: int,
+    blocks: int,
+    moves: bool,
+    checkpointed: bool,
+    activation_nbytes: int | None,
+    free_nbytes: int | None,
+) -> Choice:
+    """Returns the schedule of a run.
+
+    A wish for layer-major is granted wherever the model allows it, even if the activations may not fit. "auto" takes
+    layer-major only where it saves a transfer and is known to fit.
+
+    Args:
+        asked: the key "schedule": "auto", "layer_major" or "micro_batch_major".
+        micro_batches: micro-batches of a step.
+        blocks: repeated blocks that form a chain, each the input of the next; 0 if the model is no such chain.
+        moves: True if the weights of any unit come to the device and leave it during a step.
+        checkpointed: True if every block is computed again in the backward, and keeps its input alone.
+        activation_nbytes: bytes on the device for the activations of all micro-batches of a step; None if unknown.
+        free_nbytes: bytes of the device that activations may take; None if unknown.
+    """
+    assert asked in SCHEDULES, asked  # the config and the command line check what a user wrote
+    if asked == MICRO_BATCH_MAJOR:
+        return Choice(MICRO_BATCH_MAJOR, "the config asks for it")
+    if micro_batches < 2:
+        return Choice(MICRO_BATCH_MAJOR, "a step has one micro-batch, so both orders are the same")
+    if blocks < _LEAST_BLOCKS:
+        return Choice(MICRO_BATCH_MAJOR, "the model is no chain of repeated blocks")
+    if asked == LAYER_MAJOR:
+        return Choice(LAYER_MAJOR, "the config asks for it")
+    if not moves:
+        return Choice(MICRO_BATCH_MAJOR, "all weights stay on the device, so no transfer would be saved")
+    if activation_nbytes is not None and free_nbytes is not None:
+        if activation_nbytes > free_nbytes:
+            return Choice(
+                MICRO_BATCH_MAJOR,
+                f"activations of {micro_batches} micro-batches take {format_size(activation_nbytes)}, and "
+                f"{format_size(max(free_nbytes, 0))} is free",
+            )
+    elif not checkpointed:
+        return Choice(
+            MICRO_BATCH_MAJOR,
+            f"blocks keep all activations, and it is unknown whether those of {micro_batches} micro-batches fit",
+        )
+    return Choice(LAYER_MAJOR, f"each weight is fetched twice a step instead of {2 * micro_batches} times")
