@@ -8,8 +8,8 @@ every move is one of `residency.ARROWS`. Two actors take turns: the model's thre
 all work ends at once: while the model computes, the worker runs as far ahead as host buffers allow, and prefetched
 weights are ready at their use.
 
-The simulation leaves out other ranks, evaluations, edits, the commit, and windows of gradients that spill (their writes
-never make the backward wait). The host waits for the end of each use, so a GPU's host never runs ahead of the device.
+The simulation leaves out other ranks, evaluations, edits, the commit, windows of gradients that spill (their writes
+never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host waits for the end of each use, so a GPU's host never runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
-from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
+from offload.planner.simulation.updater import Eager, SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
@@ -40,6 +40,8 @@ class Use(NamedTuple):
     """An input that leaves the device from the start of the use on."""
     receives: Input = Input()
     """An input that has to be on the device when the use computes."""
+    completes: tuple[int, ...] = ()
+    """Units whose gradients of the step are complete after the use. A unit that no use names has its last use."""
 
 
 class Budgets(NamedTuple):
@@ -65,6 +67,10 @@ class Simulation:
     moved: Moved
     undelivered: int
     """Updates that found no host buffer, so that their weights are read again for the next use."""
+    speculated: int
+    """Updates that began under the backward, before `step()`."""
+    speculated_nbytes: int
+    """Bytes that these updates read and write."""
     seconds: float
     waited: Waited
     worked: Worked
@@ -82,6 +88,7 @@ def simulate(
     overlap: bool = True,
     tile_numel: int | None = None,
     steps: int = 3,
+    eager: Eager = Eager(),
 ) -> Simulation:
     """Simulates steps that all make the same uses, and returns the result for the last one.
 
@@ -96,13 +103,14 @@ def simulate(
         tile_numel: elements of a tile of the update worker; by default an entire unit.
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
+        eager: work that starts before the thread that runs the model asks for it; only with `overlap`.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
-    updater = SimulatedUpdater(updates, tile_numel, pager, machine)
+    updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else Eager())
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
     # Counters only grow, so the last step is the difference of the last two marks.
@@ -114,6 +122,8 @@ def simulate(
         hits=after.hits - before.hits,
         moved=Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
         undelivered=after.undelivered - before.undelivered,
+        speculated=after.speculated - before.speculated,
+        speculated_nbytes=after.speculated_nbytes - before.speculated_nbytes,
         seconds=after.now - before.now,
         waited=Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
         worked=Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
@@ -133,6 +143,8 @@ class _Figures(NamedTuple):
     uses: int
     hits: int
     undelivered: int
+    speculated: int
+    speculated_nbytes: int
     moved: Moved
     waited: Waited
     worked: Worked
@@ -147,7 +159,7 @@ class _Loop:
         self._uses, self._overlap = uses, overlap
         self._pager, self._updater, self._machine = pager, updater, machine
         self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in uses], machine)
-        self._last_use = {use.unit: position for position, use in enumerate(uses)}
+        self._completed = _completed(uses)
         self._computing = False
         self.marks = [self._figures()]
         """Counters at the start and at each return of `step()`."""
@@ -167,9 +179,10 @@ class _Loop:
                 assert advanced, "both wait for each other"
 
     def _figures(self) -> _Figures:
-        machine, pager = self._machine, self._pager
+        machine, pager, updater = self._machine, self._pager, self._updater
+        updates = (updater.undelivered, updater.speculated, updater.speculated_nbytes)
         counted = (machine.moved, machine.waited, machine.worked)
-        return _Figures(machine.clock.now, pager.uses, pager.hits, self._updater.undelivered, *counted)
+        return _Figures(machine.clock.now, pager.uses, pager.hits, *updates, *counted)
 
     def _model(self, steps: int) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""
@@ -182,9 +195,8 @@ class _Loop:
                 ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._inputs.before(position)
                 yield from self._compute(use)
-                # The gradient of a unit is complete after its last use in the step.
-                if position == self._last_use[use.unit]:
-                    self._updater.spill(use.unit)
+                for unit in self._completed.get(position, ()):
+                    self._updater.complete(unit)
             self._pager.release(unit for units in ends.values() for unit in units)
             yield from self._step()
             self.marks.append(self._figures())
@@ -205,3 +217,14 @@ class _Loop:
         self._updater.schedule(self._pager.access_order.order)
         if not self._overlap:
             yield from self._machine.counted("update", self._updater.finish())
+
+
+def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
+    """Returns the units whose gradients are complete after each use, by its position."""
+    named = {unit for use in uses for unit in use.completes}
+    found = {position: use.completes for position, use in enumerate(uses) if use.completes}
+    last_use = {use.unit: position for position, use in enumerate(uses)}
+    for unit, position in last_use.items():
+        if unit not in named:
+            found[position] = (*found.get(position, ()), unit)
+    return found
