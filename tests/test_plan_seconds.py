@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planner import memory, timing
+from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS
 from offload.planner.report import in_short
+from offload.planner.step_time import passes
+from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -87,11 +89,11 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
 def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_cpu: bool) -> None:
     """A GPU computes one use while the host prepares the next, so the slower of the two counts."""
     shape, on = small(), machine(on_cpu, "5GB/s")
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     handed = max(each.seconds for each in alone) * 0.9
     assert min(each.seconds for each in alone) < handed
     for with_host, without in zip(
-        timing.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
+        passes.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
     ):
         if on_cpu:
             assert with_host.seconds == without.seconds + handed
@@ -104,8 +106,8 @@ def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_unit_that_stays_takes_the_host_less(on_cpu: bool) -> None:
     shape, on = small(), replace(machine(on_cpu, "5GB/s"), handed_seconds=4e-4)
-    comes, stays = (timing.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    comes, stays = (passes.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
+    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     for moved, kept, without in zip(comes, stays, alone, strict=True):
         assert without.seconds <= kept.seconds <= moved.seconds and without.backward <= kept.backward <= moved.backward
     assert sum(each.seconds for each in stays) < sum(each.seconds for each in comes)
@@ -137,7 +139,7 @@ def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
     for name, more in (("weights", 2.0), ("elementwise", 1.3)):
         seconds = {
-            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
+            dtype: sum(each.seconds for each in passes.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
             for dtype, of in on.items()
         }
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name

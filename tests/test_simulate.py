@@ -45,7 +45,11 @@ def cases(draw: st.DrawFn, tiers: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier
     numbers = st.integers(0, len(pages) - 1)
     seconds = st.floats(0.0, 3.0)
     inputs = st.builds(Input, st.sampled_from((0, 0, PAGE, 5 * PAGE)), st.booleans())
-    uses = draw(st.lists(st.builds(Use, numbers, seconds, st.integers(1, 2), inputs, inputs, st.just(())), min_size=1, max_size=20))
+    uses = draw(
+        st.lists(
+            st.builds(Use, numbers, seconds, st.integers(1, 2), inputs, inputs, st.just(())), min_size=1, max_size=20
+        )
+    )
     spills = draw(st.booleans())
     return Case(
         uses,

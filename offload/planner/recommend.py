@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.device_need import growth
+from offload.layout.schedule import MICRO_BATCH_MAJOR, Choice
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak
 from offload.planner.activations.formulas import Need, need
@@ -24,7 +25,7 @@ from offload.planner.activations.room import for_device, room_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.timing import Timing, predict
+from offload.planner.step_time import Timing, choice_of, lower_bound, predict
 from offload.sizes import PAGE, format_size
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
@@ -50,6 +51,10 @@ class Planned(NamedTuple):
     """The config."""
     memory: Memory
     timing: Timing
+    given: Load
+    """`load` before the plan has chosen its schedule and the tiers of the blocks' inputs."""
+    choice: Choice
+    """The schedule of `load`, and why."""
 
     @property
     def activations(self) -> int:
@@ -91,8 +96,8 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
     Args:
         shape: the model.
         hardware: the machine.
-        load: micro-batch, accumulation and loss of a step, and recomputation by the model itself. The config has the
-            rest: the tiers of the blocks' inputs, and tiles.
+        load: micro-batch, accumulation, loss and schedule of a step, and recomputation by the model itself. The config
+            has the rest: the tiers of the blocks' inputs, and tiles. "auto" takes the schedule of the shorter step.
         content: a config in DeepSpeed's form.
 
     Raises:
@@ -107,11 +112,47 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
             'in the block "offload" of a config'
         )
+    found = choice_of(shape, hardware, load, memory, wish)
+    planned = _timed(shape, hardware, load, content, memory, found)
+    if load.schedule != "auto" or found.schedule == MICRO_BATCH_MAJOR:
+        return planned
+    other = Choice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
+    return _timed(shape, hardware, load, content, memory, other, planned)
+
+
+def _timed(
+    shape: Shape,
+    hardware: Hardware,
+    load: Load,
+    content: Mapping[str, Any],
+    memory: Memory,
+    found: Choice,
+    before: Planned | None = None,
+) -> Planned:
+    """Returns the plan with one schedule; `before` if its step is not longer.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        content: a config in DeepSpeed's form.
+        memory: the memory before the first step.
+        found: the schedule.
+        before: a plan with another schedule, or None.
+    """
+    wish = wish_of(memory.config)
+    chosen = load._replace(schedule=found.schedule)
+    room = room_of(hardware, memory, wish, chosen.alive > 1)
     # Activations are checked before the arena grows, which takes only memory that they leave free.
-    load = activation_room.within(shape, load, wish, room)
-    activation_room.check(shape, load, wish, room)
-    memory = _grown(memory, shape, hardware, load)
-    return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+    chosen = activation_room.within(shape, chosen, wish, room)
+    activation_room.check(shape, chosen, wish, room)
+    memory = _grown(memory, shape, hardware, chosen)
+    if before is not None and lower_bound(memory, shape, hardware, chosen) >= before.timing.seconds:
+        return before  # no simulation is needed to know
+    timing = predict(memory, shape, hardware, chosen)
+    if before is not None and before.timing.seconds <= timing.seconds:
+        return before
+    return Planned(shape, hardware, chosen, content, memory, timing, load, found)
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
@@ -158,7 +199,7 @@ def with_host_budget(planned: Planned) -> Planned:
     for budget in _budgets(planned):
         content = with_host_memory(planned.content, budget, need(planned.shape, planned.load).host)
         try:
-            tried = plan(planned.shape, planned.hardware, planned.load, content)
+            tried = plan(planned.shape, planned.hardware, planned.given, content)
         except BudgetError:
             continue
         if tried.timing.seconds * _WORTH < best.timing.seconds:
@@ -190,7 +231,7 @@ def recommended_host(planned: Planned) -> int:
     for name in ("host_memory", "activation_memory"):
         content.get("offload", {}).pop(name, None)
     try:
-        base = plan(planned.shape, planned.hardware, planned.load, content)
+        base = plan(planned.shape, planned.hardware, planned.given, content)
     except BudgetError:
         return planned.memory.host
     return with_host_budget(base).memory.host
@@ -319,14 +360,14 @@ def advise(planned: Planned) -> Advice:
 
 def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
     """Yields candidate changes: a description, and a function that predicts the changed run."""
-    shape, hardware, load, content = planned.shape, planned.hardware, planned.load, planned.content
+    shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
     sequence = shape.sequence
     for times in (2, 4):
         more = load._replace(batch=load.batch * times)
         yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
     many = load._replace(accumulation=load.accumulation * 4)
     yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
-    if load.recompute:
+    if planned.load.recompute:
         kept = {
             **content,
             "offload": {**content.get("offload", {}), "activations": None},

@@ -11,7 +11,7 @@ from offload.planner.activations.formulas import is_tiled, recomputed, tile_toke
 from offload.planner.published.rate import ORIGINS, Rate, sentences
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Advice, Planned
-from offload.planner.timing import Timing, hiding_tokens
+from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600

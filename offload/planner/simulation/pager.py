@@ -216,7 +216,7 @@ class SimulatedPager:
             yield from self._upload(self.entries[unit], place)
 
     def _place_ahead(self, entry: Entry) -> Block | None:
-        """Allocates a device buffer for a unit that is uploaded ahead; None if the unit is not ready, or has no room."""
+        """Allocates a device buffer for a unit to upload ahead; None if the unit is not ready, or has no room."""
         # The order is strict: if the next unit is not ready, later ones must not take its room.
         ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
         return self._allocate_on_device(entry, self.access_order.distance(entry.index)) if ready else None

@@ -9,7 +9,8 @@ all work ends at once: while the model computes, the worker runs as far ahead as
 weights are ready at their use.
 
 The simulation leaves out other ranks, evaluations, edits, the commit, windows of gradients that spill (their writes
-never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host waits for the end of each use, so a GPU's host never runs ahead of the device.
+never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host
+waits for the end of each use, so a GPU's host never runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
-from offload.planner.simulation.updater import Eager, SimulatedUpdater, UpdateCost
+from offload.planner.simulation.updater import NOT_EAGER, Eager, SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
@@ -67,10 +68,8 @@ class Simulation:
     moved: Moved
     undelivered: int
     """Updates that found no host buffer, so that their weights are read again for the next use."""
-    speculated: int
-    """Updates that began under the backward, before `step()`."""
-    speculated_nbytes: int
-    """Bytes that these updates read and write."""
+    speculated: tuple[int, ...]
+    """Units whose updates began under the backward, before `step()`."""
     seconds: float
     waited: Waited
     worked: Worked
@@ -88,7 +87,7 @@ def simulate(
     overlap: bool = True,
     tile_numel: int | None = None,
     steps: int = 3,
-    eager: Eager = Eager(),
+    eager: Eager = NOT_EAGER,
 ) -> Simulation:
     """Simulates steps that all make the same uses, and returns the result for the last one.
 
@@ -110,7 +109,7 @@ def simulate(
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
-    updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else Eager())
+    updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else NOT_EAGER)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
     # Counters only grow, so the last step is the difference of the last two marks.
@@ -122,8 +121,7 @@ def simulate(
         hits=after.hits - before.hits,
         moved=Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
         undelivered=after.undelivered - before.undelivered,
-        speculated=after.speculated - before.speculated,
-        speculated_nbytes=after.speculated_nbytes - before.speculated_nbytes,
+        speculated=tuple(updater.speculated[before.speculated : after.speculated]),
         seconds=after.now - before.now,
         waited=Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
         worked=Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
@@ -144,7 +142,6 @@ class _Figures(NamedTuple):
     hits: int
     undelivered: int
     speculated: int
-    speculated_nbytes: int
     moved: Moved
     waited: Waited
     worked: Worked
@@ -180,9 +177,16 @@ class _Loop:
 
     def _figures(self) -> _Figures:
         machine, pager, updater = self._machine, self._pager, self._updater
-        updates = (updater.undelivered, updater.speculated, updater.speculated_nbytes)
-        counted = (machine.moved, machine.waited, machine.worked)
-        return _Figures(machine.clock.now, pager.uses, pager.hits, *updates, *counted)
+        return _Figures(
+            machine.clock.now,
+            pager.uses,
+            pager.hits,
+            updater.undelivered,
+            len(updater.speculated),
+            machine.moved,
+            machine.waited,
+            machine.worked,
+        )
 
     def _model(self, steps: int) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""

@@ -64,6 +64,10 @@ class Eager(NamedTuple):
     """True if a finished update starts the next reads and uploads."""
 
 
+NOT_EAGER = Eager()
+"""Nothing starts early."""
+
+
 class SimulatedUpdater:
     """The update worker. `act` runs as the worker; `schedule`, `finish` and `complete` run on the model's thread."""
 
@@ -87,10 +91,8 @@ class SimulatedUpdater:
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
         self._weights, self._eager = SimulatedWeightUpdates(pager), eager
         self.undelivered = 0
-        self.speculated = 0
-        """Updates that began before their step()."""
-        self.speculated_nbytes = 0
-        """Bytes that these updates read and write."""
+        self.speculated: list[int] = []
+        """Units of all updates that began before their step(), in order."""
         self._complete: deque[int] = deque()
         """Units whose gradients of the present step are complete, and whose update may begin before step()."""
         self._begun: set[int] = set()
@@ -224,10 +226,7 @@ class SimulatedUpdater:
         has_buffer = False
         if self._weights.delivers(unit):
             has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
-        cost = self._costs[unit]
-        assert cost is not None
-        self.speculated += 1
-        self.speculated_nbytes += cost.weight_nbytes + cost.state_nbytes + cost.written_nbytes
+        self.speculated.append(unit)
         return self._job_of(unit, has_buffer)
 
     def _job_of(self, unit: int, has_buffer: bool) -> _Job:

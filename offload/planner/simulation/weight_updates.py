@@ -1,4 +1,4 @@
-"""Updates of weights in a simulation: the pager's side of the update worker, as `swapper.weight_updates` is the real one."""
+"""Updates of weights in a simulation: the pager's side of the update worker, as the real `swapper.weight_updates`."""
 
 from __future__ import annotations
 
