@@ -166,13 +166,14 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
 # -- time ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("speculate", "near"), [(False, 0.02), (True, 0.07)])
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
-def test_a_step_on_drives_follows_the_formula(billions: int, layers: int) -> None:
+def test_a_step_on_drives_follows_the_formula(billions: int, layers: int, speculate: bool, near: float) -> None:
     shape = from_count(billions * 10**9, layers, 2048)
     machine = described("RTX 4090", 256 * GIB, [parse_drive("7GB/s,4GB/s")])
-    planned = plan(shape, machine, Load(1, 1, True))
+    planned = plan(shape, machine, Load(1, 1, True, speculate=speculate))
     assert planned.timing.limit == "NVMe"
-    assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=0.06)
+    assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=near)
 
 
 def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
@@ -201,8 +202,8 @@ def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
     batch = tokens // shape.sequence
     for sequences, hidden in ((batch, True), (batch // 2, False)):
         at = plan(shape, machine, Load(sequences, 1, True), host_memory=50 * GIB).timing
-        assert (at.formula_seconds <= 1.05 * at.compute_seconds) is hidden
-        assert (at.seconds <= 1.08 * at.compute_seconds) is hidden
+        assert at.hidden is hidden
+        assert at.formula_seconds <= 1.05 * at.compute_seconds or not hidden
 
 
 def test_the_optimizer_on_a_cpu_takes_cores() -> None:
@@ -369,7 +370,7 @@ def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None
     alone = step_order.backward(passes.forward(small, machine, Load(1)), [0] * len(small.layouts), machine, False)
     for bus, longer in ((1e15, False), (1e9, True)):
         slow = replace(machine, download=bus)
-        planned = plan(small, slow, Load(1, 4), weights="cpu", states="cpu")
+        planned = plan(small, slow, Load(1, 4, schedule="micro_batch_major"), weights="cpu", states="cpu")
         totals = dict(planned.memory.placement.added)
         assert len(totals) == len(small.layouts) and totals[3] == 4 * numel
         first = passes.forward(small, slow, Load(1))

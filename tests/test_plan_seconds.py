@@ -50,16 +50,16 @@ def test_no_least_is_above_what_is_predicted(
     found: list[float] = []
     real = timing._least
     monkeypatch.setattr(timing, "_least", lambda *given: found.append(real(*given)) or found[-1])
-    reached = 0
-    for drive, load, dtype in itertools.product(
-        ("5GB/s,3GB/s", "0.2GB/s", "0.05GB/s,0.5GB/s"),
-        (Load(1), Load(8), Load(1, 3), Load(2, 1, True)),
-        ("bf16", "fp32"),
+    reached = {False: 0, True: 0}
+    loads = (Load(1), Load(8), Load(1, 3, schedule="micro_batch_major"), Load(1, 3, schedule="layer_major"))
+    for drive, load, dtype, speculate in itertools.product(
+        ("5GB/s,3GB/s", "0.2GB/s", "0.05GB/s,0.5GB/s"), (*loads, Load(2, 1, True)), ("bf16", "fp32"), (False, True)
     ):
+        load = load._replace(speculate=speculate)
         prediction = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
         assert found[-1] <= prediction.seconds * (1 + 1e-9), (drive, load, dtype)
-        reached += prediction.seconds <= 1.1 * found[-1]
-    assert reached >= 12, "it says something: half of the steps come near it"
+        reached[speculate] += prediction.seconds <= (1.25 if speculate else 1.1) * found[-1]
+    assert min(reached.values()) >= 15, "it says something: half of the steps come near it"
 
 
 def test_a_step_that_mostly_computes_is_limited_by_compute() -> None:

@@ -146,7 +146,8 @@ def too_long(shape: Shape, load: Load, wish: Wish, room: Room) -> BudgetError:
     if not load.chunked_loss:
         advice += ", or compute the loss in chunks (--chunked-loss)"
     times = f"{load.alive} x " if load.alive > 1 else ""
+    needed, free = format_size(need(shape, load).device), format_size(max(room.device, 0))
     return BudgetError(
-        f"activations of {times}{load.batch} x {shape.sequence} tokens take "
-        f"{format_size(need(shape, load).device)}, and {format_size(max(room.device, 0))} is free beside the budgets; {advice}"
+        f"activations of {times}{load.batch} x {shape.sequence} tokens take {needed}, and {free} is free beside the "
+        f"budgets; {advice}"
     )

@@ -265,9 +265,11 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
     def hidden(batch: int) -> bool:
         passes = _passes(memory, shape, hardware, load._replace(batch=batch))
         compute = sum(use.seconds for one in passes for use in one)
-        return _least(passes, memory, costs, rates, load) <= _NEAR * compute
+        # The bound spares most simulations.
+        least = _least(passes, memory, costs, rates, load)
+        return least <= _NEAR * compute and predict(memory, shape, hardware, load._replace(batch=batch)).hidden
 
-    # Double until I/O hides, then bisect. The bound replaces a simulation, which would be too slow for a search.
+    # Double until I/O hides, then bisect.
     batch = 1
     while not hidden(batch):
         batch *= 2
