@@ -6,7 +6,7 @@ Every candidate is tried by a prediction of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -257,7 +257,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     options = options if hardware.drives else {**options, "paths": ()}
     # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again, tier in _ways(recompute, options.pop("activations", None)):
-        if found and tier not in (None, "device"):
+        if found and tier not in (None, "device") and not _lacks_room(found):
             break
         on = load._replace(recompute=again)
         for weights, states in PLACEMENTS:
@@ -279,6 +279,12 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     # faster one.
     best = max(each.timing.tokens_per_second for each in found)
     return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
+
+
+def _lacks_room(found: Sequence[Planned]) -> bool:
+    """Returns True if inputs of blocks elsewhere may make room for a layer-major step, which no plan so far has."""
+    wanted = any(each.given.accumulation > 1 and each.given.schedule == "auto" for each in found)
+    return wanted and all(each.choice.schedule == MICRO_BATCH_MAJOR for each in found)
 
 
 def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:

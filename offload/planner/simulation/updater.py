@@ -40,8 +40,10 @@ class UpdateCost(NamedTuple):
 class _Job:
     """A unit's update in progress."""
 
-    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool) -> None:
+    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority) -> None:
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
+        self.priority = priority
+        """Urgency of its reads."""
         self.next_start = 0
         self.unwritten_tiles = 0
         self.computed = False
@@ -206,7 +208,7 @@ class SimulatedUpdater:
             if not has_buffer and (self._reading or self._writing or not must_start):
                 return None
         self._queue.remove(unit)
-        return self._job_of(unit, has_buffer)
+        return self._job_of(unit, has_buffer, Priority.NORMAL)
 
     def _next_speculative_job(self) -> Acting[_Job | None]:
         """Starts the update of a unit whose gradient is complete; None before the last step's updates are written.
@@ -227,15 +229,16 @@ class SimulatedUpdater:
         if self._weights.delivers(unit):
             has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
         self.speculated.append(unit)
-        return self._job_of(unit, has_buffer)
+        # The backward waits for weights and inputs, and nobody for this update: its reads come last.
+        return self._job_of(unit, has_buffer, Priority.BACKGROUND)
 
-    def _job_of(self, unit: int, has_buffer: bool) -> _Job:
+    def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Job:
         """Returns the job of an update that begins; `has_buffer` is True if a host buffer receives the weights."""
         entry, cost = self._pager.entries[unit], self._costs[unit]
         assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Job(unit, cost, has_buffer, delivered)
+        return _Job(unit, cost, has_buffer, delivered, priority)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
         """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
@@ -246,12 +249,12 @@ class SimulatedUpdater:
             # A host buffer needs all weights, frozen ones too.
             if job.has_buffer and start == 0:
                 nbytes += entry.size.shard_nbytes - cost.weight_nbytes
-        reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
+        reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, job.priority)]
         if cost.gradient_nbytes:
             # A gradient can be read only after its write in the backward has ended.
             yield from self._machine.spent("writes", self._gradients.get(job.unit))
             nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
-            reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
+            reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, job.priority))
         return reads
 
     def _compute_tile(self, tile: _Tile) -> Acting[None]:
