@@ -51,7 +51,7 @@ def as_json(
         reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
         orders: the plan's step in each order of micro-batches.
     """
-    memory, timing, shape = planned.memory, planned.timing, planned.shape
+    memory, shape = planned.memory, planned.shape
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
         "machine": {
@@ -82,31 +82,7 @@ def as_json(
         ],
         "orders": [_order_json(each) for each in orders],
         "host_peak": planned.host_peak,
-        "step": {
-            "batch": planned.load.batch,
-            "sequence": shape.sequence,
-            "accumulation": planned.load.accumulation,
-            "schedule": planned.choice.schedule,
-            "schedule_reason": planned.choice.reason,
-            "updates_under_backward": len(timing.simulation.speculated),
-            "miss_seconds": rounded(timing.miss_seconds),
-            "recompute": planned.load.recompute,
-            "chunked_loss": planned.load.chunked_loss,
-            "tile_tokens": tile_tokens(shape, planned.load),
-            "tokens": timing.tokens,
-            "seconds": rounded(timing.seconds),
-            "tokens_per_second": rounded(timing.tokens_per_second),
-            # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
-            "parts_seconds": {name: rounded(value) for name, value in timing.parts.items()},
-            "compute_seconds": rounded(timing.compute_seconds),
-            "formula_seconds": rounded(timing.formula_seconds),
-            "busy_seconds": {name: rounded(value) for name, value in timing.busy.items()},
-            "waited_seconds": {name: rounded(value) for name, value in timing.waited._asdict().items()},
-            "limit": timing.limit,
-            "read_bytes": timing.moved.read,
-            "written_bytes": timing.moved.written,
-            "hiding_tokens": _hiding(planned),
-        },
+        "step": _step_json(planned),
         "run_seconds": None if asked.tokens is None else rounded(_run_seconds(planned, asked.tokens)),
         "drive_years": rounded(years(planned, asked)),
         # All changes; the text shows the best four only.
@@ -114,6 +90,36 @@ def as_json(
             {"words": each.words, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
             for each in advice.changes
         ],
+    }
+
+
+def _step_json(planned: Planned) -> dict[str, Any]:
+    """Returns the work and the seconds of a step for `--json`."""
+    timing, shape = planned.timing, planned.shape
+    return {
+        "batch": planned.load.batch,
+        "sequence": shape.sequence,
+        "accumulation": planned.load.accumulation,
+        "schedule": planned.choice.schedule,
+        "schedule_reason": planned.choice.reason,
+        "updates_under_backward": len(timing.simulation.speculated),
+        "miss_seconds": rounded(timing.miss_seconds),
+        "recompute": planned.load.recompute,
+        "chunked_loss": planned.load.chunked_loss,
+        "tile_tokens": tile_tokens(shape, planned.load),
+        "tokens": timing.tokens,
+        "seconds": rounded(timing.seconds),
+        "tokens_per_second": rounded(timing.tokens_per_second),
+        # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
+        "parts_seconds": {name: rounded(value) for name, value in timing.parts.items()},
+        "compute_seconds": rounded(timing.compute_seconds),
+        "formula_seconds": rounded(timing.formula_seconds),
+        "busy_seconds": {name: rounded(value) for name, value in timing.busy.items()},
+        "waited_seconds": {name: rounded(value) for name, value in timing.waited._asdict().items()},
+        "limit": timing.limit,
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "hiding_tokens": _hiding(planned),
     }
 
 

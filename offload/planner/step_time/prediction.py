@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from offload.layout.pager_inputs import limits, unit_sizes
+from offload.layout.memory_plan import limits, unit_sizes
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
