@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -106,7 +107,7 @@ def test_covered_time_is_counted_once(some: list[tuple[float, float]], others: l
     one, other = union(some, 0, 30), union(others, 0, 30)
     assert total(one) == len(covered(some))
     assert total(both(one, other)) == len(covered(some) & covered(others))
-    assert all(before[1] < after[0] for before, after in zip(one, one[1:], strict=False))
+    assert all(before[1] < after[0] for before, after in pairwise(one))
 
 
 def test_the_page_the_json_and_the_command_show_the_shares(tmp_path: Path) -> None:

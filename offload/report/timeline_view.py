@@ -179,8 +179,8 @@ def rows(window: Window) -> Markup:
         width=_WIDTH,
         height=y + 22,
         body=Markup("".join(parts)),
-        note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other. Updates that "
-        "begin under the backward are violet.",
+        note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other. Updates "
+        "that begin under the backward are violet.",
     )
 
 
