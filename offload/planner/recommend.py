@@ -37,6 +37,8 @@ _HOST_SHARE = 0.8
 """Fraction of the RAM beside the process's own needs that a recommended host budget may take."""
 _WORTH = 1.03
 """Speed-up that a larger host budget must bring over a smaller one."""
+_WEAR = 1.1
+"""Speed-up that a placement on drives must bring over one in memory, which wears nothing out."""
 _GAIN = 1.05
 """Speed-up from which a change is reported."""
 
@@ -277,8 +279,13 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
         raise error
     # Candidates that move the least come first in `found`: the first one near the best is preferred to a marginally
     # faster one.
-    best = max(each.timing.tokens_per_second for each in found)
-    return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
+    best = max(found, key=lambda each: each.timing.tokens_per_second)
+
+    def near(each: Planned) -> bool:
+        wears = best.timing.moved.written > each.timing.moved.written == 0
+        return each.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
+
+    return next(filter(near, found))
 
 
 def _lacks_room(found: Sequence[Planned]) -> bool:
