@@ -16,7 +16,7 @@ from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
-from offload.planner import memory
+from offload.planner import advice, memory
 from offload.planner import recommend as choice
 from offload.planner import request as ask
 from offload.planner.activations import budgets
@@ -240,7 +240,7 @@ def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = choice.choose(shape, machine, Load(1), None)
-    found = {change.words: change for change in choice.advise(planned).changes}
+    found = {change.words: change for change in advice.advise(planned).changes}
     many = planned.load._replace(accumulation=4)
     again = choice.plan(shape, machine, many, planned.content)
     assert found["4 micro-batches a step"].seconds == again.timing.seconds
@@ -250,11 +250,11 @@ def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
 def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
     by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
-    advised = choice.recommended_host(by_default)
-    assert advised == choice.recommended_host(tight) > by_default.memory.host
+    advised = advice.recommended_host(by_default)
+    assert advised == advice.recommended_host(tight) > by_default.memory.host
     assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
     slow = plan(shape, replace(machine, matmul=1e12), Load(1, 1, True))
-    assert choice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
+    assert advice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
 def test_what_fits_in_memory_stays_there() -> None:

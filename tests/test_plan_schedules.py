@@ -18,9 +18,9 @@ from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.formulas import need
 from offload.planner.activations.load import Load
+from offload.planner.advice import compare
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
-from offload.planner.schedules import compare
 from offload.planner.simulation.inputs import update_costs
 from offload.planner.step_time.bound import least_moved
 from offload.planner.step_time.step_order import chain, segments

@@ -1,14 +1,12 @@
-"""Choice of tiers and host budget if the user names none, and advice on what to change.
+"""The plan of a config, and the choice of tiers and host budget if the user names none.
 
 Every candidate is tried by a prediction of its own.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from offload.config import load_config
@@ -26,7 +24,7 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
 from offload.planner.step_time import Timing, choice_of, lower_bound, predict
-from offload.sizes import PAGE, format_size
+from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
 
@@ -39,8 +37,6 @@ _WORTH = 1.03
 """Speed-up that a larger host budget must bring over a smaller one."""
 _WEAR = 1.1
 """Speed-up that a placement on drives must bring over one in memory, which wears nothing out."""
-_GAIN = 1.05
-"""Speed-up from which a change is reported."""
 
 
 class Planned(NamedTuple):
@@ -72,24 +68,6 @@ class Planned(NamedTuple):
     def host_peak(self) -> int:
         """Returns the peak bytes of RAM beyond those in use before the run."""
         return host_peak(self.memory, self.shape, self.hardware, self.load)
-
-
-class Advice(NamedTuple):
-    """Advice on a plan."""
-
-    changes: tuple[Change, ...]
-    """Changes, the best first."""
-    host: int
-    """Bytes of the recommended host budget."""
-
-
-class Change(NamedTuple):
-    """One change of a plan and its predicted effect."""
-
-    words: str
-    seconds: float
-    gain: float
-    """Tokens per second with the change, divided by those without it."""
 
 
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
@@ -227,18 +205,6 @@ def _budgets(planned: Planned) -> Iterator[int]:
         yield most // PAGE * PAGE
 
 
-def recommended_host(planned: Planned) -> int:
-    """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
-    content = copy.deepcopy(dict(planned.content))
-    for name in ("host_memory", "activation_memory"):
-        content.get("offload", {}).pop(name, None)
-    try:
-        base = plan(planned.shape, planned.hardware, planned.given, content)
-    except BudgetError:
-        return planned.memory.host
-    return with_host_budget(base).memory.host
-
-
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
@@ -351,53 +317,3 @@ def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
     """Raises `BudgetError` if states that should stay in memory are placed on DISK, as in another candidate."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
-
-
-# -- advice -------------------------------------------------------------------------------------------
-
-
-def advise(planned: Planned) -> Advice:
-    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
-    found: list[Change] = []
-    for words, act in _ideas(planned):
-        try:
-            other = act()
-        except (BudgetError, ConfigError):
-            continue
-        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
-        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
-        if gain >= _GAIN:
-            found.append(Change(words, other.timing.seconds, gain))
-    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
-
-
-def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
-    """Yields candidate changes: a description, and a function that predicts the changed run."""
-    shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
-    sequence = shape.sequence
-    for times in (2, 4):
-        more = load._replace(batch=load.batch * times)
-        yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
-    many = load._replace(accumulation=load.accumulation * 4)
-    yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
-    if planned.load.recompute:
-        kept = {
-            **content,
-            "offload": {**content.get("offload", {}), "activations": None},
-            "activation_checkpointing": {},
-        }
-        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), kept)
-    if hardware.drives and planned.memory.slots:
-        one = hardware.drives[0]
-        # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
-        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
-        yield "one more drive like the first", lambda: plan(shape, wider, load, content)
-    if planned.memory.slots == 2:
-        block = {**content.get("offload", {}), "durability": "none"}
-        yield (
-            "durability none: no resume after a kill",
-            lambda: plan(shape, hardware, load, {**content, "offload": block}),
-        )
-    double = replace(hardware, ram=2 * hardware.ram)
-    if planned.memory.slots:
-        yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
+from offload.planner.advice import Advice, Ordered
 from offload.planner.published.rate import ORIGINS, Rate, sentences
 from offload.planner.reach import Reach
-from offload.planner.recommend import Advice, Planned
-from offload.planner.schedules import Ordered
+from offload.planner.recommend import Planned
 from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import count_of, format_count, format_size, format_time
 

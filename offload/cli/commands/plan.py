@@ -222,10 +222,9 @@ def plan(typed: PlanOptions) -> None:
 
     from offload.finetune.options import Start, recipe
     from offload.planner import reach_report, report
-    from offload.planner import recommend as choice
     from offload.planner import request as ask
+    from offload.planner.advice import advise, compare
     from offload.planner.reach import reach
-    from offload.planner.schedules import compare
     from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
@@ -238,7 +237,7 @@ def plan(typed: PlanOptions) -> None:
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
         # This call takes the longest: it repeats the prediction for every change that could be advised.
-        advice = choice.advise(planned)
+        advice = advise(planned)
         ways = reach(planned)
         orders = compare(planned)
     with errors(FAILED):
