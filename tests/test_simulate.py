@@ -87,7 +87,7 @@ def test_every_run_ends_within_its_budgets(
     assert (found.seconds == 0) or rates is not None or any(use.seconds for use in case.uses)
     used = {use.unit for use in case.uses}
     costs = [update for update in case.updates if update is not None]
-    assert found.speculated <= (len(costs) if eager.speculate and overlap else 0)
+    assert len(found.speculated) <= (len(costs) if eager.speculate and overlap else 0)
     if eager.speculate and overlap:
         return  # an update may be in this step or in the next one, so one step says nothing of their bytes
     if not overlap or steps > 1:

@@ -278,19 +278,19 @@ def orders_heading(planned: Planned) -> str:
 
 
 def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
-    """Returns the rows on orders: order, what hides updates, seconds, speed, bytes moved, cost of a clipped step."""
+    """Returns the rows on orders: order, what hides updates, seconds, bytes moved, cost of a clipped step."""
     return [_order_row(each) for each in orders]
 
 
 def _order_row(each: Ordered) -> tuple[str, ...]:
     """Returns the row of one order."""
-    start = (_SCHEDULES[each.schedule], "forward, backward" if each.speculate else "forward")
+    start = (_SCHEDULES[each.schedule], "both" if each.speculate else "forward")
     if each.planned is None:
-        return (*start, "does not fit", "", "", "", "")
+        return (*start, "does not fit", "", "", "")
     timing = each.planned.timing
     moved = (format_size(timing.moved.read), format_size(timing.moved.written))
     miss = seconds_text(timing.miss_seconds) if timing.miss_seconds else ""
-    return (*start, seconds_text(timing.seconds), f"{timing.tokens_per_second:,.0f}", *moved, miss)
+    return (*start, seconds_text(timing.seconds), *moved, miss)
 
 
 def _order_json(each: Ordered) -> dict[str, Any]:

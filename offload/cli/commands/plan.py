@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
 _REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
-_ORDERS = ("order", "updates under", "step", "tokens/s", "read", "written", "if it clips")
+_ORDERS = ("order", "updates under", "step", "read", "written", "if it clips")
 _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
 
 

@@ -56,7 +56,7 @@ class Budgets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """Result for one step, from one return of `step()` to the next."""
+    """Result for one step, from one return of `step()` to the next, or for the mean of several."""
 
     host_peak: int
     """Peak bytes of host buffers of weights since the first step."""
@@ -69,12 +69,12 @@ class Simulation:
     undelivered: int
     """Updates that found no host buffer, so that their weights are read again for the next use."""
     speculated: tuple[int, ...]
-    """Units whose updates began under the backward, before `step()`."""
+    """Units whose updates began under the backward, before `step()` of the last step."""
     seconds: float
     waited: Waited
     worked: Worked
     spans: tuple[Span, ...]
-    """Timeline from the step's start; work that started earlier has a negative start."""
+    """Timeline of the last step, from its start; work that started earlier has a negative start."""
 
 
 def simulate(
@@ -88,8 +88,9 @@ def simulate(
     tile_numel: int | None = None,
     steps: int = 3,
     eager: Eager = NOT_EAGER,
+    counted: int = 1,
 ) -> Simulation:
-    """Simulates steps that all make the same uses, and returns the result for the last one.
+    """Simulates steps that all make the same uses, and returns the result for the last ones.
 
     Args:
         uses: uses of one step, in order.
@@ -103,6 +104,7 @@ def simulate(
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
         eager: work that starts before the thread that runs the model asks for it; only with `overlap`.
+        counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
@@ -112,19 +114,20 @@ def simulate(
     updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else NOT_EAGER)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
-    # Counters only grow, so the last step is the difference of the last two marks.
-    before, after = loop.marks[-2:]
+    # Counters only grow, so the last steps are the differences of the last marks.
+    *_, before, after = loop.marks
+    first = loop.marks[-1 - counted]
     return Simulation(
         host_peak=pager.host.peak_bytes,
         device_peak=pager.device.peak_bytes,
         uses=after.uses - before.uses,
         hits=after.hits - before.hits,
-        moved=Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
+        moved=Moved(*(round((new - old) / counted) for new, old in zip(after.moved, first.moved, strict=True))),
         undelivered=after.undelivered - before.undelivered,
         speculated=tuple(updater.speculated[before.speculated : after.speculated]),
-        seconds=after.now - before.now,
-        waited=Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
-        worked=Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
+        seconds=(after.now - first.now) / counted,
+        waited=Waited(*((new - old) / counted for new, old in zip(after.waited, first.waited, strict=True))),
+        worked=Worked(*((new - old) / counted for new, old in zip(after.worked, first.worked, strict=True))),
         spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans

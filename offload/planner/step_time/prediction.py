@@ -38,6 +38,8 @@ _SEVERAL_PASSES = (LAMB, TORCH)
 """Optimizers without updates under the backward: they pass over a unit twice, or change a state of their own."""
 _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
+_SPECULATIVE_STEPS, _COUNTED = 7, 3
+"""The same with updates under the backward, where the mean of the last steps is reported: each does work of others."""
 _TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
 
@@ -141,6 +143,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
     rates = rates_of(memory, hardware)
+    early = speculates(memory, load)
     found = simulate(
         [use for one in passes for use in one],
         unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
@@ -150,8 +153,9 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         rates,
         memory.config.offload.debug.overlap,
         _tile_numel(memory),
-        _STEPS,
-        Eager(speculate=speculates(memory, load), early=True),
+        _SPECULATIVE_STEPS if early else _STEPS,
+        Eager(speculate=early, early=True),
+        _COUNTED if early else 1,
     )
     compute = sum(use.seconds for one in passes for use in one)
     # If both are the same sum, rounding may differ.
