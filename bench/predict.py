@@ -4,19 +4,26 @@ Each round trains in each placement in turn, in a process of its own; before eac
 after it runs the model alone. Seconds are means of a run's steps, figures are medians of the rounds. Two predictions
 stand beside the median of what was measured: that of `offload plan`, by the probe, and that of `offload plan
 --measure`, by the model. Bars: 10 % of the seconds, 5 % of the peak.
+
+`--accumulation 8 --orders "micro_batch_major layer_major"` measures a step of eight micro-batches in each order; a name
+that ends in `+early` updates layers under the backward, others do not. The gain of an order is the seconds of the first
+one over its own, as measured and as predicted. An order that the engine has no config key for is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
 from typing import Any
 
 import offload
 from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
 from bench.throttle import throttled
+from offload.config.blocks.offload_block import OffloadBlock
 from offload.hardware.probe import DTYPES, probe
+from offload.layout.schedule import MICRO_BATCH_MAJOR
 from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
@@ -28,6 +35,9 @@ from offload.sizes import parse_size
 from offload.swapper.memory.limits import free_host_memory
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
+_KEYS = ("schedule", "speculate")
+"""Keys of the block "offload" that set an order."""
+_EARLY = "+early"
 _UNCOUNTED = 2
 """Steps of each run: the first records the order of uses, the second has no update beside it yet."""
 
@@ -37,6 +47,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=4, help="that count, of each run")
     parser.add_argument("--placements", default=" ".join("/".join(tiers) for tiers in PLACEMENTS))
     parser.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of the weights")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--orders", default="micro_batch_major", help="orders to compare, the first one is the base")
     parser.add_argument("--throttle", type=parse_size, help="bytes a second that the drive may read, and may write")
     given = parser.parse_args(arguments)
     with throttled(given.folder, given.throttle) if given.throttle else contextlib.nullcontext():
@@ -45,28 +57,72 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _rounds(given: argparse.Namespace) -> None:
     dtype = DTYPES[given.dtype]
-    shape, load = from_name(given.model, given.seq_len, dtype), Load(given.batch_size)
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in given.placements.split()}
+    shape, load = from_name(given.model, given.seq_len, dtype), Load(given.batch_size, given.accumulation)
+    orders = [name for name in given.orders.split() if _keys_of(name) is not None]
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {
+        (name, order): [] for name in given.placements.split() for order in orders
+    }
     for _ in range(given.rounds):
-        for name, done in runs.items():
+        for (name, order), done in runs.items():
             weights, states = name.split("/")
             found = probe([str(given.folder)], "cpu")
-            done.append(
-                _run(given, shape, load, (weights, states), probed(found, free_host_memory(), dtype=given.dtype))
-            )
-            report("predict, one run", {"placement": name, **done[-1]})
+            on = probed(found, free_host_memory(), dtype=given.dtype)
+            done.append(_run(given, shape, _ordered(load, order), (weights, states), on, _keys_of(order) or {}))
+            report("predict, one run", {"placement": name, "order": order, **done[-1]})
     about = {"model": given.model, "dtype": given.dtype, "tokens": load.tokens(shape), "throttle": given.throttle}
-    for name, of in runs.items():
-        report("predict", {**about, "placement": name, **_summary(of)})
+    left_out = [name for name in given.orders.split() if name not in orders]
+    for (name, order), of in runs.items():
+        gains = _gains(runs[name, orders[0]], of)
+        about |= {"placement": name, "order": order, "accumulation": given.accumulation, "left_out": left_out}
+        report("predict", {**about, **_summary(of), **gains})
+
+
+def _ordered(load: Load, order: str) -> Load:
+    """Returns the work of a step in an order."""
+    return load._replace(schedule=order.removesuffix(_EARLY), speculate=order.endswith(_EARLY))
+
+
+def _keys_of(order: str) -> dict[str, Any] | None:
+    """Returns the config's keys for an order; None if the engine lacks one without which it has another order."""
+    wanted = dict(zip(_KEYS, (order.removesuffix(_EARLY), order.endswith(_EARLY)), strict=True))
+    keys = {name: value for name, value in wanted.items() if name in OffloadBlock.model_fields}
+    # Without the keys the engine has the oldest order.
+    lacking = {name: value for name, value in wanted.items() if name not in keys}
+    return (
+        keys
+        if lacking.get("schedule", MICRO_BATCH_MAJOR) == MICRO_BATCH_MAJOR and not lacking.get("speculate")
+        else None
+    )
+
+
+def _gains(base: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns how many times as fast an order is as the first one of its placement: measured, and predicted twice."""
+
+    def gain(name: str) -> float:
+        return median_ratio([run[name] for run in base], [run[name] for run in runs])
+
+    measured = gain("seconds")
+    return {
+        "gain": measured,
+        "gain_by_probe": gain("by_probe"),
+        "gain_by_model": gain("by_model"),
+        "gain_by_model_over_measured": gain("by_model") / measured,
+    }
 
 
 def _run(
-    given: argparse.Namespace, shape: Shape, load: Load, tiers: tuple[str, str], hardware: Hardware
+    given: argparse.Namespace,
+    shape: Shape,
+    load: Load,
+    tiers: tuple[str, str],
+    hardware: Hardware,
+    keys: dict[str, Any],
 ) -> dict[str, Any]:
-    """One placement: predicted twice, and measured."""
-    content = memory.settings(*tiers, dtype=given.dtype, batch=given.batch_size, paths=[str(given.folder)])
+    """One placement in one order: predicted twice, and measured."""
+    sizes = {"batch": given.batch_size, "accumulation": given.accumulation}
+    content = memory.settings(*tiers, dtype=given.dtype, paths=[str(given.folder)], **sizes)
     dtype = DTYPES[given.dtype]
-    content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto"}
+    content["offload"] |= {"device": "cpu", "run": "bench-predict", "durability": "auto", **keys}
     by_probe = choice.plan(shape, hardware, load, content)
     before = apart(measured, hardware, shape, load, dtype)
     came = apart(_train, given.model, given.batch_size, given.seq_len, given.steps, content)
@@ -118,8 +174,7 @@ def _train(name: str, batch: int, length: int, steps: int, content: dict[str, An
     ids = random_ids((batch, length), model.config.vocab_size)
 
     def step() -> None:
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
+        engine.train_batch(itertools.repeat({"input_ids": ids, "labels": ids}))
 
     taken = [seconds(step) for _ in range(_UNCOUNTED + steps)]
     peak = resident("VmHWM")

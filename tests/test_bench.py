@@ -6,6 +6,7 @@ import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -49,9 +50,12 @@ def test_bench_predict_reports_its_figures(
 ) -> None:
     monkeypatch.setattr(predict, "probe", functools.partial(predict.probe, seconds=0.3))
     sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1"]
-    predict.main([str(tmp_path), *sizes, "--placements", "nvme/nvme"])
-    figures = _figures(capsys)
+    orders = ["--accumulation", "2", "--orders", "micro_batch_major layer_major"]
+    predict.main([str(tmp_path), *sizes, "--placements", "nvme/nvme", *orders])
+    figures: dict[str, Any] = _figures(capsys)
     assert figures["budgets_as_planned"] and figures["by_model_over_measured"] > 0
+    assert figures["gain"] > 0 and figures["gain_by_model"] > 0 and figures["accumulation"] == 2
+    assert figures["left_out"] == [] or figures["order"] == "micro_batch_major", "an engine without the key"
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [], "it cleans up"
 
 

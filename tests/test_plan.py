@@ -16,13 +16,15 @@ from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
-from offload.planner import memory, timing
+from offload.planner import advice, memory
 from offload.planner import recommend as choice
 from offload.planner import request as ask
 from offload.planner.activations import budgets
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
+from offload.planner.step_time import passes, step_order
+from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB, MIB, parse_size
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
@@ -164,13 +166,14 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
 # -- time ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("speculate", "near"), [(False, 0.02), (True, 0.07)])
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
-def test_a_step_on_drives_follows_the_formula(billions: int, layers: int) -> None:
+def test_a_step_on_drives_follows_the_formula(billions: int, layers: int, speculate: bool, near: float) -> None:
     shape = from_count(billions * 10**9, layers, 2048)
     machine = described("RTX 4090", 256 * GIB, [parse_drive("7GB/s,4GB/s")])
-    planned = plan(shape, machine, Load(1, 1, True))
+    planned = plan(shape, machine, Load(1, 1, True, speculate=speculate))
     assert planned.timing.limit == "NVMe"
-    assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=0.06)
+    assert planned.timing.seconds == pytest.approx(planned.timing.formula_seconds, rel=near)
 
 
 def test_with_all_in_memory_compute_is_all_there_is(shape: Shape) -> None:
@@ -199,8 +202,8 @@ def test_tokens_that_hide_are_the_least_that_do(shape: Shape) -> None:
     batch = tokens // shape.sequence
     for sequences, hidden in ((batch, True), (batch // 2, False)):
         at = plan(shape, machine, Load(sequences, 1, True), host_memory=50 * GIB).timing
-        assert (at.formula_seconds <= 1.05 * at.compute_seconds) is hidden
-        assert (at.seconds <= 1.08 * at.compute_seconds) is hidden
+        assert at.hidden is hidden
+        assert at.formula_seconds <= 1.05 * at.compute_seconds or not hidden
 
 
 def test_the_optimizer_on_a_cpu_takes_cores() -> None:
@@ -214,8 +217,8 @@ def test_a_frozen_layer_has_no_backward_of_its_weights() -> None:
     machine = replace(described("RTX 4090", 64 * GIB), handed_seconds=0.0)
     trains = from_count(10**9, 4, 512)
     still = tuple(layout._replace(trainable_stop=0) for layout in trains.layouts)
-    before = timing.forward(trains, machine, Load(2))
-    after = timing.forward(trains._replace(layouts=still), machine, Load(2))
+    before = passes.forward(trains, machine, Load(2))
+    after = passes.forward(trains._replace(layouts=still), machine, Load(2))
     for use, each, frozen in zip(trains.uses, before, after, strict=True):
         numel = trains.layouts[use.unit].numel
         products = 2 * use.flops / machine.matmul + (2 * numel / machine.weights if use.flops else 0)
@@ -229,7 +232,7 @@ def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
     apart = from_count(10**9, 4, 512)
     embedding, head = apart.uses[0], apart.uses[-1]._replace(unit=0)
     tied = apart._replace(uses=(embedding, *apart.uses[1:-1], head))
-    (one, *_), (two, *_) = (timing.forward(shape, machine, Load(1)) for shape in (apart, tied))
+    (one, *_), (two, *_) = (passes.forward(shape, machine, Load(1)) for shape in (apart, tied))
     nbytes = 2 * apart.layouts[0].numel
     assert two.backward - one.backward == pytest.approx(nbytes / machine.fresh) and one.seconds == two.seconds
 
@@ -237,7 +240,7 @@ def test_a_tied_embedding_makes_two_gradients_and_sums_them() -> None:
 def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
     machine = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s")])
     planned = choice.choose(shape, machine, Load(1), None)
-    found = {change.words: change for change in choice.advise(planned).changes}
+    found = {change.words: change for change in advice.advise(planned).changes}
     many = planned.load._replace(accumulation=4)
     again = choice.plan(shape, machine, many, planned.content)
     assert found["4 micro-batches a step"].seconds == again.timing.seconds
@@ -247,11 +250,11 @@ def test_advice_is_a_prediction_of_its_own(shape: Shape) -> None:
 def test_the_recommended_host_budget_is_what_pays(shape: Shape) -> None:
     machine = described("RTX 4090", 512 * GIB, [parse_drive("7GB/s,4GB/s")])
     by_default, tight = (plan(shape, machine, Load(1, 1, True), host_memory=n) for n in (None, 30 * GIB))
-    advised = choice.recommended_host(by_default)
-    assert advised == choice.recommended_host(tight) > by_default.memory.host
+    advised = advice.recommended_host(by_default)
+    assert advised == advice.recommended_host(tight) > by_default.memory.host
     assert plan(shape, machine, Load(1, 1, True), host_memory=advised).timing.seconds < by_default.timing.seconds / 1.03
     slow = plan(shape, replace(machine, matmul=1e12), Load(1, 1, True))
-    assert choice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
+    assert advice.recommended_host(slow) == by_default.memory.host, "compute hides it all"
 
 
 def test_what_fits_in_memory_stays_there() -> None:
@@ -364,13 +367,14 @@ def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None
     """Beside a backward that is long; and the totals have their bytes of the device's budget."""
     small, machine = from_count(10**9, 16, 2048), described("H200", 128 * GIB)
     numel = small.layouts[3].trainable_stop
-    alone = timing.backward(timing.forward(small, machine, Load(1)), [0] * len(small.layouts), machine, False)
+    alone = step_order.backward(passes.forward(small, machine, Load(1)), [0] * len(small.layouts), machine, False)
     for bus, longer in ((1e15, False), (1e9, True)):
         slow = replace(machine, download=bus)
-        planned = plan(small, slow, Load(1, 4), weights="cpu", states="cpu")
+        planned = plan(small, slow, Load(1, 4, schedule="micro_batch_major"), weights="cpu", states="cpu")
         totals = dict(planned.memory.placement.added)
         assert len(totals) == len(small.layouts) and totals[3] == 4 * numel
-        *some, last = timing.backwards(timing.forward(small, slow, Load(1)), planned.memory, slow, planned.load)
+        first = passes.forward(small, slow, Load(1))
+        *some, last = step_order.step_of(small, first, planned.memory, slow, planned.load)[1::2]
         assert len(some) == 3 and some[0] == some[1] == some[2]
         mine = next(index for index, each in enumerate(alone) if each.unit == 3)
         added = alone[mine].seconds + 10 * numel / machine.elementwise

@@ -21,15 +21,17 @@ from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.flat_layout import lay_out
 from offload.losses import chunked
-from offload.planner import memory, reach, request, timing
+from offload.planner import memory, reach, request
 from offload.planner import recommend as choice
 from offload.planner.activations import formulas
 from offload.planner.activations.formulas import CHUNK_TOKENS, Moving, Need, moving, need
 from offload.planner.activations.kept import Wish, auto_tile, placed, wish_of
 from offload.planner.activations.load import Load
 from offload.planner.activations.room import Room, fits, largest_batch, longest_sequence, room_of, within
+from offload.planner.advice import advise
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, Use, from_count, from_name
+from offload.planner.step_time import passes, step_order
 from offload.sizes import GIB
 from tests.support.sampling import examples
 
@@ -345,7 +347,7 @@ def test_inputs_on_drives_are_written_and_read_once_a_micro_batch(shape: Shape) 
 
 def test_a_tiled_mlp_is_computed_once_more(shape: Shape) -> None:
     on, load = card(handed_seconds=0.0), Load(2, recompute=True, tile=1024)
-    plain, tiled = (timing.forward(shape, on, each) for each in (load._replace(tile=0), load))
+    plain, tiled = (passes.forward(shape, on, each) for each in (load._replace(tile=0), load))
     use = shape.uses[3]
     numel = use.mlp_flops / (2 * shape.sequence)
     sums = 4 * numel * (2 * 4 + 2) / on.elementwise
@@ -356,7 +358,7 @@ def test_a_tiled_mlp_is_computed_once_more(shape: Shape) -> None:
 
 def test_the_loss_in_chunks_adds_sums_of_the_heads_gradient(shape: Shape) -> None:
     on = card(handed_seconds=0.0)
-    plain, in_chunks = (timing.forward(shape, on, Load(1, chunked_loss=each)) for each in (False, True))
+    plain, in_chunks = (passes.forward(shape, on, Load(1, chunked_loss=each)) for each in (False, True))
     sums = 2 * shape.layouts[-1].numel * (2 * 4 + 2) / on.elementwise
     assert in_chunks[-1].backward - plain[-1].backward == pytest.approx(sums)
     assert in_chunks[:-1] == plain[:-1]
@@ -364,8 +366,8 @@ def test_the_loss_in_chunks_adds_sums_of_the_heads_gradient(shape: Shape) -> Non
 
 def test_the_head_is_not_recomputed(shape: Shape) -> None:
     on = card(handed_seconds=0.0)
-    first = timing.forward(shape, on, Load(1))
-    plain, again = (timing.backward(first, [0] * len(shape.layouts), on, each) for each in (False, True))
+    first = passes.forward(shape, on, Load(1))
+    plain, again = (step_order.backward(first, [0] * len(shape.layouts), on, each) for each in (False, True))
     assert again[0] == plain[0] and again[1].seconds == pytest.approx(plain[1].seconds + first[-2].seconds)
 
 
@@ -437,7 +439,7 @@ def test_a_plan_that_chooses_says_so_in_its_config(shape: Shape) -> None:
 def test_no_recomputation_is_advised_where_it_is_faster_and_fits(shape: Shape) -> None:
     on = card(gpu_memory=1 << 40, matmul=1e12)
     planned = choice.plan(shape, on, Load(1), config("device"))
-    changes = {change.words: change for change in choice.advise(planned).changes}
+    changes = {change.words: change for change in advise(planned).changes}
     assert changes["no recomputation"].gain > 1.1
 
 

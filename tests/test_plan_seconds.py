@@ -7,13 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from offload.planner import memory, timing
+from offload.planner import memory
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS
 from offload.planner.report import in_short
+from offload.planner.step_time import passes
+from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB
 
 PLACEMENTS = (("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "nvme"))
@@ -48,16 +50,16 @@ def test_no_least_is_above_what_is_predicted(
     found: list[float] = []
     real = timing._least
     monkeypatch.setattr(timing, "_least", lambda *given: found.append(real(*given)) or found[-1])
-    reached = 0
-    for drive, load, dtype in itertools.product(
-        ("5GB/s,3GB/s", "0.2GB/s", "0.05GB/s,0.5GB/s"),
-        (Load(1), Load(8), Load(1, 3), Load(2, 1, True)),
-        ("bf16", "fp32"),
+    reached = {False: 0, True: 0}
+    loads = (Load(1), Load(8), Load(1, 3, schedule="micro_batch_major"), Load(1, 3, schedule="layer_major"))
+    for drive, load, dtype, speculate in itertools.product(
+        ("5GB/s,3GB/s", "0.2GB/s", "0.05GB/s,0.5GB/s"), (*loads, Load(2, 1, True)), ("bf16", "fp32"), (False, True)
     ):
+        load = load._replace(speculate=speculate)
         prediction = planned(small(4 if dtype == "fp32" else 2), machine(on_cpu, drive, dtype), load, tiers).timing
         assert found[-1] <= prediction.seconds * (1 + 1e-9), (drive, load, dtype)
-        reached += prediction.seconds <= 1.1 * found[-1]
-    assert reached >= 12, "it says something: half of the steps come near it"
+        reached[speculate] += prediction.seconds <= (1.25 if speculate else 1.1) * found[-1]
+    assert min(reached.values()) >= 15, "it says something: half of the steps come near it"
 
 
 def test_a_step_that_mostly_computes_is_limited_by_compute() -> None:
@@ -87,11 +89,11 @@ def test_what_limits_is_what_most_of_the_seconds_are_spent_on() -> None:
 def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_cpu: bool) -> None:
     """A GPU computes one use while the host prepares the next, so the slower of the two counts."""
     shape, on = small(), machine(on_cpu, "5GB/s")
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     handed = max(each.seconds for each in alone) * 0.9
     assert min(each.seconds for each in alone) < handed
     for with_host, without in zip(
-        timing.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
+        passes.forward(shape, replace(on, handed_seconds=handed), Load(1)), alone, strict=True
     ):
         if on_cpu:
             assert with_host.seconds == without.seconds + handed
@@ -104,8 +106,8 @@ def test_the_host_adds_to_what_a_cpu_computes_and_bounds_what_a_gpu_computes(on_
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_a_unit_that_stays_takes_the_host_less(on_cpu: bool) -> None:
     shape, on = small(), replace(machine(on_cpu, "5GB/s"), handed_seconds=4e-4)
-    comes, stays = (timing.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
-    alone = timing.forward(shape, replace(on, handed_seconds=0.0), Load(1))
+    comes, stays = (passes.forward(shape, on, Load(1), stay) for stay in ((), range(len(shape.layouts))))
+    alone = passes.forward(shape, replace(on, handed_seconds=0.0), Load(1))
     for moved, kept, without in zip(comes, stays, alone, strict=True):
         assert without.seconds <= kept.seconds <= moved.seconds and without.backward <= kept.backward <= moved.backward
     assert sum(each.seconds for each in stays) < sum(each.seconds for each in comes)
@@ -137,7 +139,7 @@ def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
     for name, more in (("weights", 2.0), ("elementwise", 1.3)):
         seconds = {
-            dtype: sum(each.seconds for each in timing.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
+            dtype: sum(each.seconds for each in passes.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
             for dtype, of in on.items()
         }
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name

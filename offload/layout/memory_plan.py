@@ -9,6 +9,7 @@ communicates with other ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.config import Config
@@ -17,7 +18,10 @@ from offload.layout.config_request import gradient_dtype, mode_of, placement_req
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, partitions
+from offload.states import State
 from offload.swapper.modes import Mode
+from offload.swapper.policy import Limits
+from offload.swapper.unit_table import UnitSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,3 +148,32 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
         commit_every=placed.request.config.offload.commit_every if slots == 2 else 0,
         notices=notices,
     )
+
+
+# -- inputs of the pager, and of `simulate`, which replays the pager --------------------------------------
+
+
+def unit_sizes(
+    layouts: Sequence[UnitLayout], placement: Placement, shares: Sequence[tuple[range, range]], mode: Mode
+) -> list[UnitSize]:
+    """Returns the facts that the pager needs about each unit.
+
+    Args:
+        layouts: the layout of each unit.
+        placement: the tiers of this rank's partitions.
+        shares: this rank's trainable and frozen elements of each unit.
+        mode: gives the dtype of the weights.
+    """
+    itemsize = mode.weight_dtype.itemsize
+    sizes: list[UnitSize] = []
+    for layout, tiers, parts in zip(layouts, placement.tiers, shares, strict=True):
+        share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
+        sizes.append(UnitSize(layout.name, layout.numel * itemsize, tiers[State.WEIGHT], share))
+    return sizes
+
+
+def limits(config: Config, mode: Mode) -> Limits:
+    """Returns the config's limits of the pager, in bytes of weights; None in a field means no limit."""
+    zero, itemsize = config.zero_optimization, mode.weight_dtype.itemsize
+    counts = (zero.stage3_prefetch_bucket_size, zero.stage3_max_reuse_distance)
+    return Limits(*(None if count is None else count * itemsize for count in counts))

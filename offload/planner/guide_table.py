@@ -35,6 +35,8 @@ CASES = tuple((gpu, bandwidth, drives) for gpu, bandwidth in _GPUS for drives in
 _DRIVE, _TBW, _RAM = "7GB/s,5GB/s,4TB", 2400e12, 128 * GIB
 _SEQUENCE, _ACCUMULATION = 2048, 8
 _BATCHES = (16, 8, 4, 2, 1)
+_WORTH = 1.03
+"""Speed-up from which a smaller micro-batch is worth its further writes of states for each token."""
 
 OTHERS = (
     ("RX 7900 XTX", 60e9),
@@ -77,9 +79,10 @@ _HEAD = f"""# Three models on three GPUs
 Predictions of `offload plan`, made by `python -m offload.planner.guide_table`; **no step of this package here was
 measured**. One GPU, {_RAM // GIB} GiB of RAM, drives that read 7 and write 5 GB/s, have 4 TB each and are rated for
 {_RATED} written. bf16, AdamW, every step durable where there are swap files. A step has {_ACCUMULATION} micro-batches,
-each of the largest power of two of sequences of {_SEQUENCE} tokens that fits, up to {_BATCHES[0]}; where activations
-do not fit otherwise, blocks are recomputed, and their inputs wait in host memory or on drives. "drive life" is the time
-until all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
+each of the power of two of sequences of {_SEQUENCE} tokens that is fastest, up to {_BATCHES[0]}, in the faster of both
+[orders](../concepts/cost-model.md#orders-of-micro-batches); where activations do not fit otherwise, blocks are
+recomputed, and their inputs wait in host memory or on drives. No step is taken to clip. "drive life" is the time until
+all drives reach their rated writes, training day and night. "limit" is the resource that takes most of a step's
 seconds, and its share.
 
 Matrix products and copies are at [published rates](#rates); host memory is assumed at 60, 150 and 250 GB/s beside the
@@ -243,7 +246,7 @@ def row(model: tuple[int, int], gpu: str, bandwidth: float | None, drives: int) 
         drives: number of drives.
     """
     billions, layers = model
-    planned = _largest(billions, layers, machine(gpu, bandwidth, drives))
+    planned = _fastest(billions, layers, machine(gpu, bandwidth, drives))
     memory, timing = planned.memory, planned.timing
     zero = memory.config.zero_optimization
     cells = (
@@ -275,18 +278,24 @@ def _drive_life(planned: Planned, endurance: float) -> str:
     return "" if years is None else format_time(years * report.YEAR)
 
 
-def _largest(billions: int, layers: int, hardware: Hardware) -> Planned:
-    """Returns the plan with the largest micro-batch of `_BATCHES` that fits."""
+def _fastest(billions: int, layers: int, hardware: Hardware) -> Planned:
+    """Returns the plan with the fastest micro-batch of `_BATCHES`; a smaller one has to be faster by `_WORTH`."""
     shape = from_count(billions * 10**9, layers, _SEQUENCE)
-    # In descending order: the first batch that fits is the largest.
+    best: Planned | None = None
     for batch in _BATCHES:
         try:
-            return choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
+            found = choice.choose(shape, hardware, Load(batch, _ACCUMULATION), None)
         except BudgetError:
             # Not even one sequence fits: the error says why.
-            if batch == _BATCHES[-1]:
+            if batch == _BATCHES[-1] and best is None:
                 raise
-    raise AssertionError("unreachable")
+            continue
+        if best is None or found.timing.tokens_per_second > _WORTH * best.timing.tokens_per_second:
+            best = found
+        if best.load.alive > 1:
+            break  # smaller micro-batches move the same bytes, and compute less well
+    assert best is not None
+    return best
 
 
 if __name__ == "__main__":

@@ -22,7 +22,8 @@ from offload.planner.activations.budgets import activations
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, Measured
 from offload.planner.model_shape import Shape, config_of, from_name, model_of
-from offload.planner.timing import backward, forward
+from offload.planner.step_time.passes import forward
+from offload.planner.step_time.step_order import backward
 from offload.presets import error_message
 from offload.sizes import format_size
 from offload.swapper.memory.limits import free_host_memory
@@ -90,7 +91,7 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     alone = replace(hardware, handed_seconds=0.0)
     first = forward(shape, alone, Load(batch))
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
-    return sum(each.seconds for each in (*first, *second))
+    return sum(each.seconds for each in first) + sum(use.seconds for use in second)
 
 
 def _that_fits(

@@ -31,6 +31,8 @@ def predict(
     recompute: bool = False,
     chunked_loss: bool = False,
     resuming: bool = False,
+    schedule: str = "auto",
+    speculate: bool = True,
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
@@ -43,6 +45,8 @@ def predict(
         recompute: True if activations are computed again in the backward.
         chunked_loss: True if never all logits are in memory.
         resuming: True if the run's swap files exist already, so that free disk space does not matter.
+        schedule: order of micro-batches and blocks.
+        speculate: True if the run updates units under the backward where it can.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
@@ -52,7 +56,8 @@ def predict(
     machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
     shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
-    return choice.plan(shape, machine, Load(batch.micro, batch.accumulation, recompute, chunked_loss), content)
+    load = Load(batch.micro, batch.accumulation, recompute, chunked_loss, schedule=schedule, speculate=speculate)
+    return choice.plan(shape, machine, load, content)
 
 
 def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:

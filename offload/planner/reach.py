@@ -98,7 +98,7 @@ def with_way(content: Mapping[str, Any], way: Way, hardware: Hardware) -> dict[s
 def reach(planned: Planned) -> list[Reach]:
     """Returns how far each way reaches with the tiers and budgets of a plan, and the seconds of the plan's step."""
     found = []
-    load = planned.load._replace(recompute=False)
+    load = planned.given._replace(recompute=False)
     for way in ways(planned.hardware):
         content = with_way(planned.content, way, planned.hardware)
         memory = settled(planned.shape, planned.hardware, load, content)

@@ -1,19 +1,18 @@
-"""Choice of tiers and host budget if the user names none, and advice on what to change.
+"""The plan of a config, and the choice of tiers and host budget if the user names none.
 
 Every candidate is tried by a prediction of its own.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
 from offload.layout.device_need import growth
+from offload.layout.schedule import MICRO_BATCH_MAJOR, Choice
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak
 from offload.planner.activations.formulas import Need, need
@@ -24,8 +23,8 @@ from offload.planner.activations.room import for_device, room_of
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import Shape
-from offload.planner.timing import Timing, predict
-from offload.sizes import PAGE, format_size
+from offload.planner.step_time import Timing, choice_of, lower_bound, predict
+from offload.sizes import PAGE
 from offload.states import State
 from offload.swapper.memory.device import DeviceRoom
 
@@ -36,8 +35,8 @@ _HOST_SHARE = 0.8
 """Fraction of the RAM beside the process's own needs that a recommended host budget may take."""
 _WORTH = 1.03
 """Speed-up that a larger host budget must bring over a smaller one."""
-_GAIN = 1.05
-"""Speed-up from which a change is reported."""
+_WEAR = 1.1
+"""Speed-up that a placement on drives must bring over one in memory, which wears nothing out."""
 
 
 class Planned(NamedTuple):
@@ -50,6 +49,10 @@ class Planned(NamedTuple):
     """The config."""
     memory: Memory
     timing: Timing
+    given: Load
+    """`load` before the plan has chosen its schedule and the tiers of the blocks' inputs."""
+    choice: Choice
+    """The schedule of `load`, and why."""
 
     @property
     def activations(self) -> int:
@@ -67,32 +70,14 @@ class Planned(NamedTuple):
         return host_peak(self.memory, self.shape, self.hardware, self.load)
 
 
-class Advice(NamedTuple):
-    """Advice on a plan."""
-
-    changes: tuple[Change, ...]
-    """Changes, the best first."""
-    host: int
-    """Bytes of the recommended host budget."""
-
-
-class Change(NamedTuple):
-    """One change of a plan and its predicted effect."""
-
-    words: str
-    seconds: float
-    gain: float
-    """Tokens per second with the change, divided by those without it."""
-
-
 def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Planned:
     """Returns the plan of a config.
 
     Args:
         shape: the model.
         hardware: the machine.
-        load: micro-batch, accumulation and loss of a step, and recomputation by the model itself. The config has the
-            rest: the tiers of the blocks' inputs, and tiles.
+        load: micro-batch, accumulation, loss and schedule of a step, and recomputation by the model itself. The config
+            has the rest: the tiers of the blocks' inputs, and tiles. "auto" takes the schedule of the shorter step.
         content: a config in DeepSpeed's form.
 
     Raises:
@@ -107,11 +92,47 @@ def plan(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any
             '"activations": "nvme" needs a drive and a folder on it; give --drive or --nvme-path, and set "nvme_path" '
             'in the block "offload" of a config'
         )
+    found = choice_of(shape, hardware, load, memory, wish)
+    planned = _timed(shape, hardware, load, content, memory, found)
+    if load.schedule != "auto" or found.schedule == MICRO_BATCH_MAJOR:
+        return planned
+    other = Choice(MICRO_BATCH_MAJOR, "a layer-major step is not faster")
+    return _timed(shape, hardware, load, content, memory, other, planned)
+
+
+def _timed(
+    shape: Shape,
+    hardware: Hardware,
+    load: Load,
+    content: Mapping[str, Any],
+    memory: Memory,
+    found: Choice,
+    before: Planned | None = None,
+) -> Planned:
+    """Returns the plan with one schedule; `before` if its step is not longer.
+
+    Args:
+        shape: the model.
+        hardware: the machine.
+        load: work of a step.
+        content: a config in DeepSpeed's form.
+        memory: the memory before the first step.
+        found: the schedule.
+        before: a plan with another schedule, or None.
+    """
+    wish = wish_of(memory.config)
+    chosen = load._replace(schedule=found.schedule)
+    room = room_of(hardware, memory, wish, chosen.alive > 1)
     # Activations are checked before the arena grows, which takes only memory that they leave free.
-    load = activation_room.within(shape, load, wish, room)
-    activation_room.check(shape, load, wish, room)
-    memory = _grown(memory, shape, hardware, load)
-    return Planned(shape, hardware, load, content, memory, predict(memory, shape, hardware, load))
+    chosen = activation_room.within(shape, chosen, wish, room)
+    activation_room.check(shape, chosen, wish, room)
+    memory = _grown(memory, shape, hardware, chosen)
+    if before is not None and lower_bound(memory, shape, hardware, chosen) >= before.timing.seconds:
+        return before  # no simulation is needed to know
+    timing = predict(memory, shape, hardware, chosen)
+    if before is not None and before.timing.seconds <= timing.seconds:
+        return before
+    return Planned(shape, hardware, chosen, content, memory, timing, load, found)
 
 
 def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, Any]) -> Memory:
@@ -158,7 +179,7 @@ def with_host_budget(planned: Planned) -> Planned:
     for budget in _budgets(planned):
         content = with_host_memory(planned.content, budget, need(planned.shape, planned.load).host)
         try:
-            tried = plan(planned.shape, planned.hardware, planned.load, content)
+            tried = plan(planned.shape, planned.hardware, planned.given, content)
         except BudgetError:
             continue
         if tried.timing.seconds * _WORTH < best.timing.seconds:
@@ -184,18 +205,6 @@ def _budgets(planned: Planned) -> Iterator[int]:
         yield most // PAGE * PAGE
 
 
-def recommended_host(planned: Planned) -> int:
-    """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
-    content = copy.deepcopy(dict(planned.content))
-    for name in ("host_memory", "activation_memory"):
-        content.get("offload", {}).pop(name, None)
-    try:
-        base = plan(planned.shape, planned.hardware, planned.load, content)
-    except BudgetError:
-        return planned.memory.host
-    return with_host_budget(base).memory.host
-
-
 def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None, **options: Any) -> Planned:
     """Returns the plan with the fastest tiers that fit and the recommended host budget.
 
@@ -216,7 +225,7 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
     options = options if hardware.drives else {**options, "paths": ()}
     # Without recomputation first: if both are about as fast, the simpler run is chosen.
     for again, tier in _ways(recompute, options.pop("activations", None)):
-        if found and tier not in (None, "device"):
+        if found and tier not in (None, "device") and not _lacks_room(found):
             break
         on = load._replace(recompute=again)
         for weights, states in PLACEMENTS:
@@ -236,8 +245,19 @@ def choose(shape: Shape, hardware: Hardware, load: Load, recompute: bool | None,
         raise error
     # Candidates that move the least come first in `found`: the first one near the best is preferred to a marginally
     # faster one.
-    best = max(each.timing.tokens_per_second for each in found)
-    return next(each for each in found if each.timing.tokens_per_second * _WORTH >= best)
+    best = max(found, key=lambda each: each.timing.tokens_per_second)
+
+    def near(each: Planned) -> bool:
+        wears = best.timing.moved.written > each.timing.moved.written == 0
+        return each.timing.tokens_per_second * (_WEAR if wears else _WORTH) >= best.timing.tokens_per_second
+
+    return next(filter(near, found))
+
+
+def _lacks_room(found: Sequence[Planned]) -> bool:
+    """Returns True if inputs of blocks elsewhere may make room for a layer-major step, which no plan so far has."""
+    wanted = any(each.given.accumulation > 1 and each.given.schedule == "auto" for each in found)
+    return wanted and all(each.choice.schedule == MICRO_BATCH_MAJOR for each in found)
 
 
 def _ways(recompute: bool | None, tier: str | None) -> list[tuple[bool, str | None]]:
@@ -297,53 +317,3 @@ def _check_moved(planned: Planned, tiers: tuple[str, str]) -> None:
     """Raises `BudgetError` if states that should stay in memory are placed on DISK, as in another candidate."""
     if "nvme" not in tiers and planned.memory.placement.on_disk:
         raise BudgetError(f"the host budget has no room for {' and '.join(dict.fromkeys(tiers))}")
-
-
-# -- advice -------------------------------------------------------------------------------------------
-
-
-def advise(planned: Planned) -> Advice:
-    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
-    found: list[Change] = []
-    for words, act in _ideas(planned):
-        try:
-            other = act()
-        except (BudgetError, ConfigError):
-            continue
-        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
-        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
-        if gain >= _GAIN:
-            found.append(Change(words, other.timing.seconds, gain))
-    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
-
-
-def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
-    """Yields candidate changes: a description, and a function that predicts the changed run."""
-    shape, hardware, load, content = planned.shape, planned.hardware, planned.load, planned.content
-    sequence = shape.sequence
-    for times in (2, 4):
-        more = load._replace(batch=load.batch * times)
-        yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
-    many = load._replace(accumulation=load.accumulation * 4)
-    yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
-    if load.recompute:
-        kept = {
-            **content,
-            "offload": {**content.get("offload", {}), "activations": None},
-            "activation_checkpointing": {},
-        }
-        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), kept)
-    if hardware.drives and planned.memory.slots:
-        one = hardware.drives[0]
-        # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
-        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
-        yield "one more drive like the first", lambda: plan(shape, wider, load, content)
-    if planned.memory.slots == 2:
-        block = {**content.get("offload", {}), "durability": "none"}
-        yield (
-            "durability none: no resume after a kill",
-            lambda: plan(shape, hardware, load, {**content, "offload": block}),
-        )
-    double = replace(hardware, ram=2 * hardware.ram)
-    if planned.memory.slots:
-        yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

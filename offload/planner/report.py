@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
+from offload.planner.advice import Advice, Ordered
 from offload.planner.published.rate import ORIGINS, Rate, sentences
-from offload.planner.reach import Longest, Reach
-from offload.planner.recommend import Advice, Planned
-from offload.planner.timing import Timing, hiding_tokens
-from offload.sizes import format_count, format_size, format_time
+from offload.planner.reach import Reach
+from offload.planner.recommend import Planned
+from offload.planner.step_time import Timing, hiding_tokens
+from offload.sizes import count_of, format_count, format_size, format_time
 
 YEAR = 365.25 * 24 * 3600
 """Seconds of a year."""
@@ -26,6 +27,9 @@ _NAMES = {
 }
 
 
+_SCHEDULES: dict[str, str] = {LAYER_MAJOR: "layer-major", MICRO_BATCH_MAJOR: "micro-batch-major"}
+
+
 class Asked(NamedTuple):
     """Quantities for the additional answers that a user may ask for."""
 
@@ -35,7 +39,9 @@ class Asked(NamedTuple):
     """Bytes that all drives together are rated to have written to them (TBW)."""
 
 
-def as_json(planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = ()) -> dict[str, Any]:
+def as_json(
+    planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = (), orders: Sequence[Ordered] = ()
+) -> dict[str, Any]:
     """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second.
 
     Args:
@@ -43,8 +49,9 @@ def as_json(planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Re
         advice: what to change.
         asked: quantities for additional answers.
         reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
+        orders: the plan's step in each order of micro-batches.
     """
-    memory, timing, shape = planned.memory, planned.timing, planned.shape
+    memory, shape = planned.memory, planned.shape
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
         "machine": {
@@ -68,40 +75,51 @@ def as_json(planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Re
         "disk": memory.stored + memory.spilled,
         "export": memory.export,
         "activations": planned.activations,
-        "activation_tiers": {**planned.needed._asdict(), "inputs": _inputs(planned)},
+        "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
         "ways": [
-            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": _rounded(each.seconds)}
+            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": rounded(each.seconds)}
             for each in reaches
         ],
+        "orders": [_order_json(each) for each in orders],
         "host_peak": planned.host_peak,
-        "step": {
-            "batch": planned.load.batch,
-            "sequence": shape.sequence,
-            "accumulation": planned.load.accumulation,
-            "recompute": planned.load.recompute,
-            "chunked_loss": planned.load.chunked_loss,
-            "tile_tokens": tile_tokens(shape, planned.load),
-            "tokens": timing.tokens,
-            "seconds": _rounded(timing.seconds),
-            "tokens_per_second": _rounded(timing.tokens_per_second),
-            # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
-            "parts_seconds": {name: _rounded(value) for name, value in timing.parts.items()},
-            "compute_seconds": _rounded(timing.compute_seconds),
-            "formula_seconds": _rounded(timing.formula_seconds),
-            "busy_seconds": {name: _rounded(value) for name, value in timing.busy.items()},
-            "waited_seconds": {name: _rounded(value) for name, value in timing.waited._asdict().items()},
-            "limit": timing.limit,
-            "read_bytes": timing.moved.read,
-            "written_bytes": timing.moved.written,
-            "hiding_tokens": _hiding(planned),
-        },
-        "run_seconds": None if asked.tokens is None else _rounded(_run_seconds(planned, asked.tokens)),
-        "drive_years": _rounded(years(planned, asked)),
+        "step": _step_json(planned),
+        "run_seconds": None if asked.tokens is None else rounded(_run_seconds(planned, asked.tokens)),
+        "drive_years": rounded(years(planned, asked)),
         # All changes; the text shows the best four only.
         "changes": [
-            {"words": each.words, "seconds": _rounded(each.seconds), "gain": _rounded(each.gain)}
+            {"words": each.words, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
             for each in advice.changes
         ],
+    }
+
+
+def _step_json(planned: Planned) -> dict[str, Any]:
+    """Returns the work and the seconds of a step for `--json`."""
+    timing, shape = planned.timing, planned.shape
+    return {
+        "batch": planned.load.batch,
+        "sequence": shape.sequence,
+        "accumulation": planned.load.accumulation,
+        "schedule": planned.choice.schedule,
+        "schedule_reason": planned.choice.reason,
+        "updates_under_backward": len(timing.simulation.speculated),
+        "miss_seconds": rounded(timing.miss_seconds),
+        "recompute": planned.load.recompute,
+        "chunked_loss": planned.load.chunked_loss,
+        "tile_tokens": tile_tokens(shape, planned.load),
+        "tokens": timing.tokens,
+        "seconds": rounded(timing.seconds),
+        "tokens_per_second": rounded(timing.tokens_per_second),
+        # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
+        "parts_seconds": {name: rounded(value) for name, value in timing.parts.items()},
+        "compute_seconds": rounded(timing.compute_seconds),
+        "formula_seconds": rounded(timing.formula_seconds),
+        "busy_seconds": {name: rounded(value) for name, value in timing.busy.items()},
+        "waited_seconds": {name: rounded(value) for name, value in timing.waited._asdict().items()},
+        "limit": timing.limit,
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "hiding_tokens": _hiding(planned),
     }
 
 
@@ -109,7 +127,7 @@ def in_short(planned: Planned) -> str:
     """Returns the prediction in one line, for the start of a run."""
     timing = planned.timing
     return (
-        f"predicted: {_seconds(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
+        f"predicted: {seconds_text(timing.seconds)} a step, {timing.tokens_per_second:,.0f} tokens/s, "
         f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
         f"{_describe_limit(timing)}"
     )
@@ -127,6 +145,7 @@ def heading(planned: Planned) -> list[str]:
         f"{hardware.name}{device}, {format_size(hardware.ram)} of RAM{shared}; drives: {drives}",
         f"weights on {zero.offload_param.device}, states on {zero.offload_optimizer.device}; a step is "
         f"{load.accumulation} x {load.batch} x {shape.sequence} tokens"
+        f"{', layer-major' if load.alive > 1 else ''}"
         f"{', activations recomputed' if load.recompute else ''}{', loss in chunks' if load.chunked_loss else ''}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
         *planned.memory.notices,
@@ -158,7 +177,7 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
 
 def _as_json(rate: Rate) -> dict[str, Any]:
     """Returns a rate for `--json`; work that takes no time has the rate None."""
-    value = None if math.isinf(rate.value) else _rounded(rate.value)
+    value = None if math.isinf(rate.value) else rounded(rate.value)
     return {"name": rate.name, "value": value, "unit": rate.unit, "origin": rate.origin, "source": rate.source}
 
 
@@ -175,7 +194,7 @@ def _measured(planned: Planned) -> list[str]:
         return []
     return [
         f"measured: forward and backward of a micro-batch with {found.layers} of {found.of} layers, "
-        f"{_seconds(found.seconds)}; by the probe's rates {_seconds(found.by_probe_seconds)}"
+        f"{seconds_text(found.seconds)}; by the probe's rates {seconds_text(found.by_probe_seconds)}"
     ]
 
 
@@ -200,7 +219,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     return lines_found
 
 
-def _inputs(planned: Planned) -> dict[str, int]:
+def inputs_of(planned: Planned) -> dict[str, int]:
     """Returns how many blocks' inputs wait in each tier for the backward; none if blocks keep all activations."""
     load, count = planned.load, len(recomputed(planned.shape, planned.load))
     return {"device": count - load.on_host - load.on_disk, "host": load.on_host, "disk": load.on_disk}
@@ -208,7 +227,7 @@ def _inputs(planned: Planned) -> dict[str, int]:
 
 def _describe_inputs(planned: Planned) -> str:
     """Returns where the inputs of blocks wait, in words; nothing if blocks keep all activations."""
-    counts, needed = _inputs(planned), planned.needed
+    counts, needed = inputs_of(planned), planned.needed
     if not any(counts.values()):
         return ""
     beside = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
@@ -217,107 +236,18 @@ def _describe_inputs(planned: Planned) -> str:
     return f"; inputs of {sum(counts.values())} blocks: {', '.join(parts)}"
 
 
-def reach_heading(planned: Planned) -> str:
-    """Returns the line above the table of `reach_table`."""
-    batch, sequence = planned.load.batch, planned.shape.sequence
-    return (
-        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
-        f"chunks; sequences of {sequence:,} tokens in the largest micro-batch; the step beside that of the plan:"
-    )
-
-
-def reach_table(planned: Planned, reaches: Sequence[Reach]) -> list[tuple[str, ...]]:
-    """Returns the rows on ways to keep activations: words, longest sequences, micro-batch, seconds relative to now."""
-    now = planned.timing.seconds
-    return [
-        (
-            each.way.words,
-            _tokens(each.sequence),
-            _tokens(each.sequence_chunked),
-            f"{each.batch:,}" if each.batch else "none",
-            "does not fit" if each.seconds is None else f"{each.seconds / now:.2f} x",
-        )
-        for each in reaches
-    ]
-
-
-def _tokens(count: int) -> str:
-    return f"{count:,}" if count else "none"
-
-
-def longest_json(found: Sequence[Longest]) -> dict[str, Any]:
-    """Returns the object that `--longest-sequence --json` prints: for each way, lengths, needs and config."""
-    return {"longest": [_longest_json(each) for each in found]}
-
-
-def _longest_json(each: Longest) -> dict[str, Any]:
-    """Returns the JSON object of one way."""
-    way = {"way": each.way.words, "sequence": each.sequence, "sequence_chunked": each.sequence_chunked}
-    if each.planned is None:
-        return way
-    planned, timing = each.planned, each.planned.timing
-    return {
-        **way,
-        "chunked_loss": planned.load.chunked_loss,
-        "activation_tiers": {**planned.needed._asdict(), "inputs": _inputs(planned)},
-        "seconds": _rounded(timing.seconds),
-        "tokens_per_second": _rounded(timing.tokens_per_second),
-        "limit": timing.limit,
-        "config": dict(planned.content),
-    }
-
-
-def longest_heading(found: Sequence[Longest]) -> str:
-    """Returns the line above the table of `longest_table`."""
-    batch = next((each.planned.load.batch for each in found if each.planned is not None), 1)
-    return (
-        f"tokens of the longest sequence with {batch} in a micro-batch, with all logits in memory and with the loss in "
-        f"chunks; a step of the longer one:"
-    )
-
-
-def longest_table(found: Sequence[Longest]) -> list[tuple[str, ...]]:
-    """Returns the rows of `--longest-sequence`: words, longest sequences, tiers, seconds, tokens per second."""
-    return [_longest_row(each) for each in found]
-
-
-def _longest_row(each: Longest) -> tuple[str, ...]:
-    """Returns the row of one way."""
-    start = (each.way.words, _tokens(each.sequence), _tokens(each.sequence_chunked))
-    if each.planned is None:
-        return (*start, "", "", "")
-    timing, zero = each.planned.timing, each.planned.memory.config.zero_optimization
-    tiers = f"{zero.offload_param.device}, {zero.offload_optimizer.device}"
-    return (*start, tiers, _seconds(timing.seconds), f"{timing.tokens_per_second:,.0f}")
-
-
-def longest_lines(found: Sequence[Longest]) -> list[str]:
-    """Returns the lines below the table: what to set for the longest sequence, and a limit of the model."""
-    plans = [each.planned for each in found if each.planned is not None]
-    if not plans:
-        return ["no sequence fits, with any tiers: the device has no room beside the weights in use"]
-    best = max(plans, key=lambda planned: planned.shape.sequence)
-    set_ = {name: best.content[name] for name in ("zero_optimization", "offload")}
-    lines_found = [f"for {best.shape.sequence:,} tokens set: {json.dumps(set_)[1:-1]}"]
-    if best.load.chunked_loss:
-        lines_found.append("and compute the loss in chunks: offload.losses.chunk_loss_of(model) before initialize")
-    positions = best.shape.positions
-    if positions is not None and positions < best.shape.sequence:
-        lines_found.append(f"the config of the model allows {positions:,} positions: more need another one")
-    return [*lines_found, "assumed: attention keeps no matrix of tokens times tokens (FlashAttention)"]
-
-
 def _of_time(planned: Planned) -> list[str]:
     """Returns the lines on the seconds of a step, its work and its waits."""
     timing = planned.timing
-    busy = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.busy.items() if value)
-    waited = ", ".join(f"{name} {_seconds(value)}" for name, value in timing.waited._asdict().items() if value)
+    busy = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.busy.items() if value)
+    waited = ", ".join(f"{name} {seconds_text(value)}" for name, value in timing.waited._asdict().items() if value)
     lines_found = [
-        f"a step takes {_seconds(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; "
+        f"a step takes {seconds_text(timing.seconds)}, {timing.tokens_per_second:,.0f} tokens a second; "
         f"{_describe_limit(timing)}",
         f"  work: {busy}; waits: {waited or 'none'}; the lower bound by its order is "
-        f"{_seconds(timing.formula_seconds)}",
+        f"{seconds_text(timing.formula_seconds)}",
     ]
+    lines_found += _of_order(planned)
     enough = _hiding(planned)
     have = planned.load.batch * planned.shape.sequence
     # The hint is of use only if a larger micro-batch can be reached.
@@ -326,6 +256,57 @@ def _of_time(planned: Planned) -> list[str]:
             f"  with {enough:,} tokens in a micro-batch ({have:,} now) all I/O could hide behind compute"
         )
     return lines_found
+
+
+def _of_order(planned: Planned) -> list[str]:
+    """Returns the lines on the order of micro-batches and on updates under the backward."""
+    timing, lines_found = planned.timing, []
+    if planned.load.accumulation > 1:
+        lines_found.append(f"  {_SCHEDULES[planned.choice.schedule]}: {planned.choice.reason}")
+    early, updates = len(timing.simulation.speculated), sum(numel > 0 for numel in planned.memory.parts.trainable_numel)
+    if early:
+        lines_found.append(
+            f"  {early} of {count_of(updates, 'update')} begin under the backward; a step whose gradients are clipped "
+            f"makes them again, in at most {seconds_text(timing.miss_seconds)} more"
+        )
+    return lines_found
+
+
+def orders_heading(planned: Planned) -> str:
+    """Returns the line above the table of `orders_table`."""
+    return f"a step in each order, before and after; the plan is {_SCHEDULES[planned.choice.schedule]}:"
+
+
+def orders_table(orders: Sequence[Ordered]) -> list[tuple[str, ...]]:
+    """Returns the rows on orders: order, what hides updates, seconds, bytes moved, cost of a clipped step."""
+    return [_order_row(each) for each in orders]
+
+
+def _order_row(each: Ordered) -> tuple[str, ...]:
+    """Returns the row of one order."""
+    start = (_SCHEDULES[each.schedule], "both" if each.speculate else "forward")
+    if each.planned is None:
+        return (*start, "does not fit", "", "", "")
+    timing = each.planned.timing
+    moved = (format_size(timing.moved.read), format_size(timing.moved.written))
+    miss = seconds_text(timing.miss_seconds) if timing.miss_seconds else ""
+    return (*start, seconds_text(timing.seconds), *moved, miss)
+
+
+def _order_json(each: Ordered) -> dict[str, Any]:
+    """Returns an order for `--json`; a step that does not fit has no numbers."""
+    order = {"schedule": each.schedule, "speculate": each.speculate}
+    if each.planned is None:
+        return {**order, "seconds": None}
+    timing = each.planned.timing
+    return {
+        **order,
+        "seconds": rounded(timing.seconds),
+        "read_bytes": timing.moved.read,
+        "written_bytes": timing.moved.written,
+        "updates_under_backward": len(timing.simulation.speculated),
+        "miss_seconds": rounded(timing.miss_seconds),
+    }
 
 
 def _describe_limit(timing: Timing) -> str:
@@ -387,10 +368,11 @@ def _count(number: int) -> str:
     return next((f"{number / size:.3g} {name}" for name, size in named if number >= size), f"{number:,}")
 
 
-def _seconds(value: float) -> str:
+def seconds_text(value: float) -> str:
+    """Returns seconds with a unit that suits them."""
     return f"{value:.1f} s" if value >= 10 else f"{value:.2f} s" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Returns four significant digits: predictions have no more, and JSON stays readable."""
     return None if value is None else float(f"{value:.4g}")

@@ -19,6 +19,7 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.layout.schedule import SCHEDULES
 from offload.planner import recommend as choice
 from offload.planner.activations.formulas import need
 from offload.planner.activations.kept import with_host_memory
@@ -71,6 +72,10 @@ class Step(NamedTuple):
     chunked_loss: bool | None = None
     tile_mlp: str | None = None
     """ "auto", "off", or a number of tiles."""
+    schedule: str | None = None
+    """Order of micro-batches and blocks; None for "auto"."""
+    speculate: bool | None = None
+    """False for no updates under the backward."""
 
 
 def planned(
@@ -141,12 +146,18 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
 
 def _load(step: Step, content: Mapping[str, Any] | None = None) -> Load:
     """Returns the work of a step; a config has the numbers that no option gives, and is planned for one rank."""
-    chunked = bool(step.chunked_loss)
+    load = Load(
+        step.batch or 1,
+        step.accumulation or 1,
+        chunked_loss=bool(step.chunked_loss),
+        schedule=step.schedule or "auto",
+        speculate=step.speculate is not False,
+    )
     if content is None:
-        return Load(step.batch or 1, step.accumulation or 1, chunked_loss=chunked)
+        return load
     sizes = resolve_batch(load_config(content), 1)
     micro, accumulation = step.batch or sizes.micro, step.accumulation or sizes.accumulation
-    return Load(micro, accumulation, bool(step.recompute), chunked)
+    return load._replace(batch=micro, accumulation=accumulation, recompute=bool(step.recompute))
 
 
 def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
@@ -178,6 +189,8 @@ def _check(step: Step, file: Path | None) -> None:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
     if step.activations is not None and step.activations not in _ACTIVATIONS:
         raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
+    if step.schedule is not None and step.schedule not in SCHEDULES:
+        raise ConfigError(f"expected --schedule of {', '.join(SCHEDULES)}, got {step.schedule!r}")
     tile = step.tile_mlp
     if tile not in (None, "auto", "off") and not re.fullmatch("[1-9][0-9]{0,9}", tile or ""):
         raise ConfigError(f"expected --tile-mlp of auto, off or a number of tiles, got {tile!r}")

@@ -9,12 +9,14 @@ from itertools import pairwise
 from typing import Any
 
 from offload.report.drive_wear import forecast
+from offload.report.links import busy, updates
 from offload.report.log import Log, column, is_number, number
 from offload.report.phases import ADVICE, bound
 from offload.report.prediction import compare
+from offload.report.timeline_view import Window
 
 
-def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]:
+def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | None = None) -> dict[str, Any]:
     """Returns the numbers of a run as a JSON object, in seconds and bytes.
 
     Medians and rates leave out the first step of each process: without a recorded access order, it reads on demand.
@@ -22,6 +24,7 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
     Args:
         log: the log.
         plan: a prediction to compare with; by default the one in the log.
+        window: one step of a timeline, for the shares of the links; None without a timeline.
     """
     steady = _steady(log)
     by = bound(steady)
@@ -57,6 +60,8 @@ def figures(log: Log, plan: Mapping[str, float] | None = None) -> dict[str, Any]
         "host_peak_bytes": max(column(log.steps, "host_peak_bytes"), default=None),
         "device_peak_bytes": max(column(log.steps, "device_peak_bytes"), default=None),
         "drives": _drives(log, steady, about),
+        "links": None if window is None else busy(window.spans, window.start, window.end),
+        "updates": None if window is None else updates(window.spans, window.start, window.end),
         "predicted": compare(log.about.get("predicted") if plan is None else plan, steady),
     }
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
+from offload.report import links as links_of
 from offload.report.charts import (
     POINTS,
     Series,
@@ -22,6 +23,7 @@ from offload.report.charts import (
     seconds_unit,
     stack,
 )
+from offload.report.links import LINKS
 from offload.report.log import Log, number
 from offload.report.phases import PARTS, parts
 from offload.report.prediction import time_of, words
@@ -330,7 +332,15 @@ def _window(window: Window) -> list[Block]:
     busy = tuple(
         Row((row, time_of(seconds), f"{seconds * 1e6 / took:.0%}")) for row, seconds in window.seconds().items()
     )
-    return [rows(window), Table(head=("busy with", "time", "share"), rows=busy)]
+    shares = (window.spans, window.start, window.end)
+    links = tuple(Row((LINKS[link], f"{share:.0%}")) for link, share in links_of.busy(*shares).items())
+    under = tuple(Row((f"under the {phase}", f"{share:.0%}")) for phase, share in links_of.updates(*shares).items())
+    return [
+        rows(window),
+        Table(head=("busy with", "time", "share"), rows=busy),
+        Table(head=("link", "busy"), rows=links),
+        Table(head=("updates", "share of the step"), rows=under),
+    ]
 
 
 def _notes(found: Mapping[str, Any]) -> list[str]:

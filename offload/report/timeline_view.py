@@ -17,8 +17,10 @@ from markupsafe import Markup
 
 from offload.errors import ConfigError
 from offload.report.charts import format_number, seconds_unit, ticks
+from offload.report.links import BACKWARD, phases
 from offload.report.log import is_number, plain
 from offload.report.render import render
+from offload.report.spans import Span, total, union
 from offload.sizes import format_size
 
 COLORS = {
@@ -34,21 +36,11 @@ COLORS = {
     "commits": "--gray",
 }
 """Rows of a timeline in the order in which they are shown, with their CSS variables."""
+_EARLY = "--violet"
+"""CSS variable of updates that begin under a backward."""
 _LANES = 6
 """Most lanes that are shown per row; overlapping spans occupy different lanes."""
 _WIDTH, _LEFT, _LANE, _GAP = 1100, 104, 13, 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Span:
-    """A span of a timeline; `start` and `end` are in microseconds, as in the file."""
-
-    row: str
-    lane: int
-    name: str
-    start: float
-    end: float
-    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +56,13 @@ class Window:
 
     def seconds(self) -> dict[str, float]:
         """Returns the seconds in which each row had at least one span in progress."""
-        found = {}
-        for row in COLORS:
-            row_spans = sorted((max(s.start, self.start), min(s.end, self.end)) for s in self.spans if s.row == row)
-            # The union of intervals: spans of a row overlap if several are in flight.
-            total, reached = 0.0, self.start
-            for start, end in row_spans:
-                total += max(0.0, end - max(start, reached))
-                reached = max(reached, end)
-            if row_spans:
-                found[row] = total / 1e6
-        return found
+        # The union of intervals: spans of a row overlap if several are in flight.
+        covered = {
+            row: union(((s.start, s.end) for s in self.spans if s.row == row), self.start, self.end)
+            for row in COLORS
+            if any(s.row == row for s in self.spans)
+        }
+        return {row: total(each) / 1e6 for row, each in covered.items()}
 
 
 def read_window(path: Path) -> Window:
@@ -156,6 +144,7 @@ def rows(window: Window) -> Markup:
     """Returns the window as a figure with a row per kind of work and spans drawn to scale."""
     used = seconds_unit((window.end - window.start) / 1e6)
     scale = (_WIDTH - _LEFT - 8) / (window.end - window.start or 1.0)
+    backwards = [interval for phase, interval in phases(window.spans, window.start, window.end) if phase == BACKWARD]
     parts: list[str] = []
     y = 6
     for row, color in COLORS.items():
@@ -170,9 +159,11 @@ def rows(window: Window) -> Markup:
             for span in _drawn([s for s in row_spans if s.lane == lane], 0.5 / scale):
                 left = _LEFT + max(span.start - window.start, 0) * scale
                 right = _LEFT + min(span.end - window.start, window.end - window.start) * scale
+                early = row == "updates" and any(first <= span.start < last for first, last in backwards)
                 parts.append(
-                    f'<rect class="span" style="--c: var({color})" x="{left:.2f}" y="{y}" '
-                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_describe(span)}</title></rect>'
+                    f'<rect class="span" style="--c: var({_EARLY if early else color})" x="{left:.2f}" y="{y}" '
+                    f'width="{max(right - left, 0.5):.2f}" height="{_LANE - 2}"><title>{_describe(span)}'
+                    f"{', begun under the backward' if early else ''}</title></rect>"
                 )
             y += _LANE
         y += _GAP
@@ -188,7 +179,8 @@ def rows(window: Window) -> Markup:
         width=_WIDTH,
         height=y + 22,
         body=Markup("".join(parts)),
-        note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other.",
+        note="Point at a span for its name, bytes and time. Spans that overlap are drawn below each other. Updates "
+        "that begin under the backward are violet.",
     )
 
 

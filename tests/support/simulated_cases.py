@@ -20,7 +20,8 @@ def unit(pages: int, tier: Tier = Tier.DISK) -> UnitSize:
 def cost(pages: int, tier: Tier = Tier.DISK, spills: bool = False) -> UpdateCost:
     """Returns the cost of updating a bf16 unit all of whose states are in one tier."""
     numel, on_disk = pages * PAGE // 2, tier is Tier.DISK
-    return UpdateCost(numel, *((2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)), 2 * numel * spills)
+    sizes = (2 * numel, 10 * numel, 12 * numel) if on_disk else (0, 0, 0)
+    return UpdateCost(numel, *sizes, 2 * numel * spills, revocable=on_disk)
 
 
 # -- any run ------------------------------------------------------------------------------------------

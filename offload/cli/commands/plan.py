@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _MODEL, _MACHINE, _STEP, _OUTPUT = "Model", "Machine", "Step", "Output"
 _REACH = ("inputs of blocks", "all logits", "in chunks", "micro-batch", "step")
+_ORDERS = ("order", "updates under", "step", "read", "written", "if it clips")
 _LONGEST = ("inputs of blocks", "all logits", "in chunks", "states", "step", "tokens/s")
 
 
@@ -171,6 +172,20 @@ class PlanOptions:
         str | None,
         option(_STEP, "--tile-mlp", "Compute MLPs in tiles of the sequence: auto, off or their number. [default: off]"),
     ] = None
+    schedule: Annotated[
+        str | None,
+        option(
+            _STEP,
+            "--schedule",
+            "auto, layer_major (all micro-batches pass a block before the next) or micro_batch_major. [default: auto]",
+        ),
+    ] = None
+    speculate: Annotated[
+        bool | None,
+        option(
+            _STEP, "--speculate/--no-speculate", "Update layers under the backward. [default: where states are on disk]"
+        ),
+    ] = None
     longest_sequence: Annotated[
         bool,
         option(_OUTPUT, "--longest-sequence", "Search the longest sequence for each way to keep activations, instead."),
@@ -206,9 +221,9 @@ def plan(typed: PlanOptions) -> None:
     from rich.console import Console
 
     from offload.finetune.options import Start, recipe
-    from offload.planner import recommend as choice
-    from offload.planner import report
+    from offload.planner import reach_report, report
     from offload.planner import request as ask
+    from offload.planner.advice import advise, compare
     from offload.planner.reach import reach
     from offload.presets import PRESETS
 
@@ -222,8 +237,9 @@ def plan(typed: PlanOptions) -> None:
             None if typed.tokens is None else parse_count(typed.tokens), ask.endurance(planned.hardware, typed.tbw)
         )
         # This call takes the longest: it repeats the prediction for every change that could be advised.
-        advice = choice.advise(planned)
+        advice = advise(planned)
         ways = reach(planned)
+        orders = compare(planned)
     with errors(FAILED):
         if typed.write is not None:
             # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
@@ -231,15 +247,18 @@ def plan(typed: PlanOptions) -> None:
             # Without a config file the written config also contains the recipe of `offload train`.
             ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
     if typed.json_output:
-        print(json.dumps(report.as_json(planned, advice, wanted, ways)), flush=True)
+        print(json.dumps(report.as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
     for line in report.heading(planned):
         console.print(line, soft_wrap=True)
     _print_table(console, ("", "device", "host", "disk"), report.table(planned))
     for line in report.lines(planned, advice, wanted):
         console.print(line, soft_wrap=True)
-    console.print(report.reach_heading(planned), soft_wrap=True)
-    _print_table(console, _REACH, report.reach_table(planned, ways))
+    if orders:
+        console.print(report.orders_heading(planned), soft_wrap=True)
+        _print_table(console, _ORDERS, report.orders_table(orders))
+    console.print(reach_report.reach_heading(planned), soft_wrap=True)
+    _print_table(console, _REACH, reach_report.reach_table(planned, ways))
     if typed.write is not None:
         console.print(f"written to {typed.write}", soft_wrap=True)
 
@@ -258,7 +277,7 @@ def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
 def _print_longest(typed: PlanOptions, console: Console) -> None:
     """Prints the longest sequence for each way to keep activations, and the config of the longest."""
-    from offload.planner import report
+    from offload.planner import reach_report
     from offload.planner import request as ask
 
     with errors(BAD_INPUT):
@@ -266,11 +285,11 @@ def _print_longest(typed: PlanOptions, console: Console) -> None:
             raise ConfigError("--longest-sequence writes and measures nothing; leave out --write and --measure")
         found = ask.longest(_model(typed), _machine(typed), _step(typed), typed.config)
     if typed.json_output:
-        print(json.dumps(report.longest_json(found)), flush=True)
+        print(json.dumps(reach_report.longest_json(found)), flush=True)
         return
-    console.print(report.longest_heading(found), soft_wrap=True)
-    _print_table(console, _LONGEST, report.longest_table(found))
-    for line in report.longest_lines(found):
+    console.print(reach_report.longest_heading(found), soft_wrap=True)
+    _print_table(console, _LONGEST, reach_report.longest_table(found))
+    for line in reach_report.longest_lines(found):
         console.print(line, soft_wrap=True)
 
 
@@ -328,4 +347,6 @@ def _step(typed: PlanOptions) -> Step:
         activations=typed.activations,
         chunked_loss=typed.chunked_loss,
         tile_mlp=typed.tile_mlp,
+        schedule=typed.schedule,
+        speculate=typed.speculate,
     )

@@ -37,6 +37,7 @@ def report(
     is not what was expected. Example: offload report run.jsonl --trace trace.json.gz -o run.html
     """
     from offload.report.figures import figures
+    from offload.report.links import LINKS
     from offload.report.log import read_log
     from offload.report.page import page
     from offload.report.prediction import read_plan
@@ -53,7 +54,7 @@ def report(
             )
         steps = read_log(log)
         window = None if trace is None else read_window(trace)
-        found = figures(steps, None if plan is None else read_plan(plan))
+        found = figures(steps, None if plan is None else read_plan(plan), window)
     if writes_page:
         with errors(FAILED), signals():
             _write(target, page(steps, found, window))
@@ -61,6 +62,8 @@ def report(
         print(json.dumps(found, allow_nan=False))
     else:
         print(f"{target}: {count_of(found['steps'], 'step')}, {found['first_step']:,} to {found['last_step']:,}")
+        if found["links"]:
+            print("busy: " + ", ".join(f"{LINKS[link]} {share:.0%}" for link, share in found["links"].items()))
 
 
 def _write(target: Path, text: str) -> None:

@@ -41,7 +41,7 @@ from offload.engine.setup.hooks import activations, layer_major, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
-from offload.layout.pager_inputs import limits, unit_sizes
+from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
 from offload.states import State, Tier

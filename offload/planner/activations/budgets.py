@@ -15,20 +15,24 @@ _LIBRARIES = 32 * MIB
 
 
 def activations(shape: Shape, load: Load) -> int:
-    """Returns the bytes of a micro-batch's activations on the device."""
+    """Returns the bytes of activations on the device."""
     return need(shape, load).device
 
 
 def beside_weights(memory: Memory, shape: Shape, load: Load) -> int:
-    """Returns the bytes of GPU memory for activations, and for the one gradient that waits for its copy to the host."""
-    return activations(shape, load) + gradient_in_flight(memory)
+    """Returns the bytes of GPU memory for activations, and for gradients that wait for their copy to the host."""
+    return activations(shape, load) + gradients_in_flight(memory, load.alive > 1)
 
 
-def gradient_in_flight(memory: Memory) -> int:
-    """Returns the bytes of the one gradient on a GPU that waits for its copy to the host."""
+def gradients_in_flight(memory: Memory, layer_major: bool) -> int:
+    """Returns the bytes of gradients on a GPU that wait for their copy to the host.
+
+    A micro-batch's gradient of one unit, and in a layer-major step two sums: one that is added to, one that leaves.
+    """
     # Gradients whose tier is DEVICE stay in the arena, which is counted already.
     copies_out = any(tiers.get(State.GRAD, Tier.DEVICE) is not Tier.DEVICE for tiers in memory.placement.tiers)
-    return memory.parts.largest_gradient if copies_out else 0
+    sums = 2 * max((nbytes.get(State.GRAD, 0) for nbytes in memory.parts.nbytes), default=0) if layer_major else 0
+    return memory.parts.largest_gradient + sums if copies_out else 0
 
 
 def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int:

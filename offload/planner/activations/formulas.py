@@ -1,4 +1,4 @@
-"""Bytes of a micro-batch's activations in every tier. Pure functions of a shape and a load.
+"""Bytes of activations in every tier. Pure functions of a shape and a load.
 
 With T the tokens of a micro-batch, on the device there are at most, at a time:
 
@@ -11,6 +11,9 @@ block         what it saves + the gradient of its output + the larger of 2 times
 block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
 head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
 head, chunked logits of one chunk + gradients of the hidden states and of the head, once more while they are scaled
+layer-major   what stands before and in the blocks, and the inputs, of all micro-batches of a step; the head and the
+              work of a backward of one; T * hidden * size for each further one, for the hidden states or their
+              gradients at the border of two blocks
 
 Attention is taken to keep no matrix of T * T, as torch's scaled_dot_product_attention and FlashAttention do.
 """
@@ -51,9 +54,9 @@ class Moving(NamedTuple):
 
 
 def need(shape: Shape, load: Load) -> Need:
-    """Returns the bytes of a micro-batch's activations in every tier.
+    """Returns the bytes of activations in every tier: of one micro-batch, or of all of a step if it is layer-major.
 
-    A longer sequence or a larger micro-batch never needs less in any tier.
+    A longer sequence, a larger micro-batch or more of them never need less in any tier.
 
     Args:
         shape: the model.
@@ -69,13 +72,13 @@ def need(shape: Shape, load: Load) -> Need:
         device = max(device, _on_device(shape.at(longest), load._replace(batch=batch), blocks))
     return Need(
         device,
-        staged + sum(align_up(each.nbytes) for each in moved if not each.on_disk),
-        sum(align_up(each.nbytes) for each in moved if each.on_disk),
+        staged + load.alive * sum(align_up(each.nbytes) for each in moved if not each.on_disk),
+        load.alive * sum(align_up(each.nbytes) for each in moved if each.on_disk),
     )
 
 
 def moving(shape: Shape, load: Load) -> list[Moving]:
-    """Returns for each block what leaves the device; nothing for blocks whose input stays."""
+    """Returns for each block what leaves the device in a micro-batch; nothing for blocks whose input stays."""
     if not load.recompute:
         return [Moving() for _ in shape.blocks]
     # The newest of the recomputed blocks' inputs stays, since the backward begins with it.
@@ -125,16 +128,22 @@ def _on_device(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     work = [max(_work(shape, load, shape.uses[position]) for position in block.uses) for block in blocks]
     again = recomputed(shape, load)
     # The blocks that keep all come last, and are done before the first one is computed again.
-    kept = sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
+    kept = load.alive * sum(saved[len(again) :]) + max(tail, *work[len(again) :], 0)
     in_block = max((of + more for of, more in zip(saved, work[: len(again)], strict=False)), default=0)
-    return load.batch * before + _inputs(shape, load, again) + max(kept, in_block)
+    return load.alive * load.batch * before + _borders(shape, load) + _inputs(shape, load, again) + max(kept, in_block)
+
+
+def _borders(shape: Shape, load: Load) -> int:
+    """Returns the bytes of hidden states, or of their gradients, that wait between two blocks for their turn."""
+    # One is counted already: as the newest input in the forward, and as the gradient of the output in the backward.
+    return (load.alive - 1) * max((input_nbytes(shape, load, block) for block in shape.blocks), default=0)
 
 
 def _inputs(shape: Shape, load: Load, blocks: tuple[Block, ...]) -> int:
     """Returns the bytes of inputs that are on the device: those that stay, and those on their way."""
     gone = min(load.on_disk + load.on_host, len(blocks))
     sizes = [input_nbytes(shape, load, block) for block in blocks]
-    return sum(sizes[gone:]) + min(gone, IN_FLIGHT) * max(sizes, default=0)
+    return load.alive * sum(sizes[gone:]) + min(load.alive * gone, IN_FLIGHT) * max(sizes, default=0)
 
 
 def _saved(shape: Shape, load: Load, use: Use) -> int:

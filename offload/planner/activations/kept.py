@@ -93,14 +93,14 @@ def placed(shape: Shape, load: Load, wish: Wish, room: Need, drives: bool, most_
 
     def on_device(gone: int) -> bool:
         load_gone = load._replace(on_host=gone)
-        staying = sum(sizes[gone:])
+        staying = load.alive * sum(sizes[gone:])
         return need(shape, load_gone).device <= room.device and (most_inputs is None or staying <= most_inputs)
 
     gone = most if wish.tier == "cpu" else min(bisect_left(range(most + 1), True, key=on_device), most)
-    largest = max(sizes)
+    largest = load.alive * max(sizes)
     in_host = min(gone, max(room.host, 0) // largest)
     if in_host < gone and drives:
         # Inputs on DISK pass through buffers in HOST.
-        in_host = max(0, min(gone, max(room.host, 0) // largest - STAGED_INPUTS))
+        in_host = max(0, min(gone, (max(room.host, 0) - STAGED_INPUTS * max(sizes)) // largest))
         return load._replace(on_host=in_host, on_disk=gone - in_host)
     return load._replace(on_host=gone)

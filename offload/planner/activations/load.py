@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from offload.layout.schedule import LAYER_MAJOR
 from offload.planner.model_shape import Shape
 
 
@@ -27,6 +28,15 @@ class Load(NamedTuple):
     """Blocks whose input waits in HOST memory, the next ones; the inputs of all others stay on the device."""
     first: int = 0
     """Blocks that are recomputed, the first ones of the forward; 0 for all."""
+    schedule: str = "auto"
+    """Order of micro-batches and blocks: "layer_major", "micro_batch_major", or "auto" before a plan has chosen."""
+    speculate: bool = True
+    """True if units are updated under the backward wherever such an update can be dropped."""
+
+    @property
+    def alive(self) -> int:
+        """Returns the micro-batches whose activations are in memory at a time."""
+        return self.accumulation if self.schedule == LAYER_MAJOR else 1
 
     def tokens(self, shape: Shape) -> int:
         """Returns the tokens of a step."""

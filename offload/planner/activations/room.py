@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from offload.errors import BudgetError
-from offload.planner.activations.budgets import gradient_in_flight
+from offload.planner.activations.budgets import gradients_in_flight
 from offload.planner.activations.formulas import Need, need
 from offload.planner.activations.kept import Wish, placed
 from offload.planner.activations.load import Load
@@ -46,19 +46,20 @@ def for_device(hardware: Hardware, memory: Memory) -> int:
     return hardware.gpu_memory - memory.host if hardware.unified else hardware.gpu_memory
 
 
-def room_of(hardware: Hardware, memory: Memory, wish: Wish) -> Room:
+def room_of(hardware: Hardware, memory: Memory, wish: Wish, layer_major: bool = False) -> Room:
     """Returns the room for activations beside a run's budgets.
 
     Args:
         hardware: the machine.
         memory: the placement and the budgets.
         wish: the config's keys on activations.
+        layer_major: True if gradients are summed on the device, a unit at a time.
     """
     rest = hardware.ram - memory.host
     if hardware.on_cpu:
         device = rest - memory.device
     else:
-        device = for_device(hardware, memory) - memory.device - gradient_in_flight(memory)
+        device = for_device(hardware, memory) - memory.device - gradients_in_flight(memory, layer_major)
     if memory.config.offload.host_memory is not None and memory.placement.inputs_nbytes is not None:
         host = memory.placement.inputs_nbytes
     else:
@@ -140,9 +141,13 @@ def too_long(shape: Shape, load: Load, wish: Wish, room: Room) -> BudgetError:
         advice += ", or recompute them in backward (--gradient-checkpointing)"
     elif not (load.on_host or load.on_disk or room.one_memory):
         advice += ", or keep the inputs of blocks in host memory (--activations cpu)"
+    if load.alive > 1:
+        advice += ", or keep one micro-batch's at a time (--schedule micro_batch_major)"
     if not load.chunked_loss:
         advice += ", or compute the loss in chunks (--chunked-loss)"
+    times = f"{load.alive} x " if load.alive > 1 else ""
+    needed, free = format_size(need(shape, load).device), format_size(max(room.device, 0))
     return BudgetError(
-        f"activations of {load.batch} x {shape.sequence} tokens take {format_size(need(shape, load).device)}, and "
-        f"{format_size(max(room.device, 0))} is free beside the budgets; {advice}"
+        f"activations of {times}{load.batch} x {shape.sequence} tokens take {needed}, and {free} is free beside the "
+        f"budgets; {advice}"
     )

@@ -24,13 +24,19 @@ def update_costs(parts: Partitions, placement: Placement, slots: int, mode: Mode
     """
     stored = placement.stored(parts, slots) or ({},) * len(parts.nbytes)
     rows = zip(parts.nbytes, placement.tiers, stored, parts.trainable_numel, strict=True)
-    return [_update_cost(*row, mode) if row[-1] else None for row in rows]
+    return [_update_cost(*row, mode, slots) if row[-1] else None for row in rows]
 
 
 def _update_cost(
-    nbytes: Mapping[State, int], tiers: Mapping[State, Tier], stored: Mapping[State, int], numel: int, mode: Mode
+    nbytes: Mapping[State, int],
+    tiers: Mapping[State, Tier],
+    stored: Mapping[State, int],
+    numel: int,
+    mode: Mode,
+    slots: int,
 ) -> UpdateCost:
     """Returns the cost of one unit's update. `stored` contains the states that a commit writes."""
+    on_disk = all(tier is Tier.DISK for state, tier in tiers.items() if state is not State.GRAD)
     weight = numel * mode.weight_dtype.itemsize if State.WEIGHT in stored else 0
     beside = {state: each for state, each in stored.items() if state is not State.WEIGHT}
     return UpdateCost(
@@ -39,6 +45,8 @@ def _update_cost(
         sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
         weight + sum(beside.values()),
         nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
+        # States in memory are updated in place, and so are those of a store with one slot.
+        revocable=on_disk and slots == 2,
     )
 
 

@@ -7,11 +7,11 @@ that may wait are coroutines (`Acting`); the others return at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from offload.aio import Priority
 from offload.errors import BudgetError
 from offload.planner.simulation.clock import Work
+from offload.planner.simulation.entry import Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
@@ -20,31 +20,6 @@ from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
-
-
-@dataclass
-class Entry:
-    """Weights of one unit, as in the real pager."""
-
-    index: int
-    size: UnitSize
-    residency: Residency
-    host_buffer: Block | None = None
-    """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
-    device_buffer: Block | None = None
-    """Device buffer of the weights."""
-    reading: Work | None = None
-    copied: Work | None = None
-    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before its end."""
-    pins: int = 0
-    updating: bool = False
-    in_update: bool = False
-    unwritten: bool = False
-
-    @property
-    def at_hand(self) -> bool:
-        """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
-        return self.host_buffer is not None or self.size.tier is not Tier.DISK
 
 
 class SimulatedPager:
@@ -94,7 +69,7 @@ class SimulatedPager:
                 and not entry.size.stays
                 and not keeps(self.access_order, entry.index, self._nbytes, self._limits)
             ):
-                self._drop(entry)
+                self.drop(entry)
         self.notify()
 
     def _fetch(self, entry: Entry) -> Acting[None]:
@@ -104,16 +79,19 @@ class SimulatedPager:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
             elif entry.residency is Residency.DISK:
                 host_buffer = yield from self.machine.counted(
-                    "room", self._host_buffer(entry.index, self._buffer_nbytes(entry))
+                    "room", self.host_buffer(entry.index, self._buffer_nbytes(entry))
                 )
                 if host_buffer is None:
                     yield from self.machine.counted("room", self._wait_for_buffer())
+                elif entry.residency is not Residency.DISK:
+                    # During a wait for the buffer a finished update has started the read.
+                    self.host.give(host_buffer.offset, host_buffer.nbytes)
                 elif self.streams(entry.index):
                     yield from self._stream(entry, host_buffer)
                 else:
                     self._start_read(entry, host_buffer, Priority.URGENT)
             elif entry.residency is Residency.READING:
-                yield from self.machine.counted("read", self._finish_read(entry))
+                yield from self.machine.counted("read", self.finish_read(entry))
             else:
                 place = self._allocate_on_device(entry)
                 if place is None:
@@ -133,7 +111,7 @@ class SimulatedPager:
         reading = [entry for entry in self.entries if entry.residency is Residency.READING]
         # A unit in READING cannot be evicted. The prefetch for the latest use is the best victim once it has ended.
         if reading:
-            yield from self._finish_read(
+            yield from self.finish_read(
                 max(reading, key=lambda entry: (self.access_order.distance(entry.index), -entry.index))
             )
             return
@@ -146,15 +124,15 @@ class SimulatedPager:
         """Starts the read of a unit's partition into a host buffer."""
         entry.host_buffer = host_buffer
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
-        self._move(entry, Residency.READING)
+        self.move(entry, Residency.READING)
 
-    def _finish_read(self, entry: Entry) -> Acting[None]:
+    def finish_read(self, entry: Entry) -> Acting[None]:
         """Waits for a unit's read. The first actor to resume moves the unit to HOST; both actors may wait."""
         work = entry.reading
         yield from until(work)
         if entry.reading is work:
             entry.reading = None
-            self._move(entry, Residency.HOST)
+            self.move(entry, Residency.HOST)
 
     def streams(self, unit: int) -> bool:
         """Returns True if the host budget has no room for two such partitions, so that the unit moves in chunks."""
@@ -166,11 +144,11 @@ class SimulatedPager:
 
     def _stream(self, entry: Entry, host_buffer: Block) -> Acting[None]:
         """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
-        second = yield from self.machine.counted("room", self._host_buffer(entry.index, host_buffer.nbytes))
+        second = yield from self.machine.counted("room", self.host_buffer(entry.index, host_buffer.nbytes))
         place = self._allocate_on_device(entry)
         if place is None:
             raise self._no_room(entry)
-        self._move(entry, Residency.UPLOADING)
+        self.move(entry, Residency.UPLOADING)
         part = entry.size.shard_nbytes
         read = self.machine.read("weight read", "weights_read", entry.index, part, Priority.URGENT)
         yield from self.machine.counted("read", until(read))
@@ -181,16 +159,25 @@ class SimulatedPager:
             if each is not None:
                 self.host.give(each.offset, each.nbytes)
         entry.device_buffer = place
-        self._move(entry, Residency.DEVICE)
+        self.move(entry, Residency.DEVICE)
 
     def _upload(self, entry: Entry, place: Block) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
-        self._move(entry, Residency.UPLOADING)
+        if not self.machine.on_cpu:
+            self._start_upload(entry, place)
+            return
+        self.move(entry, Residency.UPLOADING)
         entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
-        if self.machine.on_cpu:
-            yield from self.machine.counted("upload", until(entry.copied))
+        yield from self.machine.counted("upload", until(entry.copied))
         entry.device_buffer = place
-        self._move(entry, Residency.DEVICE)
+        self.move(entry, Residency.DEVICE)
+
+    def _start_upload(self, entry: Entry, place: Block) -> None:
+        """Starts the copy of a unit to the device, on whose stream all later work waits for the copy."""
+        self.move(entry, Residency.UPLOADING)
+        entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
+        entry.device_buffer = place
+        self.move(entry, Residency.DEVICE)
 
     def _allocate_on_device(self, entry: Entry, beyond: int = -1) -> Block | None:
         """Allocates a device buffer, evicting idle units whose next use is later than `beyond`; None without room."""
@@ -205,7 +192,7 @@ class SimulatedPager:
         if place is None:
             return None
         for unit in place.victims:
-            self._drop(self.entries[unit])
+            self.drop(self.entries[unit])
         self.device.take_at(place.offset, entry.size.nbytes)
         return Block(entry.index, place.offset, entry.size.nbytes)
 
@@ -220,35 +207,65 @@ class SimulatedPager:
         """Completes reads that have ended, starts reads ahead, and starts copies to the device ahead."""
         for entry in self.entries:
             if entry.reading is not None and entry.reading.done:
-                yield from self._finish_read(entry)
+                yield from self.finish_read(entry)
         yield from self._prefetch_reads()
         while (unit := self._next_upload()) is not None:
-            entry = self.entries[unit]
-            # The order is strict: if the next unit is not ready, later ones must not take its room.
-            ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-            place = self._allocate_on_device(entry, self.access_order.distance(unit)) if ready else None
+            place = self._place_ahead(self.entries[unit])
             if place is None:
                 return
-            yield from self._upload(entry, place)
+            yield from self._upload(self.entries[unit], place)
+
+    def _place_ahead(self, entry: Entry) -> Block | None:
+        """Allocates a device buffer for a unit to upload ahead; None if the unit is not ready, or has no room."""
+        # The order is strict: if the next unit is not ready, later ones must not take its room.
+        ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+        return self._allocate_on_device(entry, self.access_order.distance(entry.index)) if ready else None
 
     def _prefetch_reads(self) -> Acting[None]:
         """Starts reads of the next units in the access order while host buffers are available."""
-
-        def wanting(unit: int) -> bool:
-            entry = self.entries[unit]
-            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-            return on_disk and not entry.updating and not self.streams(unit)
-
-        def nbytes(unit: int) -> int:
-            return self.entries[unit].size.shard_nbytes
-
-        while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
-            host_buffer = yield from self.machine.counted(
-                "room", self._host_buffer(unit, nbytes(unit), self.access_order.distance(unit))
-            )
+        while (unit := self._next_read()) is not None:
+            nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
+            host_buffer = yield from self.machine.counted("room", self.host_buffer(unit, nbytes, beyond))
             if host_buffer is None:
                 return
+            if self._wants_read(unit):
+                self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
+            else:  # a finished update has started the read, during a wait for the buffer
+                self.host.give(host_buffer.offset, host_buffer.nbytes)
+
+    def start_early(self) -> None:
+        """Starts the next reads and uploads for the model's thread, which may compute or wait; never waits itself.
+
+        On a CPU the model's thread makes all copies, so none starts here.
+        """
+        for entry in self.entries:
+            if entry.reading is not None and entry.reading.done:
+                entry.reading = None
+                self.move(entry, Residency.HOST)
+        while (unit := self._next_read()) is not None:
+            going = self._going(self._shard_nbytes(unit), self.access_order.distance(unit))
+            if going is None or _copying(going) is not None:
+                break
+            host_buffer = self._take(unit, self._shard_nbytes(unit), going)
             self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
+        while not self.machine.on_cpu and (unit := self._next_upload()) is not None:
+            place = self._place_ahead(self.entries[unit])
+            if place is None:
+                break
+            self._start_upload(self.entries[unit], place)
+
+    def _next_read(self) -> int | None:
+        """Returns the next unit in the access order to read into a host buffer, or None."""
+        return next_to_fetch(self.access_order, self._shard_nbytes, self._wants_read, self._limits)
+
+    def _wants_read(self, unit: int) -> bool:
+        """Returns True if a unit's weights are on DISK alone, and may be read into a buffer."""
+        entry = self.entries[unit]
+        on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
+        return on_disk and not entry.updating and not self.streams(unit)
+
+    def _shard_nbytes(self, unit: int) -> int:
+        return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
@@ -261,36 +278,41 @@ class SimulatedPager:
     def _nbytes(self, unit: int) -> int:
         return self.entries[unit].size.nbytes
 
-    def _drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry) -> None:
         """Frees an unpinned unit's device buffer."""
         assert entry.device_buffer is not None and not entry.pins
         self.device.give(entry.device_buffer.offset, entry.device_buffer.nbytes)
         entry.device_buffer = None
         # After an update the writes of the host buffer may still be in flight.
         kept = Residency.WRITING if entry.unwritten else Residency.HOST
-        self._move(entry, kept if entry.at_hand else Residency.DISK)
+        self.move(entry, kept if entry.at_hand else Residency.DISK)
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def _host_buffer(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
+    def host_buffer(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
-        while True:
-            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
-            going = victims(self.host, nbytes, evictable, self._distance, beyond)
-            if going is None:
-                return None
-            entries = [self.entries[unit] for unit in going]
-            copying = next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
+        while (going := self._going(nbytes, beyond)) is not None:
+            copying = _copying(going)
             if copying is None:
-                break
+                return self._take(unit, nbytes, going)
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
-        for entry in entries:
+        return None
+
+    def _going(self, nbytes: int, beyond: int) -> list[Entry] | None:
+        """Returns the entries whose host buffers have to go to make room; None without room."""
+        evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+        going = victims(self.host, nbytes, evictable, self._distance, beyond)
+        return None if going is None else [self.entries[unit] for unit in going]
+
+    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> Block:
+        """Allocates a host buffer once those of `going` are freed."""
+        for entry in going:
             assert entry.host_buffer is not None
             self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
             entry.host_buffer = None
             if entry.residency is Residency.HOST:
-                self._move(entry, Residency.DISK)
+                self.move(entry, Residency.DISK)
         offset = self.host.take(nbytes)
         assert offset is not None
         return Block(unit, offset, nbytes)
@@ -306,7 +328,7 @@ class SimulatedPager:
         clean = not entry.unwritten and not entry.in_update
         return clean and entry.residency in (Residency.HOST, Residency.DEVICE)
 
-    def _move(self, entry: Entry, to: Residency) -> None:
+    def move(self, entry: Entry, to: Residency) -> None:
         """Changes a unit's residency; asserts that the real pager allows the change."""
         assert (entry.residency, to) in ARROWS, f"{entry.size.name}: {entry.residency} to {to}"
         entry.residency = to
@@ -321,59 +343,7 @@ class SimulatedPager:
         since = self.version if seen is None else seen
         yield lambda: self.version != since
 
-    # -- the update worker --------------------------------------------------------------------------
 
-    def wanted_update(self) -> int | None:
-        """Returns the unit for whose update the model's thread waits, or None."""
-        return next((unit for unit in self.wanted if self.entries[unit].updating), None)
-
-    def begin_updates(self, units: Sequence[int]) -> None:
-        """Marks units as being updated, and evicts their outdated weights from the device."""
-        for entry in (self.entries[unit] for unit in units):
-            entry.updating = True
-            if entry.residency is Residency.DEVICE and not entry.size.stays:
-                self._drop(entry)
-
-    def buffer_for_update(self, entry: Entry) -> Acting[bool]:
-        """Allocates a host buffer for updated weights if there is room. Returns True if the update may write to one."""
-        yield from until(entry.copied)
-        while entry.residency is Residency.READING:
-            yield from self._finish_read(entry)
-        if not entry.at_hand and not self.waiting_for_buffer:
-            beyond = -1 if entry.index in self.wanted else self.access_order.distance(entry.index)
-            entry.host_buffer = yield from self._host_buffer(entry.index, entry.size.shard_nbytes, beyond)
-        entry.in_update = entry.at_hand
-        return entry.in_update
-
-    def delivers(self, unit: int) -> bool:
-        """Returns True if an update can leave the new weights in a host buffer."""
-        return self.entries[unit].size.tier is not Tier.DEVICE and not self.streams(unit)
-
-    def holds_weights(self, unit: int) -> bool:
-        """Returns True if HOST holds the unit's weights, so that an update need not read them."""
-        return self.entries[unit].residency is Residency.HOST
-
-    def publish(self, unit: int, has_buffer: bool, unwritten: bool) -> None:
-        """Ends a unit's update for the model's thread.
-
-        Args:
-            unit: the unit.
-            has_buffer: True if a host buffer holds the new weights.
-            unwritten: True if writes of the new weights are in flight.
-        """
-        entry = self.entries[unit]
-        if has_buffer:
-            entry.unwritten = unwritten
-            fresh = Residency.WRITING if unwritten else Residency.HOST
-            if entry.residency is not fresh:
-                self._move(entry, fresh)
-        entry.updating = entry.in_update = False
-        self.notify()
-
-    def written(self, unit: int) -> None:
-        """Marks a unit's new weights as flushed to DISK."""
-        entry = self.entries[unit]
-        entry.unwritten = False
-        if entry.residency is Residency.WRITING:
-            self._move(entry, Residency.HOST)
-        self.notify()
+def _copying(entries: Iterable[Entry]) -> Work | None:
+    """Returns a copy from one of the entries' host buffers that has not ended, or None."""
+    return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)

@@ -8,8 +8,9 @@ every move is one of `residency.ARROWS`. Two actors take turns: the model's thre
 all work ends at once: while the model computes, the worker runs as far ahead as host buffers allow, and prefetched
 weights are ready at their use.
 
-The simulation leaves out other ranks, evaluations, edits, the commit, and windows of gradients that spill (their writes
-never make the backward wait). The host waits for the end of each use, so a GPU's host never runs ahead of the device.
+The simulation leaves out other ranks, evaluations, edits, the commit, windows of gradients that spill (their writes
+never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host
+waits for the end of each use, so a GPU's host never runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
-from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
+from offload.planner.simulation.updater import NOT_EAGER, Eager, SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
@@ -40,6 +41,8 @@ class Use(NamedTuple):
     """An input that leaves the device from the start of the use on."""
     receives: Input = Input()
     """An input that has to be on the device when the use computes."""
+    completes: tuple[int, ...] = ()
+    """Units whose gradients of the step are complete after the use. A unit that no use names has its last use."""
 
 
 class Budgets(NamedTuple):
@@ -53,7 +56,7 @@ class Budgets(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
-    """Result for one step, from one return of `step()` to the next."""
+    """Result for one step, from one return of `step()` to the next, or for the mean of several."""
 
     host_peak: int
     """Peak bytes of host buffers of weights since the first step."""
@@ -65,11 +68,13 @@ class Simulation:
     moved: Moved
     undelivered: int
     """Updates that found no host buffer, so that their weights are read again for the next use."""
+    speculated: tuple[int, ...]
+    """Units whose updates began under the backward, before `step()` of the last step."""
     seconds: float
     waited: Waited
     worked: Worked
     spans: tuple[Span, ...]
-    """Timeline from the step's start; work that started earlier has a negative start."""
+    """Timeline of the last step, from its start; work that started earlier has a negative start."""
 
 
 def simulate(
@@ -82,8 +87,10 @@ def simulate(
     overlap: bool = True,
     tile_numel: int | None = None,
     steps: int = 3,
+    eager: Eager = NOT_EAGER,
+    counted: int = 1,
 ) -> Simulation:
-    """Simulates steps that all make the same uses, and returns the result for the last one.
+    """Simulates steps that all make the same uses, and returns the result for the last ones.
 
     Args:
         uses: uses of one step, in order.
@@ -96,27 +103,31 @@ def simulate(
         tile_numel: elements of a tile of the update worker; by default an entire unit.
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
+        eager: work that starts before the thread that runs the model asks for it; only with `overlap`.
+        counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
-    updater = SimulatedUpdater(updates, tile_numel, pager, machine)
+    updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else NOT_EAGER)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
-    # Counters only grow, so the last step is the difference of the last two marks.
-    before, after = loop.marks[-2:]
+    # Counters only grow, so the last steps are the differences of the last marks.
+    *_, before, after = loop.marks
+    first = loop.marks[-1 - counted]
     return Simulation(
         host_peak=pager.host.peak_bytes,
         device_peak=pager.device.peak_bytes,
         uses=after.uses - before.uses,
         hits=after.hits - before.hits,
-        moved=Moved(*(new - old for new, old in zip(after.moved, before.moved, strict=True))),
+        moved=Moved(*(round((new - old) / counted) for new, old in zip(after.moved, first.moved, strict=True))),
         undelivered=after.undelivered - before.undelivered,
-        seconds=after.now - before.now,
-        waited=Waited(*(new - old for new, old in zip(after.waited, before.waited, strict=True))),
-        worked=Worked(*(new - old for new, old in zip(after.worked, before.worked, strict=True))),
+        speculated=tuple(updater.speculated[before.speculated : after.speculated]),
+        seconds=(after.now - first.now) / counted,
+        waited=Waited(*((new - old) / counted for new, old in zip(after.waited, first.waited, strict=True))),
+        worked=Worked(*((new - old) / counted for new, old in zip(after.worked, first.worked, strict=True))),
         spans=tuple(
             span._replace(start=span.start - before.now, end=span.end - before.now)
             for span in machine.clock.spans
@@ -133,6 +144,7 @@ class _Figures(NamedTuple):
     uses: int
     hits: int
     undelivered: int
+    speculated: int
     moved: Moved
     waited: Waited
     worked: Worked
@@ -147,7 +159,7 @@ class _Loop:
         self._uses, self._overlap = uses, overlap
         self._pager, self._updater, self._machine = pager, updater, machine
         self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in uses], machine)
-        self._last_use = {use.unit: position for position, use in enumerate(uses)}
+        self._completed = _completed(uses)
         self._computing = False
         self.marks = [self._figures()]
         """Counters at the start and at each return of `step()`."""
@@ -167,9 +179,17 @@ class _Loop:
                 assert advanced, "both wait for each other"
 
     def _figures(self) -> _Figures:
-        machine, pager = self._machine, self._pager
-        counted = (machine.moved, machine.waited, machine.worked)
-        return _Figures(machine.clock.now, pager.uses, pager.hits, self._updater.undelivered, *counted)
+        machine, pager, updater = self._machine, self._pager, self._updater
+        return _Figures(
+            machine.clock.now,
+            pager.uses,
+            pager.hits,
+            updater.undelivered,
+            len(updater.speculated),
+            machine.moved,
+            machine.waited,
+            machine.worked,
+        )
 
     def _model(self, steps: int) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""
@@ -182,9 +202,8 @@ class _Loop:
                 ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._inputs.before(position)
                 yield from self._compute(use)
-                # The gradient of a unit is complete after its last use in the step.
-                if position == self._last_use[use.unit]:
-                    self._updater.spill(use.unit)
+                for unit in self._completed.get(position, ()):
+                    self._updater.complete(unit)
             self._pager.release(unit for units in ends.values() for unit in units)
             yield from self._step()
             self.marks.append(self._figures())
@@ -205,3 +224,14 @@ class _Loop:
         self._updater.schedule(self._pager.access_order.order)
         if not self._overlap:
             yield from self._machine.counted("update", self._updater.finish())
+
+
+def _completed(uses: Sequence[Use]) -> dict[int, tuple[int, ...]]:
+    """Returns the units whose gradients are complete after each use, by its position."""
+    named = {unit for use in uses for unit in use.completes}
+    found = {position: use.completes for position, use in enumerate(uses) if use.completes}
+    last_use = {use.unit: position for position, use in enumerate(uses)}
+    for unit, position in last_use.items():
+        if unit not in named:
+            found[position] = (*found.get(position, ()), unit)
+    return found

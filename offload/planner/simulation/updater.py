@@ -1,4 +1,9 @@
-"""The simulated update worker: a few tiles are read, computed and written at a time, as in the real worker."""
+"""The simulated update worker: a few tiles are read, computed and written at a time, as in the real worker.
+
+With speculation the worker also updates units whose gradients are complete before `step()`, under the rest of the
+backward, once the updates of the step before are written. Every such update is confirmed: a step that clips is not
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from offload.aio import Priority
 from offload.planner.simulation.clock import Work
 from offload.planner.simulation.machine import Acting, Machine
 from offload.planner.simulation.pager import SimulatedPager
+from offload.planner.simulation.weight_updates import SimulatedWeightUpdates
 from offload.states import Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 
@@ -27,13 +33,17 @@ class UpdateCost(NamedTuple):
     """Bytes of weights and states written, including those whose tier is above DISK."""
     gradient_nbytes: int = 0
     """Bytes of a gradient that spills: written after the unit's last use, read by the update."""
+    revocable: bool = False
+    """True if the store keeps the states from before the update, so that the update may be done again or dropped."""
 
 
 class _Job:
     """A unit's update in progress."""
 
-    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool) -> None:
+    def __init__(self, unit: int, cost: UpdateCost, has_buffer: bool, delivered: bool, priority: Priority) -> None:
         self.unit, self.cost, self.has_buffer, self.delivered = unit, cost, has_buffer, delivered
+        self.priority = priority
+        """Urgency of its reads."""
         self.next_start = 0
         self.unwritten_tiles = 0
         self.computed = False
@@ -47,8 +57,21 @@ class _Tile(NamedTuple):
     writes: list[Work]
 
 
+class Eager(NamedTuple):
+    """Work that starts before the thread that runs the model asks for it."""
+
+    speculate: bool = False
+    """True to update a unit as soon as its gradient is complete, where the update is revocable."""
+    early: bool = False
+    """True if a finished update starts the next reads and uploads."""
+
+
+NOT_EAGER = Eager()
+"""Nothing starts early."""
+
+
 class SimulatedUpdater:
-    """The update worker. `act` runs as the worker; `schedule`, `finish` and `spill` run on the model's thread."""
+    """The update worker. `act` runs as the worker; `schedule`, `finish` and `complete` run on the model's thread."""
 
     def __init__(
         self,
@@ -56,6 +79,7 @@ class SimulatedUpdater:
         tile_numel: int | None,
         pager: SimulatedPager,
         machine: Machine,
+        eager: Eager,
     ) -> None:
         """Starts idle.
 
@@ -64,9 +88,17 @@ class SimulatedUpdater:
             tile_numel: elements of a tile; None for an entire unit.
             pager: the pager, which shares host buffers with the updates.
             machine: hardware that performs the work.
+            eager: work that starts early.
         """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
+        self._weights, self._eager = SimulatedWeightUpdates(pager), eager
         self.undelivered = 0
+        self.speculated: list[int] = []
+        """Units of all updates that began before their step(), in order."""
+        self._complete: deque[int] = deque()
+        """Units whose gradients of the present step are complete, and whose update may begin before step()."""
+        self._begun: set[int] = set()
+        """Units whose update of the present step has begun before step()."""
         self._gradients: dict[int, Work] = {}
         """Writes of spilled gradients, by unit."""
         self._queue: deque[int] = deque()
@@ -77,26 +109,31 @@ class SimulatedUpdater:
         self._busy = False
         self._flushing = 0
 
-    def spill(self, unit: int) -> None:
-        """Starts the write of the unit's gradient if the gradient spills to DISK."""
+    def complete(self, unit: int) -> None:
+        """Takes the complete gradient of a unit: starts its write if it spills, and allows a speculative update."""
         cost = self._costs[unit]
         if cost is not None and cost.gradient_nbytes:
             nbytes = cost.gradient_nbytes
             self._gradients[unit] = self._machine.write("gradient write", "gradients_written", unit, nbytes)
+        if cost is not None and cost.revocable and self._eager.speculate:
+            self._complete.append(unit)
+            self._pager.notify()
 
     def schedule(self, order: Sequence[int]) -> None:
-        """Enqueues the updates of a step, in the order of the units' next use."""
+        """Enqueues the updates of a step that have not begun yet, in the order of the units' next use."""
         # Reversed, so that the first position of each unit remains.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
-        units = [unit for unit, cost in enumerate(self._costs) if cost is not None]
+        units = [unit for unit, cost in enumerate(self._costs) if cost is not None and unit not in self._begun]
         units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
-        self._pager.begin_updates(units)
+        self._complete.clear()
+        self._begun.clear()
+        self._weights.begin_updates(units)
         self._queue.extend(units)
         self._busy = True
         self._pager.notify()
 
     def finish(self) -> Acting[None]:
-        """Waits on the model's thread until all updates have ended."""
+        """Waits on the model's thread until all updates of earlier steps have ended."""
         self._flushing += 1
         self._pager.notify()
         while self._busy:
@@ -160,38 +197,64 @@ class SimulatedUpdater:
         or for a buffer itself, since waiting could then last forever.
         """
         if not self._queue:
-            return None
+            return (yield from self._next_speculative_job())
         # The model's thread stands still until this unit is updated, so it comes first.
-        wanted = self._pager.wanted_update()
+        wanted = self._weights.wanted_update()
         unit = wanted if wanted is not None and wanted in self._queue else self._queue[0]
-        entry, cost = self._pager.entries[unit], self._costs[unit]
-        assert cost is not None
         has_buffer = False
-        if self._pager.delivers(unit):
-            has_buffer = yield from self._pager.buffer_for_update(entry)
-            must_start = self._flushing or self._pager.waiting_for_buffer or self._pager.wanted_update() is not None
+        if self._weights.delivers(unit):
+            has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
+            must_start = self._flushing or self._pager.waiting_for_buffer or self._weights.wanted_update() is not None
             if not has_buffer and (self._reading or self._writing or not must_start):
                 return None
         self._queue.remove(unit)
+        return self._job_of(unit, has_buffer, Priority.NORMAL)
+
+    def _next_speculative_job(self) -> Acting[_Job | None]:
+        """Starts the update of a unit whose gradient is complete; None before the last step's updates are written.
+
+        The order is that of the backward. Without a free host buffer the update starts all the same: its weights are
+        read again for the next use, and in exchange the drives are not idle during the backward.
+        """
+        if self._busy:
+            return None
+        unit = next((unit for unit in self._complete if not self._pager.entries[unit].pins), None)
+        if unit is None:
+            return None
+        # Taken before the wait for a buffer, during which step() may enqueue all units that have not begun.
+        self._complete.remove(unit)
+        self._begun.add(unit)
+        self._weights.begin_updates([unit])
+        has_buffer = False
+        if self._weights.delivers(unit):
+            has_buffer = yield from self._weights.buffer_for_update(self._pager.entries[unit])
+        self.speculated.append(unit)
+        # The backward waits for weights and inputs, and nobody for this update: its reads come last.
+        return self._job_of(unit, has_buffer, Priority.BACKGROUND)
+
+    def _job_of(self, unit: int, has_buffer: bool, priority: Priority) -> _Job:
+        """Returns the job of an update that begins; `has_buffer` is True if a host buffer receives the weights."""
+        entry, cost = self._pager.entries[unit], self._costs[unit]
+        assert cost is not None
         delivered = has_buffer or entry.size.tier is Tier.DEVICE
         self.undelivered += not delivered
-        return _Job(unit, cost, has_buffer, delivered)
+        return _Job(unit, cost, has_buffer, delivered, priority)
 
     def _read_tile(self, job: _Job, start: int, stop: int) -> Acting[list[Work]]:
         """Starts the reads of elements [start, stop): states, weights that no host buffer holds, spilled gradients."""
         entry, cost = self._pager.entries[job.unit], job.cost
         nbytes = _share(cost.state_nbytes, start, stop, cost.numel)
-        if entry.size.tier is Tier.DISK and not (job.has_buffer and self._pager.holds_weights(job.unit)):
+        if entry.size.tier is Tier.DISK and not (job.has_buffer and self._weights.holds_weights(job.unit)):
             nbytes += _share(cost.weight_nbytes, start, stop, cost.numel)
             # A host buffer needs all weights, frozen ones too.
             if job.has_buffer and start == 0:
                 nbytes += entry.size.shard_nbytes - cost.weight_nbytes
-        reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, Priority.NORMAL)]
+        reads = [self._machine.read("update read", "updates_read", job.unit, nbytes, job.priority)]
         if cost.gradient_nbytes:
             # A gradient can be read only after its write in the backward has ended.
             yield from self._machine.spent("writes", self._gradients.get(job.unit))
             nbytes = _share(cost.gradient_nbytes, start, stop, cost.numel)
-            reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, Priority.NORMAL))
+            reads.append(self._machine.read("gradient read", "gradients_read", job.unit, nbytes, job.priority))
         return reads
 
     def _compute_tile(self, tile: _Tile) -> Acting[None]:
@@ -209,13 +272,20 @@ class SimulatedUpdater:
             # The model may use the new weights before they are written to DISK.
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
-                self._pager.publish(job.unit, job.has_buffer, unwritten)
+                self._weights.publish(job.unit, job.has_buffer, unwritten)
+                self._start_early()
 
     def _written(self, job: _Job) -> None:
         """Ends an update whose tiles are all written; weights without a host buffer become available only now."""
         if not job.delivered:
-            self._pager.publish(job.unit, False, False)
-        self._pager.written(job.unit)
+            self._weights.publish(job.unit, False, False)
+            self._start_early()
+        self._weights.written(job.unit)
+
+    def _start_early(self) -> None:
+        """Starts the next reads and uploads for the thread that runs the model, which may be busy."""
+        if self._eager.early:
+            self._pager.start_early()
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:

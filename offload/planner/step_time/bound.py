@@ -7,6 +7,9 @@ order    max over k of (updates up to the k-th use + the first forward from the 
 work     the larger of all traffic of the drives and all compute; on a CPU, compute includes the optimizer's kernel,
          which runs on the same cores
 
+With updates under the backward, the k-th term adds no whole passes, but only their compute up to the moment at which
+the first of these updates may begin.
+
 A unit's update ends before the unit's next use. The bound leaves out weights that may be in a host buffer when the step
 starts, and the writes of the last few tiles, which may overlap the use of the unit.
 """
@@ -56,6 +59,7 @@ def least(
     costs: Sequence[UpdateCost | None],
     rates: Rates,
     tile_numel: int,
+    speculates: bool = False,
 ) -> float:
     """Returns the lower bound of a step's seconds.
 
@@ -66,32 +70,46 @@ def least(
         costs: one entry per unit; None for a unit without trainable parameters.
         rates: bytes and elements per second.
         tile_numel: elements of a tile of the update worker.
+        speculates: True if a unit may be updated as soon as its gradient is complete.
     """
     costs = _as_read(costs, memory)
-    buffer_nbytes = buffer_budgets(memory.parts, memory.placement).host
-    tiles = TILE_BUFFERS * tile_numel
+    again, buffer_nbytes = _again(memory), _buffers_of_updates(memory, speculates)
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
+    tiles = TILE_BUFFERS * tile_numel
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
-    # Weights that neither host buffers nor the device can keep from one pass to the next.
-    again = max(0, _weights_on_disk(memory) - buffer_nbytes - memory.placement.moving_nbytes)
+    whole = sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
+    elapsed = _completed(others) if speculates else {}
+    left = sum(use.seconds for use in first)
+    order = left + whole
+    # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
     seen: set[int] = set()
     done = _Updates()
-    left = order = sum(use.seconds for use in first)
-    # The k-th use starts after the updates of all units used so far; the rest of the forward follows the k-th use.
     for use in first:
         # Only the first use of a unit waits for its update.
         if use.unit not in seen:
             seen.add(use.unit)
             done = done.plus(costs[use.unit])
+            if speculates:
+                whole = min(whole, elapsed.get(use.unit, 0.0))
         read = done.read + max(0, done.weights - buffer_nbytes)
         before = _drive_seconds(read, max(0.0, done.written - unwritten), rates)
         if not rates.on_cpu:
             # On a CPU the kernel shares the cores with compute, so `_work` counts both instead.
             before = max(before, done.numel / rates.kernel)
-        order = max(order, before + left)
+        order = max(order, before + left + whole)
         left -= use.seconds
-    order += sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
-    return max(order, _work(first, others, costs, rates, buffer_nbytes, again))
+    compute = sum(use.seconds for one in (first, *others) for use in one)
+    return max(order, _work(compute, least_moved(memory, costs, 1 + len(others), speculates), costs, rates))
+
+
+def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
+    """Returns for each unit the compute of the passes after the first one up to its complete gradient, in seconds."""
+    found: dict[int, float] = {}
+    elapsed = 0.0
+    for use in (use for one in others for use in one):
+        elapsed += use.seconds
+        found |= dict.fromkeys((use.unit, *use.completes), elapsed)
+    return found
 
 
 def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateCost | None]:
@@ -102,31 +120,52 @@ def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateC
     ]
 
 
-def _work(
-    first: Sequence[Use],
-    others: Sequence[Sequence[Use]],
-    costs: Sequence[UpdateCost | None],
-    rates: Rates,
-    buffer_nbytes: int,
-    again: int,
-) -> float:
+def least_moved(
+    memory: Memory, costs: Sequence[UpdateCost | None], passes: int, speculates: bool = False
+) -> tuple[int, int]:
+    """Returns the fewest bytes that the drives read and write in a step, but for inputs of blocks.
+
+    With all states on disk in bf16 and little memory these are 24 bytes of each parameter for its update, and 2 for
+    each pass but the first, whose weights come from the update.
+
+    Args:
+        memory: the placement and the budgets.
+        costs: one entry per unit; None for a unit without trainable parameters.
+        passes: times that all weights have to be on the device: forwards and backwards, or 2 if layer-major.
+        speculates: True if a unit may be updated as soon as its gradient is complete.
+    """
+    every = _Updates()
+    for cost in _as_read(costs, memory):
+        every = every.plus(cost)
+    weights = max(0, every.weights - _buffers_of_updates(memory, speculates))
+    return every.read + weights + _again(memory) * (passes - 1), every.written + every.spilled
+
+
+def _again(memory: Memory) -> int:
+    """Returns the bytes of weights that neither host buffers nor the device can keep from one pass to the next."""
+    kept = buffer_budgets(memory.parts, memory.placement).host + memory.placement.moving_nbytes
+    return max(0, _weights_on_disk(memory) - kept)
+
+
+def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
+    """Returns the bytes of weights that updates need not read, or whose read spares one for the next use."""
+    # An update under the backward finds the weights of a use; for the next use they may have to be read again.
+    more = memory.placement.moving_nbytes if speculates else 0
+    return buffer_budgets(memory.parts, memory.placement).host + more
+
+
+def _work(compute: float, moved: tuple[int, int], costs: Sequence[UpdateCost | None], rates: Rates) -> float:
     """Returns the seconds of the busiest resource: the drives, or the processors.
 
     Args:
-        first: uses of the step's first forward.
-        others: uses of each other forward and of each backward.
+        compute: seconds of the model.
+        moved: bytes that the drives read and write.
         costs: one entry per unit; None for a unit without trainable parameters.
         rates: bytes and elements per second.
-        buffer_nbytes: bytes of host buffers for weights.
-        again: bytes of weights that each pass must read again, since no memory holds them.
     """
-    every = _Updates()
-    for cost in costs:
-        every = every.plus(cost)
-    read = every.read + max(0, every.weights - buffer_nbytes) + again * len(others)
-    compute, kernel = sum(use.seconds for one in (first, *others) for use in one), every.numel / rates.kernel
+    kernel = sum(cost.numel for cost in costs if cost is not None) / rates.kernel
     cores = compute + kernel if rates.on_cpu else max(compute, kernel)
-    return max(cores, _drive_seconds(read, every.written + every.spilled, rates))
+    return max(cores, _drive_seconds(*moved, rates))
 
 
 def _drive_seconds(read: float, written: float, rates: Rates) -> float:

@@ -1,0 +1,136 @@
+"""Advice on a plan: what to change, the host budget that pays, and the step in each order of micro-batches.
+
+Every change and every order is tried by a prediction of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from offload.errors import BudgetError, ConfigError
+from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
+from offload.planner.recommend import Planned, plan, with_host_budget
+from offload.sizes import format_size
+
+_GAIN = 1.05
+"""Speed-up from which a change is reported."""
+
+
+class Advice(NamedTuple):
+    """Advice on a plan."""
+
+    changes: tuple[Change, ...]
+    """Changes, the best first."""
+    host: int
+    """Bytes of the recommended host budget."""
+
+
+class Change(NamedTuple):
+    """One change of a plan and its predicted effect."""
+
+    words: str
+    seconds: float
+    gain: float
+    """Tokens per second with the change, divided by those without it."""
+
+
+class Ordered(NamedTuple):
+    """A step in one order."""
+
+    schedule: str
+    speculate: bool
+    """True if units are updated under the backward."""
+    planned: Planned | None
+    """The plan of the step; None if its activations do not fit."""
+
+
+def advise(planned: Planned) -> Advice:
+    """Returns the changes that are predicted to make the run faster, and the recommended host budget."""
+    found: list[Change] = []
+    for words, act in _ideas(planned):
+        try:
+            other = act()
+        except (BudgetError, ConfigError):
+            continue
+        # Tokens per second, not seconds: some changes alter the number of tokens in a step.
+        gain = other.timing.tokens_per_second / planned.timing.tokens_per_second
+        if gain >= _GAIN:
+            found.append(Change(words, other.timing.seconds, gain))
+    return Advice(tuple(sorted(found, key=lambda change: -change.gain)), recommended_host(planned))
+
+
+def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
+    """Yields candidate changes: a description, and a function that predicts the changed run."""
+    shape, hardware, load, content = planned.shape, planned.hardware, planned.given, planned.content
+    sequence = shape.sequence
+    for times in (2, 4):
+        more = load._replace(batch=load.batch * times)
+        yield f"micro-batches of {more.batch} x {sequence} tokens", partial(plan, shape, hardware, more, content)
+    many = load._replace(accumulation=load.accumulation * 4)
+    yield f"{many.accumulation} micro-batches a step", lambda: plan(shape, hardware, many, content)
+    if planned.load.recompute:
+        kept = {
+            **content,
+            "offload": {**content.get("offload", {}), "activations": None},
+            "activation_checkpointing": {},
+        }
+        yield "no recomputation", lambda: plan(shape, hardware, load._replace(recompute=False), kept)
+    if hardware.drives and planned.memory.slots:
+        one = hardware.drives[0]
+        # Files are spread evenly over all drives, so one more drive speeds up reads and writes.
+        wider = replace(hardware, drives=(*hardware.drives, one._replace(name="one more")))
+        yield "one more drive like the first", lambda: plan(shape, wider, load, content)
+    if planned.memory.slots == 2:
+        block = {**content.get("offload", {}), "durability": "none"}
+        yield (
+            "durability none: no resume after a kill",
+            lambda: plan(shape, hardware, load, {**content, "offload": block}),
+        )
+    double = replace(hardware, ram=2 * hardware.ram)
+    if planned.memory.slots:
+        yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))
+
+
+def recommended_host(planned: Planned) -> int:
+    """Returns the bytes of the recommended host budget, regardless of the budget in the config."""
+    content = copy.deepcopy(dict(planned.content))
+    for name in ("host_memory", "activation_memory"):
+        content.get("offload", {}).pop(name, None)
+    try:
+        base = plan(planned.shape, planned.hardware, planned.given, content)
+    except BudgetError:
+        return planned.memory.host
+    return with_host_budget(base).memory.host
+
+
+def compare(planned: Planned) -> list[Ordered]:
+    """Returns the plan's step in each order that its model allows, the oldest one first.
+
+    A step that moves nothing, or has one micro-batch, has fewer orders; a single one is no comparison, and left out.
+    """
+    found = [
+        Ordered(schedule, speculate, _plan(planned, schedule, speculate))
+        for schedule in (MICRO_BATCH_MAJOR, LAYER_MAJOR)
+        for speculate in (False, True)
+    ]
+    shown = [each for each in found if each.planned is None or _differs(each, each.planned)]
+    return shown if len(shown) > 1 else []
+
+
+def _differs(each: Ordered, planned: Planned) -> bool:
+    """Returns True if a step has the order that it was asked for, and one that no other step of the table has."""
+    # A model that is no chain has one order. Without a unit that can be updated early both steps are the same.
+    return planned.load.schedule == each.schedule and bool(not each.speculate or planned.timing.simulation.speculated)
+
+
+def _plan(planned: Planned, schedule: str, speculate: bool) -> Planned | None:
+    """Returns the plan with another order; None if its activations do not fit."""
+    load = planned.given._replace(schedule=schedule, speculate=speculate)
+    try:
+        return plan(planned.shape, planned.hardware, load, planned.content)
+    except BudgetError:
+        return None

@@ -1,0 +1,113 @@
+"""Shares of a step in which each link of the machine was busy, and the phase under which updates ran, by a timeline.
+
+A link is busy while at least one of its spans is in progress. The model computes while a module's forward, or a unit's
+part of a backward, is in progress and its thread does not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from offload.report.spans import Interval, Span, both, total, union
+
+LINKS: Mapping[str, str] = {
+    "compute": "the model's compute",
+    "reads": "reads of the drives",
+    "writes": "writes of the drives",
+    "uploads": "copies to the device",
+    "downloads": "copies from the device",
+    "kernels": "the optimizer's kernel on the CPU",
+}
+"""Links of a machine, in the order in which they are shown, with their descriptions."""
+
+FORWARD, BACKWARD = "forward", "backward"
+_STEP, _KERNEL = "step ", "kernel of "
+_OF_ENGINE = (_STEP, "synchronize")
+"""Starts of the names of spans in the row of compute that are no work of the model."""
+
+
+def busy(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+    """Returns the fraction of a window in which each link was busy; a link without a span in the file is left out.
+
+    Args:
+        spans: spans of a timeline.
+        start: start of the window, in microseconds.
+        end: its end.
+    """
+    found = {}
+    for link in LINKS:
+        mine = [(span.start, span.end) for span in spans if _is_of(link, span)]
+        if not mine:
+            continue
+        covered = union(mine, start, end)
+        seconds = total(covered)
+        if link == "compute":
+            waits = union([(span.start, span.end) for span in spans if span.row == "waits"], start, end)
+            seconds -= total(both(covered, waits))
+        found[link] = seconds / (end - start)
+    return found
+
+
+def _is_of(link: str, span: Span) -> bool:
+    """Returns True if a span shows a link at work."""
+    if link == "compute":
+        return span.row == "compute" and not span.name.startswith(_OF_ENGINE)
+    if link == "kernels":
+        return span.row == "update worker" and span.name.startswith(_KERNEL)
+    return span.row == link
+
+
+def updates(spans: Sequence[Span], start: float, end: float) -> dict[str, float]:
+    """Returns the fraction of a window in which some unit was updated under a forward, and under a backward."""
+    covered = union([(span.start, span.end) for span in spans if span.row == "updates"], start, end)
+    if not covered:
+        return {}
+    found = dict.fromkeys((FORWARD, BACKWARD), 0.0)
+    for phase, interval in phases(spans, start, end):
+        found[phase] += total(both(covered, [interval]))
+    return {phase: seconds / (end - start) for phase, seconds in found.items()}
+
+
+def phases(spans: Sequence[Span], start: float, end: float) -> list[tuple[str, Interval]]:
+    """Returns the phases of a window in order, each with its start and end. A window begins in a forward.
+
+    A forward inside of a backward, which computes a block again, belongs to the backward: it follows a part of a
+    backward, and that of its own block comes next. A phase lasts until the next one begins, so that the end of a step
+    and what follows belong to the forward of the next step.
+    """
+    marks = [(start, FORWARD)]
+    for begins, phase in _marks(sorted(spans, key=lambda span: (span.start, -span.end))):
+        if marks[-1][1] != phase:
+            marks.append((max(begins, start), phase))
+    ends = [*(begins for begins, _ in marks[1:]), end]
+    return [(phase, (begins, last)) for (begins, phase), last in zip(marks, ends, strict=True) if begins < last]
+
+
+def _marks(spans: Sequence[Span]) -> Iterator[tuple[float, str]]:
+    """Yields the start of each span of compute with its phase; the end of a step begins the next forward."""
+    compute = [span for span in spans if span.row == "compute"]
+    phase = FORWARD
+    for position, span in enumerate(compute):
+        if span.name.startswith(_STEP):
+            phase = FORWARD
+            yield span.end, phase
+        elif span.name.startswith(BACKWARD):
+            phase = BACKWARD
+            yield span.start, phase
+        elif span.name.startswith(FORWARD) and not (phase == BACKWARD and _is_again(compute, position)):
+            phase = FORWARD
+            yield span.start, phase
+
+
+def _is_again(compute: Sequence[Span], position: int) -> bool:
+    """Returns True if a forward that follows a part of a backward is followed by the backward of its own unit."""
+    name = compute[position].name.removeprefix(FORWARD).strip()
+    after = islice(compute, position + 1, None)
+    later = (span.name for span in after if not span.name.startswith(FORWARD))
+    following = next(later, "")
+    # A block may consist of several units, whose names begin with the block's.
+    unit = following.removeprefix(BACKWARD).strip()
+    return following.startswith(BACKWARD) and (
+        unit == name or unit.startswith(f"{name}.") or name.startswith(f"{unit}.")
+    )
