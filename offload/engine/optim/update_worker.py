@@ -24,11 +24,11 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.optim.pipeline.tile_pipeline import TilePipeline
+from offload.engine.optim.pipeline.update_tiles import Job, Tile, TileReader
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
-from offload.engine.optim.update_tiles import Job, StateTile, Tile, TileReader
 from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -69,10 +69,8 @@ class UpdateWorker:
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
         self._timeline = timeline
-        self._tiles = TileReader(shards=shards, gradients=gradients, strategy=strategy)
         self._queue: deque[UnitUpdate] = deque()
         self._job: Job | None = None
-        self._reading, self._writing = deque[Tile](), deque[Tile]()
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy, self._closing, self._flushing = False, False, 0
@@ -80,8 +78,10 @@ class UpdateWorker:
         buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
         host_buffers = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
-        self._free: list[HostBuffer] = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
-        assert len(self._free) == tile_buffers > 0 and tile_numel > 0
+        buffers = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
+        assert len(buffers) == tile_buffers > 0 and tile_numel > 0
+        reader = TileReader(shards=shards, gradients=gradients, strategy=strategy)
+        self._pipeline = TilePipeline(shards=shards, reader=reader, buffers=buffers, timeline=timeline)
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         # Started last: the thread uses every attribute above.
         self._thread.start()
@@ -151,7 +151,7 @@ class UpdateWorker:
         """Returns the tile buffers as scratch memory for the caller's thread, until the next `schedule`."""
         with self._pager.lock:
             assert not self._busy, "an update is under way"
-            return tuple(self._free)
+            return self._pipeline.free_buffers
 
     def drop_spare(self) -> None:
         """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
@@ -188,7 +188,7 @@ class UpdateWorker:
                 pass
         except BaseException as error:
             self._pager.fail(error)
-            self._drain()
+            self._pipeline.drain()
 
     def _work(self) -> bool:
         """Performs the next action, or waits for one; returns False when the worker must end.
@@ -201,14 +201,16 @@ class UpdateWorker:
         self._pager.check()  # after an error anywhere no work may begin, and no commit
         self._retire(wait=False)
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
-        while self._free and (tile := self._next_tile()) is not None:
-            self._reading.append(tile)
-        if self._reading:
-            self._compute(self._reading[0])
+        while self._pipeline.free_buffers and (job := self._current_job()) is not None:
+            self._pipeline.begin(job)
+            if job.all_begun:
+                self._job = None
+        if self._pipeline.reading:
+            if (tile := self._pipeline.compute()) is not None:
+                self._finish_kernels(tile)
             return True
-        if self._writing:
-            with self._timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
-                self._retire(wait=True)
+        if self._pipeline.writing:
+            self._retire(wait=True)
             return True
         if self._job is None and self._commit():
             return True
@@ -225,17 +227,16 @@ class UpdateWorker:
                 (self._given if idle else self._pager.changed).wait()
         return True
 
-    def _next_tile(self) -> Tile | None:
-        """Begins the next tile of the current unit, or of the next one; returns None if none can begin now."""
+    def _retire(self, wait: bool) -> None:
+        """Takes back the buffers of written tiles; with `wait`, of at least one."""
+        for job in self._pipeline.retire(wait):
+            self._finish_writes(job)
+
+    def _current_job(self) -> Job | None:
+        """Returns the job whose next tile may begin, or None."""
         if self._job is None:
             self._job = self._next_job()
-            if self._job is None:
-                return None
-        job = self._job
-        tile = self._tiles.begin(job, job.cut(), self._free.pop())
-        if job.all_begun:
-            self._job = None
-        return tile
+        return self._job
 
     def _next_job(self) -> Job | None:
         """Takes the update that a thread waits for, else the first, and returns its job.
@@ -250,7 +251,7 @@ class UpdateWorker:
         host_buffer = None
         if self._pager.weight_updates.delivers(update.unit):
             host_buffer = self._pager.weight_updates.buffer_for(update.unit)
-            if host_buffer is None and (self._reading or self._writing or not self._must_not_wait()):
+            if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._must_not_wait()):
                 return None  # tiles in flight need no further buffer, and may free one when they end
         self._queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
@@ -292,38 +293,6 @@ class UpdateWorker:
                 or self._pager.weight_updates.awaited_unit() is not None
             )
 
-    def _compute(self, tile: Tile) -> None:
-        """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes."""
-        job = tile.job
-        with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
-            for read in tile.reads:
-                read.wait()
-        for tile_state in tile.states.values():
-            if tile_state.away is not None and not job.steps.in_place:
-                self._copy(tile_state.work, tile_state.away)
-        with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
-            job.steps.run(tile.content, tile.last)
-        # An optimizer may pass over a unit several times. Only the last pass writes its tiles; the buffers of tiles of
-        # earlier passes are free at once.
-        if not tile.last:
-            self._reading.popleft()
-            self._free.append(tile.buffer)
-            return
-        for tile_state in tile.states.values():
-            if tile_state.away is not None:
-                self._copy(tile_state.away, tile_state.work)
-            if tile_state.buffer is not None:
-                tile.writes[tile_state.state] = (
-                    tile_state.first,
-                    self._start_write(job.unit, tile_state, tile_state.buffer),
-                )
-        # Appended before it is removed: a tile is in a queue at any time, so that `_drain` finds its requests after an
-        # error in between.
-        self._writing.append(tile)
-        self._reading.popleft()
-        if tile.cut.stop == job.update.numel:
-            self._finish_kernels(tile)
-
     def _finish_kernels(self, tile: Tile) -> None:
         """Frees the gradient of a unit whose last tile is computed.
 
@@ -335,38 +304,7 @@ class UpdateWorker:
             self._gradients.free(job.unit)
         job.mark_computed()
         if job.delivered:
-            self._pager.weight_updates.weights_ready(
-                job.unit, True, any(t.job is job and t.writes for t in self._writing)
-            )
-
-    def _start_write(self, unit: int, tile_state: StateTile, buffer: memoryview) -> Future:
-        """Starts the write of a state of a tile to the slot that updates may overwrite."""
-        assert self._store is not None
-        return self._store.write(unit, tile_state.state, self._store.target(unit), tile_state.first, buffer)
-
-    def _title(self, job: Job) -> str:
-        """Returns the unit's name for the timeline."""
-        return self._shards.sizes[job.unit].title
-
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between device and host, and waits for the copy."""
-        with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
-            self._shards.device.copy(destination, source)
-
-    def _retire(self, wait: bool) -> None:
-        """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one."""
-        while self._writing:
-            tile = self._writing[0]
-            if not wait and not all(write.done() for _, write in tile.writes.values()):
-                return
-            wait = False
-            # `write.wait` raises the error of a failed write; `write.done` does not.
-            for _, write in tile.writes.values():
-                write.wait()
-            self._writing.popleft()
-            self._free.append(tile.buffer)
-            if tile.job.end_writes(tile.writes):
-                self._finish_writes(tile.job)
+            self._pager.weight_updates.weights_ready(job.unit, True, self._pipeline.writes(job))
 
     def _finish_writes(self, job: Job) -> None:
         """Makes the slot of a completely written update the newest one."""
@@ -392,9 +330,3 @@ class UpdateWorker:
             self._commit_step = self._blob = None
             self._pager.notify()
         return True
-
-    def _drain(self) -> None:
-        """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
-        for tile in [*self._reading, *self._writing]:
-            wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
