@@ -38,6 +38,12 @@ class EngineCallbacks(Protocol):
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
+    def gradients_complete(self, unit: int) -> None:
+        """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""
+
+    def gradients_changed(self, unit: int) -> None:
+        """Notes that the gradient of a complete unit has changed after all. Autograd's threads call this."""
+
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
 

@@ -182,6 +182,13 @@ class DeviceToHost:
         if self._ended:
             self._check()
 
+    def when_received(self, act: Callable[[], None]) -> None:
+        """Calls `act` on the receiving thread once everything sent or collected so far has been received."""
+        self.flush()
+        # Received in the order of sending, as all other copies.
+        mark = torch.empty(0, dtype=torch.uint8, device=self.device.torch)
+        self.send("mark", mark, None, lambda position, some: act())
+
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a host copy of `values`, (n,), made after everything sent before. Blocks until the copy is done."""
         found = torch.empty(len(values), dtype=values.dtype, device="cpu")

@@ -18,7 +18,8 @@ import torch
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.layout.flat_layout import UnitLayout

@@ -15,9 +15,11 @@ from torch import nn
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.gradients.completion import UnitCompletion
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.disk_spill import DiskSpill, windows
+from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.engine.gradients.values import borders
 from offload.engine.metrics.compute_spans import ComputeSpans, compute_spans
@@ -25,6 +27,7 @@ from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
 from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
 from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
 from offload.engine.optim.update_worker import UpdateWorker
@@ -283,7 +286,15 @@ def _gradients(
         gradients: GradientAccumulator
         if plan.ranks is None or rounds is None or not any(trainable):
             gradients = GradientAccumulator(
-                plan.layouts, trainable, host, dtype, waiting, callbacks, timeline=recorders.timeline, compute=compute
+                plan.layouts,
+                trainable,
+                host,
+                dtype,
+                waiting,
+                callbacks,
+                timeline=recorders.timeline,
+                compute=compute,
+                completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
             )
         else:
             gradients = ReduceScatterAccumulator(
@@ -302,6 +313,20 @@ def _gradients(
             )
         undo.pop_all()
     return gradients
+
+
+def _run_facts(plan: Plan) -> RunFacts:
+    """Returns the facts that decide whether updates may be made under the backward."""
+    return RunFacts(
+        wanted=plan.config.offload.speculate is not False and plan.config.offload.debug.overlap,
+        ranks=1 if plan.ranks is None else plan.ranks.size,
+        one_pass=plan.mode.optimizer not in (LAMB, TORCH),
+        commits=plan.slots == 2 and plan.commit_every > 0,
+        on_disk=any(
+            part and all(row[state] is Tier.DISK for state in plan.mode.states)
+            for part, row in zip(plan.trainable, plan.placement.tiers, strict=True)
+        ),
+    )
 
 
 def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:

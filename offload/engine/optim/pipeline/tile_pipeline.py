@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from offload.aio.protocols import Future, wait_for_all
-from offload.engine.optim.pipeline.update_tiles import Job, StateTile, Tile, TileReader
+from offload.engine.optim.pipeline.update_tiles import Fate, Job, StateTile, Tile, TileReader
 from offload.engine.params.local_shards import LocalShards
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.timeline import Row, Timeline
@@ -68,17 +68,21 @@ class TilePipeline:
         """Starts the reads of the next tile of `job`, in a free buffer."""
         self._reading.append(self._reader.begin(job, job.cut(), self._free.pop()))
 
-    def compute(self) -> Tile | None:
+    def compute(self) -> Job | None:
         """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes.
 
         Returns:
-            The tile, if it was the last of its unit.
+            The job, if the tile was the last of its unit.
         """
         tile = self._reading[0]
         job = tile.job
         with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
             for read in tile.reads:
                 read.wait()
+        if job.fate is Fate.DROPPED:
+            self._reading.popleft()
+            self._free.append(tile.buffer)
+            return None
         for tile_state in tile.states.values():
             if tile_state.away is not None and not job.steps.in_place:
                 self._copy(tile_state.work, tile_state.away)
@@ -102,7 +106,7 @@ class TilePipeline:
         # error in between.
         self._writing.append(tile)
         self._reading.popleft()
-        return tile if tile.cut.stop == job.update.numel else None
+        return job if tile.cut.stop == job.update.numel else None
 
     def retire(self, wait: bool) -> list[Job]:
         """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one.
