@@ -273,7 +273,8 @@ class DeviceToHost:
         if arriving.staging is not None:
             self._free.append(arriving.staging)
         self._arriving.popleft()
-        self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
+        if arriving.values.nbytes:  # not the mark of `when_received`
+            self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
             # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
             self._begun -= 1
