@@ -51,11 +51,13 @@ def main(arguments: list[str] | None = None) -> None:
     ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
     micro_batches = [{"input_ids": ids, "labels": ids}] * given.micro_batches
 
+    steps_of_a_turn: int = given.steps
+
     def turn(engine: offload.Engine) -> float:
         engine.train_batch(iter(micro_batches))  # its update runs into the first step that counts, as the last one out
-        taken = seconds(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)]) / given.steps
+        taken = seconds(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
         engine.synchronize()
-        return taken
+        return taken / steps_of_a_turn
 
     before = bandwidths([given.folder])[0]
     taken: dict[str, list[float]] = {each.name: [] for each in (memory, *disk)}

@@ -41,6 +41,12 @@ class EngineCallbacks(Protocol):
     def takes_turns(self) -> bool:
         """Returns True while all micro-batches of a step pass through one block before they enter the next."""
 
+    def gradients_complete(self, unit: int) -> None:
+        """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""
+
+    def gradients_changed(self, unit: int) -> None:
+        """Notes that the gradient of a complete unit has changed after all. Autograd's threads call this."""
+
     def await_updates(self) -> None:
         """Waits until every scheduled update has read its gradient. Autograd's threads call this too."""
 

@@ -165,7 +165,7 @@ class EngineCore(EngineCallbacks):
             raise UsageError(f"{call} must be called between steps, not inside of a forward or a backward")
         self.enter()
         if self.components.update_worker is not None:
-            self.components.update_worker.finish()
+            self.components.update_worker.come_to_rest()
 
     @uninterrupted
     def _begin(self) -> None:
@@ -264,6 +264,7 @@ class EngineCore(EngineCallbacks):
         """Drops the gradients since the last optimizer step, and their micro-batches, on all ranks."""
         self.enter()
         self.components.hooks.forget_gradients()
+        self.optimizer_step.forget_gradients()
         self.components.gradients.forget()
         self.accumulation.reset()
 
@@ -300,6 +301,12 @@ class EngineCore(EngineCallbacks):
     def takes_turns(self) -> bool:
         return self.components.hooks.passes.takes_turns
 
+    def gradients_complete(self, unit: int) -> None:
+        self.optimizer_step.gradients_complete(unit)
+
+    def gradients_changed(self, unit: int) -> None:
+        self.optimizer_step.gradients_changed(unit)
+
     def await_updates(self) -> None:
         if self.components.update_worker is not None:
             self.components.update_worker.finish(commit=False)
@@ -311,7 +318,7 @@ class EngineCore(EngineCallbacks):
         # Order matters: a live view of old weights is refused before anything changes. Then the update in flight ends
         # with its commit, after which the other slot of the unit may be written.
         components.unit_views.settle()
-        components.update_worker.finish()
+        components.update_worker.come_to_rest()
         if components.agreement is not None:
             edits = components.agreement.edit(unit, edits)
         if not edits:
@@ -347,7 +354,7 @@ class EngineCore(EngineCallbacks):
             format_size(components.arena.classes.cache),
         )
         if components.update_worker is not None:
-            components.update_worker.finish(commit=False)
+            components.update_worker.come_to_rest(commit=False)
         # No update may use a host buffer while the pager takes all of them away; `finish` above has ended them.
         components.pager.give_cache(
             components.update_worker.drop_spare if components.update_worker is not None else lambda: None

@@ -157,7 +157,7 @@ class Shutdown:
         store, updater, state = self._components.store, self._components.update_worker, self._state
         self._enter()
         if updater is not None:
-            updater.finish()
+            updater.come_to_rest()
         if store is None or store.durable is None:
             return
         # Edits since the last step, and steps that the durability setting left uncommitted, become a commit now.

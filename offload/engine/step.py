@@ -17,6 +17,8 @@ from offload.engine.callbacks import GradientStats
 from offload.engine.metrics.step_meter import Stepped
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
+from offload.engine.optim.speculation.early_updates import EarlyUpdates
+from offload.engine.optim.speculation.rules import reason_to_clip
 from offload.engine.optim.unit_updates import UnitUpdate, UpdateBuilder, grad_scale
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.training.components import EngineComponents
@@ -50,6 +52,17 @@ class OptimizerStep:
         """
         self._components, self._state, self._accumulation, self._optimizer = components, state, accumulation, optimizer
         self._update_builder = UpdateBuilder(components.layouts, components.trainable, module, optimizer)
+        self._early: EarlyUpdates | None = None
+        """None if no update of this run can be made under the backward."""
+        if components.gradients.completion is not None:
+            assert components.update_worker is not None
+            self._early = EarlyUpdates(
+                worker=components.update_worker,
+                gradients=components.gradients,
+                builder=self._update_builder,
+                optimizer=optimizer,
+                speculate=state.settings.config.offload.speculate,
+            )
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
@@ -66,6 +79,21 @@ class OptimizerStep:
         """Ends a `step()` that completes no optimizer step and updates nothing."""
         self._state.count_micro_steps(self._accumulation.passed(self._state.settings.accumulation))
         self.applied = False
+
+    def gradients_complete(self, unit: int) -> None:
+        """Lets the update of a unit begin whose gradients are complete, if this step is expected to clip nothing."""
+        if self._early is not None:
+            self._early.complete(unit, self._state.parameter_steps[unit], self._state.loss_scale)
+
+    def gradients_changed(self, unit: int) -> None:
+        """Withdraws the update of a unit that has begun, since a gradient has changed."""
+        if self._early is not None:
+            self._early.changed(unit)
+
+    def forget_gradients(self) -> None:
+        """Withdraws all updates that have begun, since their gradients are dropped."""
+        if self._early is not None:
+            self._early.drop()
 
     def forget_norm(self) -> None:
         """Drops the norm of the last gradient, after a checkpoint of another moment was loaded."""
@@ -188,14 +216,16 @@ class OptimizerStep:
         self.grad_norm = norm
         if refused:
             self._optimizer.record(True, state.loss_scale)
+            self.forget_gradients()
             self._components.gradients.clear()
             return
         clip, self._clip_once = self._clip, None
         finite, loss_scale = math.isfinite(norm), state.loss_scale
         state.stepped(micro_batches, overflow=not finite)
         updates: list[UnitUpdate] = []
+        scale = grad_scale(norm, clip, loss_scale)
         if finite:
-            updates = self._updates(updater, present, order, grad_scale(norm, clip, loss_scale))
+            updates = self._updates(updater, present, order, scale)
         else:
             self._components.gradients.clear()
             now = state.loss_scale
@@ -203,6 +233,8 @@ class OptimizerStep:
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         self._components.unit_views.outdate(update.unit for update in updates)
         updater.schedule(updates, state.global_steps)
+        if self._early is not None:
+            self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
         self.applied = finite
 
     def _updates(

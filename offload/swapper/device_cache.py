@@ -205,7 +205,8 @@ class DeviceCache:
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""
-        return entry.residency is Residency.DEVICE and not entry.pins and not entry.size.stays
+        in_use = entry.pins or entry.copying
+        return entry.residency is Residency.DEVICE and not in_use and not entry.size.stays
 
     def drop(self, entry: UnitEntry) -> None:
         """Drops the device copy of a unit. The copy is clean, so no bytes move."""

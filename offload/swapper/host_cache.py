@@ -83,13 +83,21 @@ class HostCache:
         # The fetching thread has recorded its use already, so the access order would report the use after that one.
         return 0 if entry.pins and entry.residency is not Residency.DEVICE else self._table.access_order.distance(unit)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all host buffers that units of tier DISK share."""
+        return self._host.weights.space.nbytes
+
     def _evictable(self) -> list[Block]:
-        """Returns the blocks of all host buffers that may be evicted."""
-        return [
-            Block(e.index, e.host_buffer.offset, e.host_buffer.nbytes)
-            for e in self._table.entries
-            if e.host_buffer is not None and self._is_evictable(e)
-        ]
+        """Returns the blocks of all host buffers that may be evicted, one for each unit."""
+        found = []
+        for entry in self._table.entries:
+            buffer = entry.host_buffer if self._is_evictable(entry) else None
+            if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
+                buffer = entry.fresh
+            if buffer is not None:
+                found.append(Block(entry.index, buffer.offset, buffer.nbytes))
+        return found
 
     def _is_evictable(self, entry: UnitEntry) -> bool:
         """Returns True if the store contains the bytes of the unit's host buffer and no thread uses the buffer."""
@@ -99,11 +107,16 @@ class HostCache:
             and entry.residency in (Residency.HOST, Residency.DEVICE)
             and not entry.unwritten
             and not entry.in_update
+            and not entry.copying
         )
 
     def _evict(self, entry: UnitEntry) -> None:
-        """Evicts the host buffer of `entry`, after the last copy out of it."""
-        assert entry.host_buffer is not None
+        """Evicts the host buffer of `entry`, after the last copy out of it; without one, that of fresh weights."""
+        if entry.host_buffer is None:
+            assert entry.fresh is not None and not entry.fresh_stays
+            entry.fresh.release()
+            entry.fresh = None
+            return
         # The buffer is reused at once, so the copy to the device must be over. The wait blocks only if the copy took
         # longer than all work since.
         entry.copied.wait()

@@ -9,7 +9,8 @@ The pager applies the decisions to memory, `simulate` applies them to numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
@@ -183,6 +184,20 @@ def next_to_fetch(
         if wanting(unit):
             return unit
     return None
+
+
+def leaves_room_ahead(capacity: int, held: Sequence[int], ahead: Iterable[int]) -> bool:
+    """Returns True if buffers that cannot be evicted leave the memory for the next two reads.
+
+    Two, since one unit is read while the one before is used; the reads of a pass then never wait for these buffers.
+
+    Args:
+        capacity: bytes of all buffers.
+        held: bytes of each buffer that cannot be evicted.
+        ahead: bytes of each unit that the pass will still read, nearest first.
+    """
+    nearest = itertools.islice(ahead, 2)
+    return sum(align_up(nbytes) for nbytes in itertools.chain(held, nearest)) <= capacity
 
 
 def keeps(access_order: AccessOrder, unit: int, nbytes: Callable[[int], int], limits: Limits) -> bool:

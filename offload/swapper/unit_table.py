@@ -208,5 +208,11 @@ class UnitEntry:
     """True once the update worker has begun with the unit: the host buffer must stay."""
     unwritten: bool = False
     """True while the write of the host buffer to the store is in flight: the host buffer must stay."""
+    copying: int = 0
+    """Number of copies of old weights, for an update under the backward, in progress: both buffers must stay."""
+    fresh: HostBuffer | None = None
+    """Weights after an update under the backward. Nobody reads them before the step is decided."""
+    fresh_stays: bool = False
+    """True while the update writes `fresh`, or the store does not contain all of it."""
     updates: int = 0
     """Number of changes of the weights so far. A view saved before a change must not be read after the change."""

@@ -19,6 +19,7 @@ from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.residency import Residency
+from offload.swapper.speculative_weights import SpeculativeWeights
 from offload.swapper.unit_table import UnitEntry, UnitTable
 from offload.timeline import Row
 
@@ -31,6 +32,8 @@ class WeightUpdates:
     ) -> None:
         self._table, self._host_cache, self._device_cache, self._arena = table, host_cache, device_cache, arena
         self._device = device
+        self.speculative = SpeculativeWeights(table, host_cache, arena, device)
+        """Updates that are made before their step is decided."""
         self._entries, self._lock = table.entries, table.changed.lock
         self._awaited: list[int] = []
         """Units whose update a thread waits for."""

@@ -183,7 +183,7 @@ MUTANTS = (
     ),
     _reads(
         "states that an update takes from the device",
-        "offload.engine.optim.update_worker",
+        "offload.engine.optim.pipeline.tile_pipeline",
         "            self._shards.device.copy(destination, source)",
         "(destination if source.is_cpu else source)",
     ),

@@ -576,7 +576,7 @@ MUTANTS = (
     ),
     Mutant(
         "let LAMB read moments that it has made already",
-        "offload.engine.optim.update_tiles",
+        "offload.engine.optim.pipeline.update_tiles",
         "elif not last and state in job.steps.drafts:",
         "elif False:",
         "tests/test_optimizers.py",
@@ -597,16 +597,16 @@ MUTANTS = (
     ),
     Mutant(
         "skip the wait for a tile's reads",
-        "offload.engine.optim.update_worker",
+        "offload.engine.optim.pipeline.tile_pipeline",
         "for read in tile.reads:",
         "for read in ():",
         "tests/test_io_completion_order.py",
     ),
     Mutant(
         "skip the wait for a write before its lease is clean",
-        "offload.engine.optim.update_worker",
-        "                write.wait()\n            self._writing",
-        "                pass\n            self._writing",
+        "offload.engine.optim.pipeline.tile_pipeline",
+        "                    write.wait()\n",
+        "                    pass\n",
         "tests/test_io_completion_order.py",
     ),
     Mutant(

@@ -38,7 +38,7 @@ class Every(Block):
 class OffloadBlock(Block):
     """All keys that DeepSpeed does not have."""
 
-    OWN_AUTO = ("run", "resume", "io_backend", "activations", "tile_mlp")
+    OWN_AUTO = ("run", "resume", "io_backend", "activations", "speculate", "tile_mlp")
 
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=128)] = Field(
         "default", description="name of the run: its folder under each nvme_path"
@@ -84,6 +84,12 @@ class OffloadBlock(Block):
     )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
+    )
+    speculate: Literal["auto"] | bool = Field(
+        "auto",
+        description="update a unit under the backward, as soon as its gradients are complete, before the norm is "
+        "known; a step that clips makes the update again, with the same result. auto: until a step clips, and again "
+        "after 8 steps that did not; needs two slots and states on nvme; see concepts/updates-and-commits.md",
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(

@@ -14,17 +14,17 @@ pass through staging buffers. If the host can address device memory, all of this
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
 from offload.aio.protocols import Future
 from offload.engine.callbacks import EngineCallbacks, GradientStats
+from offload.engine.gradients.completion import UnitCompletion
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.device_totals import DeviceTotals
-from offload.engine.gradients.disk_spill import DiskSpill
 from offload.engine.gradients.host_gradients import HostGradients
+from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
@@ -35,20 +35,6 @@ from offload.timeline import OFF, Phase, Row, Timeline
 
 _SUMMED = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of gradients that the kernels add; others are converted."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientPlaces:
-    """Memory in which gradients wait for their updates, other than host buffers of the HOST tier."""
-
-    spill: DiskSpill | None
-    """Gradients of units that wait on DISK."""
-    on_device: Mapping[int, torch.Tensor]
-    """(numel,) of the gradients' dtype for each unit whose gradients stay on the device."""
-    totals: Mapping[int, torch.Tensor]
-    """The same for units whose gradients are summed on the device over micro-batches and then copied to the host."""
-    downloads: DeviceToHost | None
-    """Copies from a device whose memory the host cannot address; None if the host can."""
 
 
 class GradientAccumulator:
@@ -69,6 +55,7 @@ class GradientAccumulator:
         *,
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
+        completion: UnitCompletion | None = None,
     ) -> None:
         """Takes a host buffer for each unit whose gradients stay in HOST.
 
@@ -81,6 +68,7 @@ class GradientAccumulator:
             callbacks: the engine.
             timeline: records each gradient as it arrives.
             compute: records the unit to which a gradient belongs.
+            completion: notices units whose gradients are complete before `step()`; None if nobody asks.
         """
         self._timeline, self._compute = timeline, compute
         self._recorded = timeline is not OFF or compute is not NO_SPANS
@@ -88,10 +76,12 @@ class GradientAccumulator:
         self.dtype = dtype
         self.spill, self.downloads = waiting.spill, waiting.downloads
         self._on_device = waiting.on_device
-        self.totals = DeviceTotals(waiting.totals)
+        self.totals = DeviceTotals(waiting.totals, dtype)
         self._callbacks = callbacks
         self._layouts, self._parts = layouts, parts
         self._lock = threading.Lock()
+        self.completion = completion
+        """Notices units whose gradients are complete before `step()`; None if nobody asks."""
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
@@ -120,13 +110,15 @@ class GradientAccumulator:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         if not self._recorded:
             self._add(unit, segment, gradient)
-            return
-        self._compute.leave_for(unit)
-        self._compute.turn_to(unit)
-        timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
-        nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
-        with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
-            self._add(unit, segment, gradient)
+        else:
+            self._compute.leave_for(unit)
+            self._compute.turn_to(unit)
+            timeline = self._timeline if self.downloads is None else OFF  # else recorded on arrival
+            nbytes = gradient.numel() * gradient.element_size()  # a sparse one lacks `nbytes`
+            with timeline.span(Row.DOWNLOADS, self._titles[unit], nbytes):
+                self._add(unit, segment, gradient)
+        if self.completion is not None:
+            self.completion.arrived(unit, segment)
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
@@ -137,6 +129,8 @@ class GradientAccumulator:
         """Completes an outermost backward, or an aborted one, of which the gradients that have arrived are kept."""
         self._compute.end_span()
         self._flush()
+        if self.completion is not None:
+            self.completion.end_backward()
         self._timeline.end_phase(Phase.BACKWARD)
 
     def _flush(self) -> None:
@@ -181,16 +175,11 @@ class GradientAccumulator:
         """Returns True if a gradient is to begin a total on the device, or to be added to one, and not copied."""
         if self.totals.has(unit, (segment, first)):
             return True
-        return (
-            (self.totals.takes(unit) or self._callbacks.takes_turns())
-            and self._is_new(unit, segment, first)
-            and not self._callbacks.is_last_micro_batch()
-        )
+        takes = self.totals.takes(unit) or self._callbacks.takes_turns()
+        return takes and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device; in the last micro-batch, starts its copy to the host."""
-        if not self.totals.takes(unit):
-            values = values.to(self.dtype)
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
         if self._callbacks.is_last_micro_batch():
             self._send_total(downloads, unit, segment, first)
@@ -269,7 +258,7 @@ class GradientAccumulator:
                 value = squares[key]
                 assert isinstance(value, float)
                 total += value
-        return GradientStats(sum_squares=total, present=self._present())
+        return GradientStats(sum_squares=total, present=[self.present(unit) for unit, _ in enumerate(self._squares)])
 
     def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""
@@ -298,15 +287,22 @@ class GradientAccumulator:
         if self.downloads is not None:
             self.downloads.drain()
 
-    def _present(self) -> list[set[int]]:
-        return [
-            {segment for segment, _ in squares} | self.totals.segments(unit)
-            for unit, squares in enumerate(self._squares)
-        ]
+    def present(self, unit: int) -> set[int]:
+        """Returns the segments of `unit` that have a gradient."""
+        return {segment for segment, _ in self._squares[unit]} | self.totals.segments(unit)
+
+    def is_on_host(self, unit: int) -> bool:
+        """Returns True if the gradient of `unit` waits in host memory of its own."""
+        return unit not in self._on_device and not self._host.spills(unit)
+
+    def when_received(self, unit: int, act: Callable[[], None]) -> None:
+        """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""
+        self._send_totals(unit)
+        act() if self.downloads is None else self.downloads.when_received(act)
 
     def has(self, unit: int, segment: int) -> bool:
         """Returns True if this rank received a gradient of this parameter since the last step."""
-        return segment in self._present()[unit]
+        return segment in self.present(unit)
 
     @uninterrupted
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
@@ -326,6 +322,8 @@ class GradientAccumulator:
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces the elements that `look` reads by `values`, (n,) fp32 on the CPU; n may be 0 on this rank."""
         self._receive_all()
+        if self.completion is not None:
+            self.completion.changed(unit)
         with self._lock:
             squares = self._squares[unit]
             self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
@@ -350,9 +348,10 @@ class GradientAccumulator:
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
 
-        A gradient on DISK is read into `room`, from byte `offset` on.
+        A gradient on DISK is read into `room`, from byte `offset` on. If one changes under the backward, its update is
+        dropped.
         """
-        assert unit in self._reading
+        assert unit in self._reading or self.completion is not None
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
         if self.spill is not None and unit in self.spill:

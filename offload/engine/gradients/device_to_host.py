@@ -182,6 +182,13 @@ class DeviceToHost:
         if self._ended:
             self._check()
 
+    def when_received(self, act: Callable[[], None]) -> None:
+        """Calls `act` on the receiving thread once everything sent or collected so far has been received."""
+        self.flush()
+        # Received in the order of sending, as all other copies.
+        mark = torch.empty(0, dtype=torch.uint8, device=self.device.torch)
+        self.send("mark", mark, None, lambda position, some: act())
+
     def fetch(self, values: torch.Tensor) -> torch.Tensor:
         """Returns a host copy of `values`, (n,), made after everything sent before. Blocks until the copy is done."""
         found = torch.empty(len(values), dtype=values.dtype, device="cpu")
@@ -266,7 +273,8 @@ class DeviceToHost:
         if arriving.staging is not None:
             self._free.append(arriving.staging)
         self._arriving.popleft()
-        self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
+        if arriving.values.nbytes:  # not the mark of `when_received`
+            self._timeline.add(Row.DOWNLOADS, sent.title, arriving.began, now(), arriving.values.nbytes)
         if arriving.last:
             # Removed last: until here `drain` must wait, and `source` must stay referenced, or its memory is reused.
             self._begun -= 1

@@ -25,14 +25,14 @@ class DeviceTotals:
     Called by the thread that adds gradients or by the one that makes the step, never by both at once.
     """
 
-    def __init__(self, memory: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, memory: Mapping[int, torch.Tensor], dtype: torch.dtype) -> None:
         """Takes device memory for the totals.
 
         Args:
-            memory: for each unit (numel,) on the device, in the dtype in which the unit's gradient waits for its
-                update.
+            memory: for each unit (numel,) on the device.
+            dtype: the dtype in which gradients wait for their update.
         """
-        self._memory = dict(memory)
+        self._memory, self._dtype = dict(memory), dtype
         self._here: dict[int, dict[SegmentRange, torch.Tensor]] = {}
         """By unit: each range whose total is on the device, (n,), with the total."""
 
@@ -69,7 +69,7 @@ class DeviceTotals:
             here[segment_range] = self._memory[unit][start : start + len(values)]
             here[segment_range].copy_(values)
         else:
-            here[segment_range] = values
+            here[segment_range] = values.to(self._dtype)
 
     def values(self, unit: int, segment_range: SegmentRange) -> torch.Tensor:
         """Returns a total, (n,) on the device, perhaps a view of memory that later totals reuse."""

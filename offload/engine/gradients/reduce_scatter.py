@@ -18,7 +18,8 @@ import torch
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.layout.flat_layout import UnitLayout
@@ -128,9 +129,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
             self._unit = -1
             self._filled = set()
 
-    def _present(self) -> list[set[int]]:
-        """Returns, for each unit, the segments for which this rank produced a gradient, whichever rank keeps it."""
-        return [set(segments) for segments in self._seen]
+    def present(self, unit: int) -> set[int]:
+        """Returns the segments of `unit` for which this rank produced a gradient, whichever rank keeps it."""
+        return set(self._seen[unit])
 
     def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Replaces a gradient, and records it as present."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -93,28 +94,51 @@ class UpdateBuilder:
         """
         settings = self._optimizer.settings()
         updates: dict[int, UnitUpdate] = {}
-        for unit, part in enumerate(self._trainable):
-            segments: list[kernels.Segment | TorchSegment] = []
-            parameters: list[int] = []
-            for position in sorted(present[unit]):
+        for unit, positions in enumerate(present):
+            for position in positions:
                 counts[unit][position] += 1
-                segment = self._layouts[unit].segments[position]
-                start, stop = part_of(part, segment.start, segment.stop)
-                group = settings[id(self._parameters[unit][position])]
-                step = self._optimizer.rule.step(group, counts[unit][position], scale)
-                if start < stop:
-                    if isinstance(step, TorchStep):
-                        attributes = attributes_of(self._parameters[unit][position])
-                        segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
-                    else:
-                        segments.append(kernels.Segment(start, stop, step))
-                    parameters.append(position)
             # Units whose gradients are all on other ranks get an empty update, because all ranks must update the same
             # units.
-            if present[unit]:
-                updates[unit] = UnitUpdate(
-                    unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters)
-                )
+            if positions:
+                updates[unit] = self.update_of(unit, positions, scale, counts[unit], settings)
         # Reversed, so that the first use of a unit overwrites later ones.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
         return [updates[unit] for unit in sorted(updates, key=lambda u: (first_use.get(u, len(order)), u))]
+
+    def settings(self) -> Mapping[int, Mapping[str, Any]]:
+        """Returns the group of each parameter, by the parameter's id: an argument of `update_of`."""
+        return self._optimizer.settings()
+
+    def update_of(
+        self,
+        unit: int,
+        present: set[int],
+        scale: float,
+        counts: Sequence[int],
+        settings: Mapping[int, Mapping[str, Any]],
+    ) -> UnitUpdate:
+        """Returns the update of one unit.
+
+        Args:
+            unit: index of the unit.
+            present: the segments that have a gradient.
+            scale: factor of the gradients.
+            counts: number of updates of each parameter, this one included.
+            settings: the group of each parameter.
+        """
+        part = self._trainable[unit]
+        segments: list[kernels.Segment | TorchSegment] = []
+        parameters: list[int] = []
+        for position in sorted(present):
+            segment = self._layouts[unit].segments[position]
+            start, stop = part_of(part, segment.start, segment.stop)
+            group = settings[id(self._parameters[unit][position])]
+            step = self._optimizer.rule.step(group, counts[position], scale)
+            if start < stop:
+                if isinstance(step, TorchStep):
+                    attributes = attributes_of(self._parameters[unit][position])
+                    segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
+                else:
+                    segments.append(kernels.Segment(start, stop, step))
+                parameters.append(position)
+        return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))

@@ -7,6 +7,10 @@ across the borders of units. `step()` schedules updates; a thread that needs a u
                   ▲ awaited unit first        │
                                               └ last tile of a unit: weights_ready, its weights may be used
 
+Under the backward the worker takes *offers*: updates of units whose gradients are complete, before their step is
+decided (`speculation`). They are written to the slot that no commit names, and become the newest states if the step
+confirms them. The backward never waits for them, and they wait for the updates and the commit of the step before.
+
 `weights_ready` precedes `flushed`: weights are used from their host buffer while the write is in flight. Without a host
 buffer they may be used only after the last write, which also makes the written slot the unit's newest one. So no read
 sees bytes that are being written.
@@ -24,11 +28,14 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.optim.pipeline.results import UpdateResults
+from offload.engine.optim.pipeline.tile_pipeline import TilePipeline
+from offload.engine.optim.pipeline.update_tiles import Fate, Job, TileReader
+from offload.engine.optim.speculation.offers import Offers
+from offload.engine.optim.speculation.rules import UnitFacts, unit_may_begin
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import EditSteps, UnitSteps, UpdateStrategy
-from offload.engine.optim.update_tiles import Job, StateTile, Tile, TileReader
 from offload.engine.params.local_shards import LocalShards
 from offload.states import Tier
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -68,20 +75,25 @@ class UpdateWorker:
         """
         self._shards, self._pager, self._store = shards, shards.pager, shards.store
         self._gradients, self._strategy, self._commit_every = gradients, strategy, commit_every
+        self._speculative = shards.pager.weight_updates.speculative
         self._timeline = timeline
-        self._tiles = TileReader(shards=shards, gradients=gradients, strategy=strategy)
         self._queue: deque[UnitUpdate] = deque()
+
         self._job: Job | None = None
-        self._reading, self._writing = deque[Tile](), deque[Tile]()
         self._commit_step: int | None = None
         self._blob: Mapping[str, torch.Tensor] | None = None
         self._busy, self._closing, self._flushing = False, False, 0
         self._given = InterruptibleLock(shards.pager.lock)  # changes with which an idle worker is given work
+        self.offers = Offers(shards.pager.lock, self._wake)
+        """Updates that may be made before their step is decided."""
+        self._results = UpdateResults(shards=shards, gradients=gradients, timeline=timeline)
         buffer_nbytes = (arena.classes.tiles - strategy.scratch_nbytes) // tile_buffers
         self._tile_numel = tile_numel
         host_buffers = [arena.tiles.take(buffer_nbytes) for _ in range(tile_buffers)]
-        self._free: list[HostBuffer] = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
-        assert len(self._free) == tile_buffers > 0 and tile_numel > 0
+        buffers = [host_buffer for host_buffer in host_buffers if host_buffer is not None]
+        assert len(buffers) == tile_buffers > 0 and tile_numel > 0
+        reader = TileReader(shards=shards, gradients=gradients, strategy=strategy)
+        self._pipeline = TilePipeline(shards=shards, reader=reader, buffers=buffers, timeline=timeline)
         self._thread = threading.Thread(target=self._run, name="offload-update", daemon=True)
         # Started last: the thread uses every attribute above.
         self._thread.start()
@@ -97,7 +109,8 @@ class UpdateWorker:
                 the next commit contains.
         """
         # Done first: the worker may begin as soon as it sees an update, and no thread may use the units then.
-        self._pager.begin_updates([update.unit for update in updates])
+        with self._speculative.paused():
+            self._pager.begin_updates([update.unit for update in updates])
         mine = [update for update in updates if update.segments or update.edits]
         self._gradients.give([update.unit for update in mine if update.segments])
         for update in updates:
@@ -105,7 +118,7 @@ class UpdateWorker:
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
         with self._pager.lock:
             assert not self._queue and self._commit_step is None, "one step in flight at most"
-            self._queue.extend(mine)
+            self._queue.extend(self.offers.settle(mine))
             due = step is not None and self._commit_every and step % self._commit_every == 0
             self._commit_step = step if due else None
             self._blob = None
@@ -134,13 +147,19 @@ class UpdateWorker:
             self._flushing += 1
             self._pager.notify()
             try:
-                while self._busy or (commit and self._commit_step is not None):
+                while self._busy or self.offers.unsettled or (commit and self._commit_step is not None):
                     self._pager.check()
-                    with self._timeline.span(Row.WAITS, f"waits for {'all updates' if self._busy else 'the commit'}"):
+                    updating = self._busy or self.offers.unsettled
+                    with self._timeline.span(Row.WAITS, f"waits for {'all updates' if updating else 'the commit'}"):
                         self._pager.changed.wait()
                 self._pager.check()
             finally:
                 self._flushing -= 1
+
+    def come_to_rest(self, commit: bool = True) -> None:
+        """Drops all offers, then does as `finish`: afterwards nothing reads or writes states, until the next call."""
+        self.offers.drop_all()
+        self.finish(commit)
 
     @property
     def tile_numel(self) -> int:
@@ -151,7 +170,7 @@ class UpdateWorker:
         """Returns the tile buffers as scratch memory for the caller's thread, until the next `schedule`."""
         with self._pager.lock:
             assert not self._busy, "an update is under way"
-            return tuple(self._free)
+            return self._pipeline.free_buffers
 
     def drop_spare(self) -> None:
         """Frees the host memory of promoted states, which are stored on DISK too: from now on they are read from there.
@@ -188,7 +207,7 @@ class UpdateWorker:
                 pass
         except BaseException as error:
             self._pager.fail(error)
-            self._drain()
+            self._pipeline.drain()
 
     def _work(self) -> bool:
         """Performs the next action, or waits for one; returns False when the worker must end.
@@ -199,21 +218,24 @@ class UpdateWorker:
         # sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
+        self._carry_out_verdicts()
         self._retire(wait=False)
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
-        while self._free and (tile := self._next_tile()) is not None:
-            self._reading.append(tile)
-        if self._reading:
-            self._compute(self._reading[0])
+        while self._pipeline.free_buffers and (job := self._current_job()) is not None:
+            self._pipeline.begin(job)
+            if job.all_begun:
+                self._job = None
+        if self._pipeline.reading:
+            if (computed := self._pipeline.compute()) is not None:
+                self._results.computed(computed)
             return True
-        if self._writing:
-            with self._timeline.span(Row.WORKER, f"waits for writes of {self._title(self._writing[0].job)}"):
-                self._retire(wait=True)
+        if self._pipeline.writing:
+            self._retire(wait=True)
             return True
         if self._job is None and self._commit():
             return True
         with self._pager.lock:
-            idle = self._job is None and not self._queue
+            idle = self._job is None and not self._queue and not self.offers.unsettled
             if self._busy and idle:
                 self._busy = False
                 self._pager.notify()
@@ -225,43 +247,77 @@ class UpdateWorker:
                 (self._given if idle else self._pager.changed).wait()
         return True
 
-    def _next_tile(self) -> Tile | None:
-        """Begins the next tile of the current unit, or of the next one; returns None if none can begin now."""
+    def _retire(self, wait: bool) -> None:
+        """Takes back the buffers of written tiles; with `wait`, of at least one."""
+        for job in self._pipeline.retire(wait):
+            self._results.written(job)
+
+    def _current_job(self) -> Job | None:
+        """Returns the job whose next tile may begin, or None."""
         if self._job is None:
             self._job = self._next_job()
-            if self._job is None:
-                return None
-        job = self._job
-        tile = self._tiles.begin(job, job.cut(), self._free.pop())
-        if job.all_begun:
-            self._job = None
-        return tile
+        return self._job
 
     def _next_job(self) -> Job | None:
         """Takes the update that a thread waits for, else the first, and returns its job.
 
         Returns None if no update is queued, or if no host buffer is free yet.
         """
+        # The next update of the same unit writes the same bytes as one that was dropped.
+        if self.offers.draining:
+            return None
         with self._pager.lock:
             if not self._queue:
-                return None
+                return self._take_offer()
             wanted = self._pager.weight_updates.awaited_unit()
             update = next((u for u in self._queue if u.unit == wanted), self._queue[0])
         host_buffer = None
         if self._pager.weight_updates.delivers(update.unit):
             host_buffer = self._pager.weight_updates.buffer_for(update.unit)
-            if host_buffer is None and (self._reading or self._writing or not self._must_not_wait()):
+            if host_buffer is None and (self._pipeline.reading or self._pipeline.writing or not self._must_not_wait()):
                 return None  # tiles in flight need no further buffer, and may free one when they end
         self._queue.remove(update)
         self._timeline.begin(Row.UPDATES, self._shards.sizes[update.unit].title)
-        return self._job_of(update, host_buffer)
+        delivered = host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE
+        return self._job_of(update, host_buffer, delivered)
 
-    def _job_of(self, update: UnitUpdate, host_buffer: HostBuffer | None) -> Job:
+    def _take_offer(self) -> Job | None:
+        """Returns the job of an update under the backward, or None if none may begin. The caller holds the lock."""
+        # Updates and commit of the step before come first: afterwards the old states are those that the commit names.
+        if self._busy or self._closing or self._commit_step is not None:
+            return None
+        while (update := self.offers.take()) is not None:
+            if unit_may_begin(self._facts(update.unit)) and (begun := self._speculative.begin(update.unit)) is not None:
+                self._timeline.begin(Row.UPDATES, self._results.early_title(update.unit))
+                job = self._job_of(update, begun.host_buffer, delivered=False, fate=Fate.OPEN)
+                self.offers.begin(job)
+                return job
+        return None
+
+    def _facts(self, unit: int) -> UnitFacts:
+        """Returns the facts that decide whether an update of `unit` may begin before its step is decided."""
+        shards, store = self._shards, self._store
+        assert store is not None
+        return UnitFacts(
+            on_disk=shards.sizes[unit].tier is Tier.DISK
+            and all(
+                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.mode.states
+            ),
+            gradient_on_host=self._gradients.is_on_host(unit),
+            newest=store.newest[unit],
+            target=store.target(unit),
+        )
+
+    def _job_of(
+        self, update: UnitUpdate, host_buffer: HostBuffer | None, delivered: bool, fate: Fate = Fate.CERTAIN
+    ) -> Job:
         """Returns the job of an update that begins.
 
         Args:
             update: segments or edits of the unit.
             host_buffer: host buffer for the fresh weights; None if the unit has none.
+            delivered: True if the weights may be used once computed.
+            fate: OPEN before the step is decided.
         """
         steps: UnitSteps
         if update.edits:
@@ -272,14 +328,13 @@ class UpdateWorker:
             update=update,
             steps=steps,
             host_buffer=host_buffer,
-            delivered=host_buffer is not None or self._shards.sizes[update.unit].tier is Tier.DEVICE,
+            delivered=delivered,
             # An update without copies and writes needs no buffer, so the unit is one tile.
-            tile_numel=update.numel if steps.in_place and not self._writes(update.unit) else self._tile_numel,
+            tile_numel=update.numel
+            if steps.in_place and not self._results.is_stored(update.unit)
+            else self._tile_numel,
+            fate=fate,
         )
-
-    def _writes(self, unit: int) -> bool:
-        """Returns True if updates of a unit are written to the store, through tiles."""
-        return any(self._shards.stored(unit, state) for state in self._shards.mode.states)
 
     def _must_not_wait(self) -> bool:
         """Returns True if a thread waits for this worker, which must then not wait for a host buffer itself."""
@@ -292,97 +347,27 @@ class UpdateWorker:
                 or self._pager.weight_updates.awaited_unit() is not None
             )
 
-    def _compute(self, tile: Tile) -> None:
-        """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes."""
-        job = tile.job
-        with self._timeline.span(Row.WORKER, f"waits for reads of {self._title(job)}"):
-            for read in tile.reads:
-                read.wait()
-        for tile_state in tile.states.values():
-            if tile_state.away is not None and not job.steps.in_place:
-                self._copy(tile_state.work, tile_state.away)
-        with self._timeline.span(Row.WORKER, f"kernel of {self._title(job)}"):
-            job.steps.run(tile.content, tile.last)
-        # An optimizer may pass over a unit several times. Only the last pass writes its tiles; the buffers of tiles of
-        # earlier passes are free at once.
-        if not tile.last:
-            self._reading.popleft()
-            self._free.append(tile.buffer)
-            return
-        for tile_state in tile.states.values():
-            if tile_state.away is not None:
-                self._copy(tile_state.away, tile_state.work)
-            if tile_state.buffer is not None:
-                tile.writes[tile_state.state] = (
-                    tile_state.first,
-                    self._start_write(job.unit, tile_state, tile_state.buffer),
-                )
-        # Appended before it is removed: a tile is in a queue at any time, so that `_drain` finds its requests after an
-        # error in between.
-        self._writing.append(tile)
-        self._reading.popleft()
-        if tile.cut.stop == job.update.numel:
-            self._finish_kernels(tile)
-
-    def _finish_kernels(self, tile: Tile) -> None:
-        """Frees the gradient of a unit whose last tile is computed.
-
-        Weights in a host buffer or on the device may be used from here on, while they are being written.
-        """
-        job = tile.job
-        # The next backward may now write the gradient: the kernel has read all of it.
-        if tile.gradient is not None:
-            self._gradients.free(job.unit)
-        job.mark_computed()
-        if job.delivered:
-            self._pager.weight_updates.weights_ready(
-                job.unit, True, any(t.job is job and t.writes for t in self._writing)
-            )
-
-    def _start_write(self, unit: int, tile_state: StateTile, buffer: memoryview) -> Future:
-        """Starts the write of a state of a tile to the slot that updates may overwrite."""
-        assert self._store is not None
-        return self._store.write(unit, tile_state.state, self._store.target(unit), tile_state.first, buffer)
-
-    def _title(self, job: Job) -> str:
-        """Returns the unit's name for the timeline."""
-        return self._shards.sizes[job.unit].title
-
-    def _copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies between device and host, and waits for the copy."""
-        with self._timeline.span(Row.WORKER, "copy of states", destination.nbytes):
-            self._shards.device.copy(destination, source)
-
-    def _retire(self, wait: bool) -> None:
-        """Takes back the buffers of tiles whose writes have ended, oldest first; with `wait`, of at least one."""
-        while self._writing:
-            tile = self._writing[0]
-            if not wait and not all(write.done() for _, write in tile.writes.values()):
-                return
-            wait = False
-            # `write.wait` raises the error of a failed write; `write.done` does not.
-            for _, write in tile.writes.values():
-                write.wait()
-            self._writing.popleft()
-            self._free.append(tile.buffer)
-            if tile.job.end_writes(tile.writes):
-                self._finish_writes(tile.job)
-
-    def _finish_writes(self, job: Job) -> None:
-        """Makes the slot of a completely written update the newest one."""
-        if self._store is not None and self._writes(job.unit):
-            self._store.wrote(job.unit, self._store.target(job.unit), job.writes)
-        # Without a host buffer the weights can be read only from here on.
-        if not job.delivered:
-            self._pager.weight_updates.weights_ready(job.unit, False, False)
-        self._pager.weight_updates.flushed(job.unit)
+    def _carry_out_verdicts(self) -> None:
+        """Publishes what the step has confirmed of the updates under the backward, and ends what it has dropped."""
+        for job, fate in self.offers.take_verdicts():
+            if fate is Fate.CERTAIN:
+                self._results.confirmed(job)
+                continue
+            job.fate = fate
+            if self._job is job:
+                self._job = None
+        for job in self.offers.draining:
+            # One whose verdict came since then is not DROPPED yet.
+            if job.fate is Fate.DROPPED and not self._pipeline.holds(job):
+                self._results.dropped(job)
+                self.offers.drained(job)
 
     def _commit(self) -> bool:
         """Commits the scheduled step if its updates are written and its blob is there; returns True after a commit."""
         with self._pager.lock:
             # All three are read under one lock: since the worker last saw an empty queue, `schedule` may have filled
             # it, and the blob may belong to that step, whose updates have not begun.
-            if self._queue or self._commit_step is None or self._blob is None:
+            if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:
                 return False
             step, blob = self._commit_step, self._blob
         assert self._store is not None
@@ -392,9 +377,3 @@ class UpdateWorker:
             self._commit_step = self._blob = None
             self._pager.notify()
         return True
-
-    def _drain(self) -> None:
-        """Waits for every request after an error, so that no buffer is freed while a request uses it."""
-        # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
-        for tile in [*self._reading, *self._writing]:
-            wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])

@@ -12,15 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from offload.aio.shared_queue import SharedQueue
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.gradients.accumulator import GradientAccumulator, GradientPlaces
-from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.gradients.disk_spill import DiskSpill, windows
-from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
-from offload.engine.gradients.values import borders
-from offload.engine.metrics.compute_spans import ComputeSpans, compute_spans
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
@@ -37,21 +32,19 @@ from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.setup.buffers import move_buffers
-from offload.engine.setup.hooks import activations, layer_major, module_hooks
+from offload.engine.setup.gradients import gradient_accumulator
+from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.placement import STAGING_BUFFERS, WINDOWS
 from offload.layout.tiers import copied_memory
-from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
 from offload.swapper.modes import LAMB, TORCH
 from offload.swapper.pager import Pager
-from offload.swapper.store import Store, Written
+from offload.swapper.store import Store
 from offload.swapper.store.drive_spans import DriveSpans
-from offload.swapper.store.spill_file import SpillFile
 from offload.timeline import Timeline
 
 
@@ -94,24 +87,23 @@ def assemble(
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
     # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
+        # Each component that owns memory or a thread is closed by an error, in reverse order.
         host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
         compute = compute_spans(timeline, names)
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
-        pager = _pager(plan, host, arena, files.store, rounds, timeline)
-        # Each component that owns memory or a thread registers how it is closed; an error closes them in reverse order.
-        undo.callback(pager.close)
+        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files.store, rounds, timeline)))
         held = _held(plan, host, arena, pager, files.store)
         _fill(plan, model, held, files, resume)
-        gradients = _gradients(plan, host, arena, files, pager, rounds, callbacks, recorders, compute)
+        owners = (host, arena, files, pager, rounds, callbacks)
+        gradients = gradient_accumulator(plan, *owners, recorders.spans, timeline, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
-        kept = activations(plan, model, files, timeline)
-        undo.callback(kept.close)
-        hooks = module_hooks(plan, model, handles, unit_views, gradients, pager, callbacks, kept, timeline, compute)
+        kept = undo.enter_context(contextlib.closing(activations(plan, model, files, timeline)))
+        users = (unit_views, gradients, pager, callbacks, kept)
+        hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
-        borders = layer_major(plan, model, hooks)
         weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
@@ -236,106 +228,7 @@ def _weights(
     )
 
 
-# -- gradients and updates ----------------------------------------------------------------------------
-
-
-def _gradients(
-    plan: Plan,
-    host: HostArena,
-    arena: DeviceArena,
-    files: RunFiles,
-    pager: Pager,
-    rounds: Agreement | None,
-    callbacks: EngineCallbacks,
-    recorders: Recorders,
-    compute: ComputeSpans,
-) -> GradientAccumulator:
-    """Returns the accumulator of gradients, with its memory in the tiers of the plan.
-
-    Args:
-        plan: All decisions.
-        host: Source of host buffers.
-        arena: Source of device buffers.
-        files: The files of the run.
-        pager: Receives failures of other threads.
-        rounds: Order of collectives; None with one rank.
-        callbacks: The engine.
-        recorders: Receive reports of work.
-        compute: Spans of forward and backward.
-    """
-    dtype, trainable = plan.parts.gradient_dtype, plan.trainable
-    with contextlib.ExitStack() as undo:
-        spill = downloads = None
-        if files.queue is not None and plan.placement.spilled:
-            spill = _spill(plan, trainable, host, files.queue, pager, files.written, recorders.spans)
-            undo.callback(spill.close)
-        # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
-        if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
-            downloads = _downloads(plan, host, pager, recorders.timeline)
-            undo.callback(downloads.close)
-        # Totals on the device keep their place for the whole run, so that no step allocates device memory.
-        on_device = {
-            unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
-            for unit, tiers in enumerate(plan.placement.tiers)
-            if tiers.get(State.GRAD) is Tier.DEVICE
-        }
-        totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
-        waiting = GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
-        gradients: GradientAccumulator
-        if plan.ranks is None or rounds is None or not any(trainable):
-            gradients = GradientAccumulator(
-                plan.layouts, trainable, host, dtype, waiting, callbacks, timeline=recorders.timeline, compute=compute
-            )
-        else:
-            gradients = ReduceScatterAccumulator(
-                plan.layouts,
-                trainable,
-                host,
-                dtype,
-                waiting,
-                callbacks,
-                device_arena=arena,
-                bucket_dtype=plan.mode.weight_dtype,  # the dtype of gradients in a backward
-                ranks=plan.ranks,
-                rounds=rounds,
-                timeline=recorders.timeline,
-                compute=compute,
-            )
-        undo.pop_all()
-    return gradients
-
-
-def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
-    """Returns the copies of gradients from the device to staging buffers in host memory."""
-    staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
-    buffers = [each for each in staging if each is not None]
-    # Two buffers or more: one is filled by the device while the CPU reads another.
-    assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
-    most = plan.parts.largest_gradient
-    return DeviceToHost(plan.device, buffers, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
-
-
-def _spill(
-    plan: Plan,
-    trainable: Sequence[range],
-    host: HostArena,
-    queue: SharedQueue,
-    pager: Pager,
-    written: Written,
-    spans: DriveSpans,
-) -> DiskSpill:
-    """Returns the gradients on disk, with their windows in host memory."""
-    placement, parts = plan.placement, plan.parts
-    itemsize = parts.gradient_dtype.itemsize
-    buffers = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
-    unit_windows = {
-        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
-        for unit in placement.spilled
-    }
-    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
-    # Gradients do not outlive a step, so their file is never committed.
-    scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
-    return DiskSpill(unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)
+# -- updates -------------------------------------------------------------------------------------------
 
 
 def _updater(

@@ -48,8 +48,10 @@ def module_hooks(
     kept: Activations,
     timeline: Timeline,
     compute: ComputeSpans,
-) -> ModuleHooks:
-    """Installs the hooks of modules, saved tensors and checkpoints on the model.
+) -> tuple[ModuleHooks, LayerMajor | None]:
+    """Installs the hooks of modules, saved tensors and checkpoints on the model, and the borders of its blocks.
+
+    There are no borders if micro-batches pass through the model one after the other.
 
     Args:
         plan: All decisions.
@@ -65,7 +67,7 @@ def module_hooks(
     """
     names = [layout.name for layout in plan.layouts]
     saved = SavedTensors(names, handles, unit_views, pager, compute, kept.inputs)
-    return ModuleHooks(
+    hooks = ModuleHooks(
         model,
         plan.units.sites,
         handles,
@@ -78,6 +80,10 @@ def module_hooks(
         timeline=timeline,
         compute=compute,
     )
+    if plan.schedule.schedule != LAYER_MAJOR:
+        return hooks, None
+    blocks = blocks_of(model, plan.config.units)
+    return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device)
 
 
 def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timeline) -> Activations:
@@ -100,20 +106,6 @@ def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timelin
     )
     inputs = _kept_inputs(plan, files, len(blocks), timeline)
     return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
-
-
-def layer_major(plan: Plan, model: nn.Module, hooks: ModuleHooks) -> LayerMajor | None:
-    """Returns the borders at which micro-batches wait for each other; None if they pass one after the other.
-
-    Args:
-        plan: All decisions.
-        model: The model, whose other hooks are installed.
-        hooks: These hooks.
-    """
-    if plan.schedule.schedule != LAYER_MAJOR:
-        return None
-    modules = dict(model.named_modules())
-    return LayerMajor(modules, blocks_of(model, plan.config.units), hooks.passes, plan.device)
 
 
 def _is_weight(value: Any) -> bool:

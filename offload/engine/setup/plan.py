@@ -137,15 +137,7 @@ def decide(
         # Before the disks are inspected: ranks with different configs would look for different runs.
         check_same(ranks, config, batch, mode, layouts, model)
     device_kernels, why_not = _device_kernels(device)
-    request = MemoryRequest(
-        config=config,
-        layouts=layouts,
-        optimizer=optimizer,
-        accumulation=batch.accumulation,
-        machine=_machine(config, device, ranks, device_kernels),
-        rank=rank,
-        world_size=world_size,
-    )
+    request = _request(config, layouts, optimizer, batch, _machine(config, device, ranks, device_kernels), ranks)
     memory, found = _with_disks(place_states(request), ranks)
     schedule, schedule_notices = _schedule(config, batch, model, memory.placement, ranks)
     return Plan(
@@ -168,6 +160,26 @@ def decide(
         tiled_mlps=tiled_mlps,
         schedule=schedule,
         notices=(*_notices(config, found, memory, why_not, rank), *tiles, *schedule_notices),
+    )
+
+
+def _request(
+    config: Config,
+    layouts: tuple[UnitLayout, ...],
+    optimizer: str,
+    batch: Batch,
+    machine: Machine,
+    ranks: Ranks | None,
+) -> MemoryRequest:
+    """Returns all on which the placement of this rank's states depends."""
+    return MemoryRequest(
+        config=config,
+        layouts=layouts,
+        optimizer=optimizer,
+        accumulation=batch.accumulation,
+        machine=machine,
+        rank=0 if ranks is None else ranks.rank,
+        world_size=1 if ranks is None else ranks.size,
     )
 
 

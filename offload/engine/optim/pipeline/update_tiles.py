@@ -9,10 +9,12 @@ Threads. Everything in this module belongs to the update worker.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 import torch
 
+from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.optim.unit_updates import UnitUpdate
@@ -53,11 +55,29 @@ class Cut:
     """Number of passes over the unit before this one."""
 
 
+class Fate(enum.Enum):
+    """What is known about the use of an update's results."""
+
+    CERTAIN = "certain"
+    """Its step was decided: the results become the newest states."""
+    OPEN = "open"
+    """Made under the backward, before its step is decided. Nobody sees the results."""
+    DROPPED = "dropped"
+    """The results are of no use."""
+
+
 class Job:
     """The update of one unit in flight."""
 
     def __init__(
-        self, *, update: UnitUpdate, steps: UnitSteps, host_buffer: HostBuffer | None, delivered: bool, tile_numel: int
+        self,
+        *,
+        update: UnitUpdate,
+        steps: UnitSteps,
+        host_buffer: HostBuffer | None,
+        delivered: bool,
+        tile_numel: int,
+        fate: Fate = Fate.CERTAIN,
     ) -> None:
         """Starts at the first tile of the first pass.
 
@@ -67,7 +87,13 @@ class Job:
             host_buffer: host buffer of the unit's weights, or None.
             delivered: True if the weights may be used once computed, before they are written.
             tile_numel: largest number of elements of a tile.
+            fate: OPEN for an update under the backward. Then `host_buffer` contains the unit's old weights.
         """
+        self.fate = fate
+        self.speculative = fate is Fate.OPEN
+        """True for an update that began under the backward, also once it is certain."""
+        self.computed = self.written = False
+        """True once all tiles are computed, or all writes have ended."""
         self.update, self.steps, self.host_buffer = update, steps, host_buffer
         self.delivered = delivered
         """True if the weights may be used once computed, before they are written."""
@@ -75,7 +101,6 @@ class Job:
         """Start and future of each write that has ended, tile after tile."""
         self._tile_numel = tile_numel
         self._next = self._passed = self._unwritten = 0
-        self._finish_kernels = False
 
     @property
     def unit(self) -> int:
@@ -105,7 +130,7 @@ class Job:
 
     def mark_computed(self) -> None:
         """Records that the last tile of the last pass is computed."""
-        self._finish_kernels = True
+        self.computed = True
 
     def end_writes(self, writes: dict[State, tuple[int, Future]]) -> bool:
         """Takes over the writes of a tile, which have ended; returns True if they were the last of the unit."""
@@ -113,7 +138,8 @@ class Job:
             self.writes.setdefault(state, []).append(write)
         self._unwritten -= 1
         # Writes of all begun tiles may end before the last tile begins, so the count alone does not suffice.
-        return self._finish_kernels and self._unwritten == 0
+        self.written = self.computed and self._unwritten == 0
+        return self.written
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,12 +270,16 @@ class TileReader:
             work, memory = job.host_buffer.tensor(dtype)[part.start : part.stop], job.host_buffer.buffer[first:last]
             # Nothing is read if an earlier pass has read the weights, or if the buffer contains those from before the
             # step.
-            there = cut.passed > 0 or shards.pager.weight_updates.holds_weights(unit)
+            there = cut.passed > 0 or job.speculative or shards.pager.weight_updates.holds_weights(unit)
         else:
             work, memory, there = room.tensor(dtype), room.memory, False
+            if state is State.WEIGHT and job.speculative:
+                there = shards.pager.weight_updates.speculative.copy(unit, first, room.tensor(torch.uint8))
         if not there:
             assert shards.store is not None
-            reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory))
+            # Under the backward nobody waits for the update, but autograd waits for weights.
+            priority = Priority.NORMAL if job.fate is Fate.CERTAIN else Priority.BACKGROUND
+            reads.append(shards.store.read(unit, state, shards.store.newest[unit], first, memory, priority))
         return StateTile(state=state, first=first, work=work, away=None, buffer=memory)
 
     def _resident(self, job: Job, state: State) -> ResidentShard | None:
@@ -272,6 +302,7 @@ class TileReader:
             job.host_buffer is not None
             and first < job.host_buffer.nbytes
             and shards.sizes[unit].tier is Tier.DISK
+            and not job.speculative
             and not shards.pager.weight_updates.holds_weights(unit)
         ):
             assert shards.store is not None

@@ -1,0 +1,1 @@
+"""Tiles of updates: their memory, and their way from reads through the kernel to writes."""

@@ -1,0 +1,162 @@
+"""The accumulator of gradients, put together as the plan says: its memory in each tier, and its threads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from offload.aio.shared_queue import SharedQueue
+from offload.engine.callbacks import EngineCallbacks
+from offload.engine.distributed.agreement import Agreement
+from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.gradients.completion import UnitCompletion
+from offload.engine.gradients.device_to_host import DeviceToHost
+from offload.engine.gradients.disk_spill import DiskSpill, windows
+from offload.engine.gradients.places import GradientPlaces
+from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
+from offload.engine.gradients.values import borders
+from offload.engine.metrics.compute_spans import ComputeSpans
+from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
+from offload.engine.setup.plan import Plan
+from offload.engine.setup.run_files import RunFiles
+from offload.layout.placement import STAGING_BUFFERS, WINDOWS
+from offload.states import State, Tier
+from offload.swapper.memory.device_arena import DeviceArena
+from offload.swapper.memory.host_arena import HostArena
+from offload.swapper.modes import LAMB, TORCH
+from offload.swapper.pager import Pager
+from offload.swapper.store import Written
+from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.spill_file import SpillFile
+from offload.timeline import Timeline
+
+
+def gradient_accumulator(
+    plan: Plan,
+    host: HostArena,
+    arena: DeviceArena,
+    files: RunFiles,
+    pager: Pager,
+    rounds: Agreement | None,
+    callbacks: EngineCallbacks,
+    spans: DriveSpans,
+    timeline: Timeline,
+    compute: ComputeSpans,
+) -> GradientAccumulator:
+    """Returns the accumulator of gradients, with its memory in the tiers of the plan.
+
+    Args:
+        plan: All decisions.
+        host: Source of host buffers.
+        arena: Source of device buffers.
+        files: The files of the run.
+        pager: Receives failures of other threads.
+        rounds: Order of collectives; None with one rank.
+        callbacks: The engine.
+        spans: Records requests to the drives.
+        timeline: Records gradients as they arrive.
+        compute: Spans of forward and backward.
+    """
+    dtype, trainable = plan.parts.gradient_dtype, plan.trainable
+    with contextlib.ExitStack() as undo:
+        spill = downloads = None
+        if files.queue is not None and plan.placement.spilled:
+            spill = _spill(plan, trainable, host, files.queue, pager, files.written, spans)
+            undo.callback(spill.close)
+        # The CPU cannot read gradients on such a device, so they are first copied to pinned staging buffers.
+        if any(plan.parts.trainable_numel) and not plan.device.host_addressable:
+            downloads = _downloads(plan, host, pager, timeline)
+            undo.callback(downloads.close)
+        waiting = _gradient_places(plan, arena, spill, downloads)
+        accumulator: GradientAccumulator
+        if plan.ranks is None or rounds is None or not any(trainable):
+            accumulator = GradientAccumulator(
+                plan.layouts,
+                trainable,
+                host,
+                dtype,
+                waiting,
+                callbacks,
+                timeline=timeline,
+                compute=compute,
+                completion=UnitCompletion(callbacks) if run_may_speculate(_run_facts(plan)) else None,
+            )
+        else:
+            accumulator = ReduceScatterAccumulator(
+                plan.layouts,
+                trainable,
+                host,
+                dtype,
+                waiting,
+                callbacks,
+                device_arena=arena,
+                bucket_dtype=plan.mode.weight_dtype,  # the dtype of gradients in a backward
+                ranks=plan.ranks,
+                rounds=rounds,
+                timeline=timeline,
+                compute=compute,
+            )
+        undo.pop_all()
+    return accumulator
+
+
+def _gradient_places(
+    plan: Plan, arena: DeviceArena, spill: DiskSpill | None, downloads: DeviceToHost | None
+) -> GradientPlaces:
+    """Returns the memory in which gradients wait, other than that of the host."""
+    dtype = plan.parts.gradient_dtype
+    # Totals on the device keep their place for the whole run, so that no step allocates device memory.
+    on_device = {
+        unit: arena.keep(plan.parts.nbytes[unit][State.GRAD]).view(dtype)
+        for unit, tiers in enumerate(plan.placement.tiers)
+        if tiers.get(State.GRAD) is Tier.DEVICE
+    }
+    totals = {unit: arena.keep(nbytes).view(dtype) for unit, nbytes in plan.placement.added}
+    return GradientPlaces(spill=spill, on_device=on_device, totals=totals, downloads=downloads)
+
+
+def _run_facts(plan: Plan) -> RunFacts:
+    """Returns the facts that decide whether updates may be made under the backward."""
+    return RunFacts(
+        wanted=plan.config.offload.speculate is not False and plan.config.offload.debug.overlap,
+        ranks=1 if plan.ranks is None else plan.ranks.size,
+        one_pass=plan.mode.optimizer not in (LAMB, TORCH),
+        commits=plan.slots == 2 and plan.commit_every > 0,
+        on_disk=any(
+            part and all(row[state] is Tier.DISK for state in plan.mode.states)
+            for part, row in zip(plan.trainable, plan.placement.tiers, strict=True)
+        ),
+    )
+
+
+def _downloads(plan: Plan, host: HostArena, pager: Pager, timeline: Timeline) -> DeviceToHost:
+    """Returns the copies of gradients from the device to staging buffers in host memory."""
+    staging = [host.staging.take(host.classes.staging // STAGING_BUFFERS) for _ in range(STAGING_BUFFERS)]
+    buffers = [each for each in staging if each is not None]
+    # Two buffers or more: one is filled by the device while the CPU reads another.
+    assert len(buffers) == STAGING_BUFFERS, "the class was sized for them"
+    most = plan.parts.largest_gradient
+    return DeviceToHost(plan.device, buffers, most, plan.device_kernels, pager.fail, pager.check, timeline=timeline)
+
+
+def _spill(
+    plan: Plan,
+    trainable: Sequence[range],
+    host: HostArena,
+    queue: SharedQueue,
+    pager: Pager,
+    written: Written,
+    spans: DriveSpans,
+) -> DiskSpill:
+    """Returns the gradients on disk, with their windows in host memory."""
+    placement, parts = plan.placement, plan.parts
+    itemsize = parts.gradient_dtype.itemsize
+    buffers = [host.gradients.take(placement.window_numel * itemsize) for _ in range(WINDOWS)]
+    unit_windows = {
+        unit: windows(borders(plan.layouts[unit], trainable[unit]), placement.window_numel)
+        for unit in placement.spilled
+    }
+    nbytes = {unit: parts.nbytes[unit][State.GRAD] for unit in unit_windows}
+    # Gradients do not outlive a step, so their file is never committed.
+    scratch = SpillFile(plan.config.drives, nbytes, queue, written, spans)
+    return DiskSpill(unit_windows, parts.gradient_dtype, [each for each in buffers if each], scratch, pager.fail)

@@ -1,0 +1,500 @@
+"""Updates that are made under the backward give the bits of those made after it, whatever the step then decides."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.errors import NumericsError
+from tests.support import models
+from tests.support.early_updates import (
+    await_early_updates,
+    backward,
+    counts,
+    finish_step_before,
+    train_step,
+)
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, run, start, weights_of
+
+MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
+JOB = models.GPT2._replace(steps=5, clip=0.0)
+Between = Callable[[Any, int], None]
+
+
+def trained(
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    between: Between | None = None,
+    more: int = 0,
+    seen: list[tuple[int, int]] | None = None,
+    **options: Any,
+) -> Result:
+    """Trains `job`; `seen` receives hits and misses of each step."""
+    engine = start(job, placement, folder, **options)
+    losses, norms = [], []
+    try:
+        for step in range(job.steps):
+            before = counts(engine)
+            losses.append(train_step(engine, job, step, between, more))
+            norms.append(engine.get_global_grad_norm())
+            after = counts(engine)
+            if seen is not None:
+                seen.append((after.hits - before.hits, after.misses - before.misses))
+        return Result(losses, norms, weights_of(engine))
+    finally:
+        engine.destroy(remove=True)
+
+
+def in_all_ways(
+    job: Job, folder: Path, between: Between | None = None, more: int = 0, **options: Any
+) -> list[tuple[int, int]]:
+    """Asserts the same bits in memory, on disk, and on disk with updates under the backward; returns their counts."""
+    seen: list[tuple[int, int]] = []
+    memory = trained(job, MEMORY, folder / "memory", between, more, **options)
+    late = trained(job, DISK, folder / "late", between, more, speculate=False, **options)
+    early = trained(job, DISK, folder / "early", between, more, seen, speculate=True, **options)
+    assert_same(memory, late, "memory and disk")
+    assert_same(memory, early, "memory and disk, updated under the backward")
+    return seen
+
+
+# -- the step confirms --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: str, accumulation: int) -> None:
+    seen = in_all_ways(JOB._replace(dtype=dtype, accumulation=accumulation), tmp_path)
+    # With several micro-batches the first ones of the first step tell already when a unit is complete.
+    first = 0 if accumulation > 1 else 1
+    assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD"])
+def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> None:
+    params = (("momentum", 0.9),) if optimizer == "SGD" else ()
+    seen = in_all_ways(JOB._replace(optimizer=optimizer, params=params, steps=3), tmp_path)
+    assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
+
+
+@pytest.mark.parametrize("name", ["LLAMA", "MIXTURE", "LORA", "T5"])
+def test_other_models_are_confirmed_or_made_again(tmp_path: Path, name: str) -> None:
+    job = getattr(models, name, None)
+    if job is None:
+        job = JOB._replace(model=getattr(models, name.lower()), loss=models.language_loss)
+        if name == "T5":
+            job = job._replace(loss=models.translation_loss)
+    seen = in_all_ways(job._replace(steps=3, clip=0.0), tmp_path)
+    assert sum(hits for hits, _ in seen) > 0
+
+
+def test_a_schedule_of_the_learning_rate_misses_nothing(tmp_path: Path) -> None:
+    """It moves the rate after the step, so a backward knows the rate of its own step."""
+    job, results, seen = JOB, [], []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        torch.manual_seed(0)
+        folder = tmp_path / "-".join(placement)
+        given = config(job, placement, folder, speculate=speculate)
+        given["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 4}}
+        engine = offload.initialize(model=job.model(), config=given)[0]
+        losses = [train_step(engine, job, step) for step in range(job.steps)]
+        results.append((losses, weights_of(engine)))
+        seen.append(counts(engine))
+        engine.destroy(remove=True)
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
+    assert seen[1].hits > 0 and not seen[1].misses
+
+
+def test_an_update_that_is_still_under_way_is_confirmed_too(tmp_path: Path) -> None:
+    """No wait of any kind: how far the worker has come when `step()` decides differs from step to step."""
+    job = JOB._replace(steps=12, model=lambda: models.gpt2(layers=6))
+    late = run(job, DISK, tmp_path / "late", speculate=False)
+    early = run(job, DISK, tmp_path / "early", speculate=True)
+    assert_same(late, early)
+
+
+# -- the step decides otherwise -----------------------------------------------------------------------
+
+
+def test_each_update_of_a_step_that_clips_is_made_again(tmp_path: Path) -> None:
+    free = trained(JOB, MEMORY, tmp_path / "free")
+    clip = sorted(free.norms)[2]  # some steps clip, others do not
+    job = JOB._replace(clip=clip, steps=8)
+    norms = trained(job, MEMORY, tmp_path / "norms").norms
+    seen = in_all_ways(job, tmp_path)
+    clipped = [norm + 1e-6 > clip for norm in norms]
+    assert True in clipped[1:] and False in clipped[1:]
+    for was_clipped, (hits, misses) in list(zip(clipped, seen, strict=True))[1:]:
+        assert (hits == 0 and misses > 0) if was_clipped else (hits > 0 and misses == 0)
+
+
+def test_a_step_that_overflows_drops_every_update(tmp_path: Path) -> None:
+    """In fp16 the loss scale begins so high that the first steps are skipped, and doubles later."""
+    seen = []
+    results = []
+    for name, speculate in (("late", False), ("early", True)):
+        torch.manual_seed(0)
+        job = JOB._replace(dtype="fp16", steps=12)
+        given = config(job, DISK, tmp_path / name, speculate=speculate)
+        given["fp16"] = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
+        engine = offload.initialize(model=job.model(), config=given)[0]
+        losses = []
+        for step in range(job.steps):
+            before, skipped = counts(engine), engine.skipped_steps
+            losses.append(train_step(engine, job, step))
+            after = counts(engine)
+            if speculate:
+                seen.append((engine.skipped_steps > skipped, after.hits - before.hits, after.misses - before.misses))
+        results.append((losses, engine.skipped_steps, weights_of(engine)))
+        engine.destroy(remove=True)
+    assert results[0][:2] == results[1][:2] and results[0][1] > 0
+    assert_same_tensors(results[0][2], results[1][2])
+    assert any(skipped and misses for skipped, _, misses in seen[1:])
+    assert all((hits == 0) if skipped else (misses == 0) for skipped, hits, misses in seen[1:])
+    assert any(hits for _, hits, _ in seen)
+
+
+def test_a_norm_that_raises_drops_every_update(tmp_path: Path) -> None:
+    class Poisoned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    job = JOB._replace(model=Poisoned)
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        engine = start(job, placement, tmp_path / "-".join(placement), speculate=speculate)
+        for step in range(6):
+            torch.manual_seed(step)
+            loss = engine(torch.randn(2, 32)).square().mean()
+            backward(engine, loss * (float("inf") if step == 3 else 1.0))
+            if step == 3:
+                with pytest.raises(NumericsError, match="the step was not applied"):
+                    engine.step()
+            else:
+                engine.step()
+        results.append(weights_of(engine))
+        if speculate:
+            assert counts(engine).hits > 0 and counts(engine).misses > 0
+        engine.destroy(remove=True)
+    assert_same_tensors(*results)
+
+
+def test_a_rate_that_changes_between_backward_and_step_is_the_one_that_counts(tmp_path: Path) -> None:
+    def between(engine: Any, step: int) -> None:
+        if step % 2:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    for step, (hits, misses) in list(enumerate(seen))[1:]:
+        assert (hits == 0 and misses > 0) if step % 2 else (hits > 0 and misses == 0)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_second_backward_counts_after_the_update_of_the_first(tmp_path: Path, accumulation: int) -> None:
+    """The graph is kept, and a unit's weights are used once more after they were updated early."""
+    if accumulation == 1:
+        seen = in_all_ways(JOB, tmp_path, more=1)
+        assert sum(misses for _, misses in seen) > 0 and not any(hits for hits, _ in seen[1:])
+    else:  # by the user's own word, since the count would take a second backward for a micro-batch
+
+        def declare(engine: Any, step: int) -> None:
+            loss = JOB.loss(engine, step, 7)
+            backward(engine, loss)
+
+        in_all_ways(JOB, tmp_path, declare)
+
+
+def test_two_losses_of_one_forward_add_up(tmp_path: Path) -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+            self.heads = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            for layer in self.layers:
+                x = layer(x).relu()
+            first, second = self.heads
+            return first(x), second(x)
+
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, False), (DISK, True)):
+        engine = start(
+            JOB._replace(model=TwoHeads), placement, tmp_path / f"{placement}{speculate}", speculate=speculate
+        )
+        for step in range(5):
+            torch.manual_seed(step)
+            first, second = engine(torch.randn(3, 64))
+            backward(engine, first.square().mean(), retain_graph=True)
+            backward(engine, second.abs().mean())
+            engine.step()
+        results.append(weights_of(engine))
+        engine.destroy(remove=True)
+    assert_same_tensors(results[0], results[1])
+    assert_same_tensors(results[0], results[2])
+
+
+def test_zero_grad_in_place_of_step_leaves_the_old_states(tmp_path: Path) -> None:
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        engine = start(JOB, placement, tmp_path / "-".join(placement), speculate=speculate)
+        for step in range(6):
+            backward(engine, JOB.loss(engine, step, 0))
+            if step in (2, 4):
+                engine.zero_grad()
+                backward(engine, JOB.loss(engine, step, 1))
+            engine.step()
+        if speculate:
+            assert counts(engine).misses > 0
+        results.append(weights_of(engine))
+        engine.destroy(remove=True)
+    assert_same_tensors(*results)
+
+
+def test_a_backward_that_raises_leaves_nothing_of_its_updates(tmp_path: Path) -> None:
+    """It breaks in the first block, after others are complete and updated; then the step is tried again."""
+
+    def burst(engine: offload.Engine, *_: Any) -> None:
+        await_early_updates(engine)
+        raise ValueError("broken")
+
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        engine = start(JOB, placement, tmp_path / "-".join(placement), speculate=speculate)
+        broken = 0
+        for step in range(6):
+            loss = JOB.loss(engine, step, 0)
+            if step in (2, 4):
+                block = engine.module.transformer.h[0].ln_1
+
+                handle = block.register_full_backward_hook(functools.partial(burst, engine))
+                loss = JOB.loss(engine, step, 0)
+                finish_step_before(engine)
+                with pytest.raises(ValueError, match="broken"):
+                    engine.backward(loss)
+                handle.remove()
+                broken += 1
+                engine.zero_grad()
+                loss = JOB.loss(engine, step, 0)
+            backward(engine, loss)
+            engine.step()
+        assert broken == 2
+        if speculate:
+            assert counts(engine).hits > 0 and counts(engine).misses > 0
+        results.append(weights_of(engine))
+        engine.destroy(remove=True)
+    assert_same_tensors(*results)
+
+
+# -- nobody sees the result early ---------------------------------------------------------------------
+
+
+def test_weights_states_and_evaluation_are_the_old_ones_until_the_step(tmp_path: Path) -> None:
+    looks: list[dict[str, torch.Tensor]] = []
+
+    def between(engine: Any, step: int) -> None:
+        found = weights_of(engine)
+        engine.eval()
+        with torch.no_grad():
+            found["loss"] = JOB.loss(engine, step, 3)
+        engine.train()
+        parameter = dict(engine.module.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+        for state in ("exp_avg", "exp_avg_sq"):
+            found[state] = offload.safe_get_full_optimizer_state(parameter, state)
+        found["gradient"] = offload.safe_get_full_grad(parameter)
+        looks.append(found)
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    third = len(looks) // 3
+    for memory, late, early in zip(looks[:third], looks[third : 2 * third], looks[2 * third :], strict=True):
+        assert_same_tensors(memory, late)
+        assert_same_tensors(memory, early)
+    # A look changes nothing, so the updates are confirmed.
+    assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
+
+
+def test_a_checkpoint_between_backward_and_step_holds_the_old_states(tmp_path: Path) -> None:
+    def between(engine: Any, step: int) -> None:
+        if step == 2:
+            engine.save_checkpoint(str(tmp_path / "saved" / str(engine._core.components.shards.sizes[0].tier)), tag="2")
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    assert seen[2][0] == 0 and seen[2][1] > 0
+    found = []
+    for folder in sorted((tmp_path / "saved").iterdir()):
+        engine = start(JOB, MEMORY, tmp_path / "loaded")
+        engine.load_checkpoint(str(folder), tag="2")
+        found.append((train_step(engine, JOB, 2), weights_of(engine)))
+        engine.destroy(remove=True)
+    assert found[0][0] == found[1][0]
+    assert_same_tensors(found[0][1], found[1][1])
+
+
+def test_an_edit_between_backward_and_step_is_not_lost(tmp_path: Path) -> None:
+    def between(engine: Any, step: int) -> None:
+        parameter = dict(engine.module.named_parameters())["transformer.h.1.mlp.c_fc.weight"]
+        if step == 2:
+            offload.safe_set_full_fp32_param(parameter, torch.full(parameter.shape, 0.25))
+        if step == 3:
+            offload.safe_set_full_optimizer_state(parameter, torch.full(parameter.shape, 0.5), "exp_avg_sq")
+        if step == 4:
+            offload.safe_set_full_grad(parameter, torch.full(parameter.shape, 0.125))
+
+    seen = in_all_ways(JOB, tmp_path, between)
+    assert all(misses > 0 for _, misses in seen[2:4]), "an edit ends every update under the backward"
+    assert seen[4][1] == 1 and seen[4][0] > 0, "a gradient that is set ends that of its unit"
+
+
+def test_a_load_between_backward_and_step_replaces_everything(tmp_path: Path) -> None:
+    results = []
+    for placement, speculate in ((MEMORY, False), (DISK, True)):
+        name = "-".join(placement)
+        engine = start(JOB, placement, tmp_path / name, speculate=speculate)
+        for step in range(2):
+            train_step(engine, JOB, step)
+        engine.save_checkpoint(str(tmp_path / f"saved-{name}"))
+        train_step(engine, JOB, 2)
+        backward(engine, JOB.loss(engine, 3, 0))
+        engine.load_checkpoint(str(tmp_path / f"saved-{name}"))
+        losses = [train_step(engine, JOB, step) for step in range(2, 5)]
+        results.append((losses, weights_of(engine)))
+        engine.destroy(remove=True)
+    assert results[0][0] == results[1][0]
+    assert_same_tensors(results[0][1], results[1][1])
+
+
+def test_destroy_between_backward_and_step_keeps_the_last_step(tmp_path: Path) -> None:
+    whole = trained(JOB, MEMORY, tmp_path / "whole")
+    engine = start(JOB, DISK, tmp_path / "run", speculate=True)
+    losses = [train_step(engine, JOB, step) for step in range(3)]
+    backward(engine, JOB.loss(engine, 3, 0))
+    engine.destroy(remove=False)
+    engine = start(JOB, DISK, tmp_path / "run", resume="must", speculate=True)
+    assert engine.global_steps == 3
+    losses += [train_step(engine, JOB, step) for step in range(3, JOB.steps)]
+    assert losses == whole.losses
+    assert_same_tensors(weights_of(engine), whole.weights)
+    engine.destroy(remove=True)
+
+
+# -- where it happens ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "options", "optimizer"),
+    [
+        (MEMORY, {}, "AdamW"),
+        (("cpu", "nvme"), {}, "AdamW"),
+        (DISK, {"durability": "none"}, "AdamW"),
+        (DISK, {"speculate": False}, "AdamW"),
+        (DISK, {"debug": {"overlap": False}}, "AdamW"),
+        (DISK, {}, "Lamb"),
+        (DISK, {}, "NAdam"),
+    ],
+)
+def test_nothing_is_updated_early_where_the_old_states_would_be_lost_or_norms_are_needed(
+    tmp_path: Path, placement: tuple[str, str], options: dict[str, Any], optimizer: str
+) -> None:
+    seen: list[tuple[int, int]] = []
+    job = JOB._replace(steps=3, optimizer=optimizer)
+    if optimizer == "NAdam":
+        torch.manual_seed(0)
+        model = job.model()
+        own = torch.optim.NAdam(model.parameters(), lr=1e-3)
+        engine = offload.initialize(
+            model=model, optimizer=own, config={**config(job, placement, tmp_path, **options), "optimizer": None}
+        )[0]
+        for step in range(3):
+            train_step(engine, job, step)
+        seen.append((counts(engine).hits, counts(engine).misses))
+        assert engine._core.components.gradients.completion is None
+        engine.destroy(remove=True)
+    else:
+        trained(job, placement, tmp_path, seen=seen, **{"speculate": True, **options})
+    assert set(seen) == {(0, 0)}
+
+
+def test_between_two_commits_both_slots_are_needed(tmp_path: Path) -> None:
+    seen = in_all_ways(JOB._replace(steps=9), tmp_path, durability={"every": 3})
+    assert [hits > 0 for hits, _ in seen] == [step and step % 3 == 0 for step in range(9)]
+
+
+def test_auto_stops_at_a_miss_and_begins_again_after_eight_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def between(engine: Any, step: int) -> None:
+        if step == 2:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    seen: list[tuple[int, int]] = []
+    with caplog.at_level(logging.INFO, logger="offload"):
+        trained(JOB._replace(steps=13), DISK, tmp_path, between, seen=seen)
+    assert seen[1][0] > 0 and seen[2][0] == 0 and seen[2][1] > 0
+    assert seen[3:11] == [(0, 0)] * 8 and seen[11][0] > 0 and seen[12][0] > 0
+    (line,) = [record.message for record in caplog.records if "of no use" in record.message]
+    assert re.fullmatch(
+        r"step 3: \d+ updates under the backward of no use, 0 confirmed: something changed; none is made early until 8 "
+        r"steps in a row would have held",
+        line,
+    )
+
+
+class Stack(nn.Module):
+    """A stack of equal layers, behind one that is so many times as large."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64 * first), *(nn.Linear(64, 64) for _ in range(8))])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others = self.layers
+        x = first(x).unflatten(-1, (64, -1)).mean(-1)
+        for layer in others:
+            x = x + layer(x).relu()
+        return x
+
+
+@pytest.mark.parametrize(("first", "fresh_in_memory"), [(1, range(3)), (12, range(6, 10))])
+def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: range) -> None:
+    """Host memory is for two of the largest unit: with a large one, fresh weights of all others stay there."""
+    moved, losses = [], []
+    for speculate in (False, True):
+        job = JOB._replace(model=lambda: Stack(first))
+        engine = start(job, DISK, tmp_path / str(speculate), speculate=speculate)
+        before = engine.io_bytes()
+        for step in range(8):
+            torch.manual_seed(step)
+            loss = engine(torch.randn(4, 64)).square().mean()
+            backward(engine, loss)
+            if speculate and step > 1:
+                entries = engine._core.components.pager._entries
+                assert sum(entry.fresh is not None for entry in entries) in fresh_in_memory
+            engine.step()
+            losses.append(float(loss.detach()))
+        finish_step_before(engine)
+        after = engine.io_bytes()
+        moved.append((after.read - before.read, after.written - before.written))
+        assert (counts(engine).hits > 0) is speculate and not counts(engine).misses
+        engine.destroy(remove=True)
+    assert losses[:8] == losses[8:]
+    assert moved[1][1] == moved[0][1]
+    assert moved[1][0] <= moved[0][0]
