@@ -38,8 +38,8 @@ class EngineCallbacks(Protocol):
     def is_last_micro_batch(self) -> bool:
         """Returns True if the running backward is known to be the last of its step."""
 
-    def takes_turns(self) -> bool:
-        """Returns True while all micro-batches of a step pass through one block before they enter the next."""
+    def turn(self) -> int | None:
+        """Returns the number of the micro-batch that runs while those of a step take turns at each block, else None."""
 
     def gradients_complete(self, unit: int) -> None:
         """Notes that no further gradient of `unit` is expected in this step. Autograd's threads call this."""

@@ -298,8 +298,9 @@ class EngineCore(EngineCallbacks):
         ahead = 0 if layer_major is None else layer_major.turn
         return self.accumulation.is_last(self.state.settings.accumulation, ahead)
 
-    def takes_turns(self) -> bool:
-        return self.components.hooks.passes.takes_turns
+    def turn(self) -> int | None:
+        layer_major = self.components.layer_major
+        return layer_major.turn if layer_major is not None and self.components.hooks.passes.takes_turns else None
 
     def gradients_complete(self, unit: int) -> None:
         self.optimizer_step.gradients_complete(unit)

@@ -63,21 +63,25 @@ class Memory:
 class KeptInput:
     """One input. Graphs alone hold the object; when the last drops it, `released` receives its memory."""
 
-    __slots__ = ("__weakref__", "changed", "form", "memory", "nbytes", "position", "released", "stays", "version")
+    __slots__ = (
+        *("__weakref__", "changed", "form", "memory", "nbytes"),
+        *("position", "released", "stays", "version", "wanted"),
+    )
 
-    def __init__(self, tensor: torch.Tensor, position: int, released: deque[Memory]) -> None:
+    def __init__(self, tensor: torch.Tensor, position: int, wanted: tuple[int, ...], released: deque[Memory]) -> None:
         """Keeps `tensor`, detached: the graph must not refer to itself.
 
         Args:
             tensor: a dense tensor on the device.
             position: index of the input in the order of the forward.
+            wanted: what sorts inputs in the order in which the backward is expected to ask for them.
             released: receives the memory in the end.
         """
         self.memory = Memory(tensor=tensor.detach())
         self.version = tensor._version
         self.form = Form.of(tensor)
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.position, self.released = position, released
+        self.position, self.wanted, self.released = position, wanted, released
         self.changed = False
         """True if the tensor was changed in place before its copy was complete."""
         self.stays = False

@@ -23,6 +23,7 @@ handler of a signal runs in the waits for I/O, with the lock: it may call `close
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import threading
 import weakref
@@ -51,6 +52,27 @@ _MOST_SHARED = 64
 """Entries of dropped inputs, in the list and in the table of shared ones, that do no harm."""
 
 
+class _Order:
+    """The order in which a backward is expected to ask for inputs: newest first.
+
+    Where micro-batches take turns at each unit, their backwards do so too, in the order of the micro-batches.
+    """
+
+    def __init__(self, turn: Callable[[], int | None]) -> None:
+        self._turn = turn
+        self._last: int | None = None
+        self._unit = self._count = 0
+
+    def next(self) -> tuple[int, int, int]:
+        """Returns the place of the next input; the backward asks for the smallest place first."""
+        turn = self._turn()
+        if turn is None or self._last is None or turn < self._last:
+            self._unit += 1  # the first micro-batch is at the next unit
+        self._last = turn
+        self._count += 1
+        return -self._unit, turn or 0, -self._count
+
+
 class KeptInputs:
     """Moves the inputs of one engine's checkpointed units between the tiers. `close` ends it."""
 
@@ -59,6 +81,7 @@ class KeptInputs:
         device: Device,
         staging: Staging,
         device_limit: Callable[[int], float],
+        turn: Callable[[], int | None] = lambda: None,
         timeline: Timeline = OFF,
     ) -> None:
         """Keeps nothing yet.
@@ -67,8 +90,10 @@ class KeptInputs:
             device: copies between device and host memory.
             staging: host memory and disk.
             device_limit: bytes that inputs may take on the device beside the newest, given the bytes that they take.
+            turn: returns the number of the micro-batch that runs where several take turns at each unit, else None.
             timeline: records copies and waits.
         """
+        self._order = _Order(turn)
         self._device, self._staging = device, staging
         self._device_limit, self._timeline = device_limit, timeline
         self._lock = threading.RLock()
@@ -130,7 +155,7 @@ class KeptInputs:
             self._let_go_of_leaving()
             kept = self._same(tensor)
             if kept is None:
-                kept = KeptInput(tensor, len(self._kept), self._released)
+                kept = KeptInput(tensor, len(self._kept), self._order.next(), self._released)
                 self._kept.append(weakref.ref(kept))
                 self._share(tensor, kept)
             self._make_room()
@@ -238,9 +263,9 @@ class KeptInputs:
             return tensor if view.form == kept.form else view.form.view(tensor)
 
     def _fetch_ahead(self, kept: KeptInput) -> None:
-        """Starts the upload of the input before `kept` and the reads of those before, as far as blocks are free."""
-        older = [each for ref in reversed(self._kept[: kept.position]) if (each := ref()) is not None]
-        for distance, each in enumerate(older[: 1 + _READ_AHEAD]):
+        """Starts the upload of the input that follows `kept` and the reads of the next, as far as blocks are free."""
+        later = (each for each in self._alive() if each.wanted > kept.wanted)
+        for distance, each in enumerate(heapq.nsmallest(1 + _READ_AHEAD, later, key=lambda each: each.wanted)):
             memory = each.memory
             if memory.tensor is not None or memory.arriving is not None or each.changed:
                 continue

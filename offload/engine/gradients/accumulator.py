@@ -175,7 +175,7 @@ class GradientAccumulator:
         """Returns True if a gradient is to begin a total on the device, or to be added to one, and not copied."""
         if self.totals.has(unit, (segment, first)):
             return True
-        takes = self.totals.takes(unit) or self._callbacks.takes_turns()
+        takes = self.totals.takes(unit) or self._callbacks.turn() is not None
         return takes and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:

@@ -100,7 +100,7 @@ def assemble(
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
-        kept = undo.enter_context(contextlib.closing(activations(plan, model, files, timeline)))
+        kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
         users = (unit_views, gradients, pager, callbacks, kept)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)

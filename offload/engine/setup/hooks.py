@@ -86,13 +86,16 @@ def module_hooks(
     return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device)
 
 
-def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timeline) -> Activations:
+def activations(
+    plan: Plan, model: nn.Module, files: RunFiles, callbacks: EngineCallbacks, timeline: Timeline
+) -> Activations:
     """Returns the blocks that are computed again, and the keeper of their inputs.
 
     Args:
         plan: All decisions.
         model: The model.
         files: The files of the run; the queue exists if there is a drive for inputs.
+        callbacks: The engine.
         timeline: Records copies.
     """
     block = plan.config.activation_checkpointing
@@ -104,7 +107,7 @@ def activations(plan: Plan, model: nn.Module, files: RunFiles, timeline: Timelin
     checkpoints = UnitCheckpoints(
         blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
     )
-    inputs = _kept_inputs(plan, files, len(blocks), timeline)
+    inputs = _kept_inputs(plan, files, len(blocks), callbacks.turn, timeline)
     return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
 
 
@@ -113,7 +116,9 @@ def _is_weight(value: Any) -> bool:
     return handle_of(value) is not None
 
 
-def _kept_inputs(plan: Plan, files: RunFiles, blocks: int, timeline: Timeline) -> KeptInputs | None:
+def _kept_inputs(
+    plan: Plan, files: RunFiles, blocks: int, turn: Callable[[], int | None], timeline: Timeline
+) -> KeptInputs | None:
     """Returns the keeper of inputs of `blocks` modules, or None if they stay where the forward computes them."""
     config, device, tier = plan.config, plan.device, plan.config.activation_tier
     if tier in (None, "device"):
@@ -129,7 +134,7 @@ def _kept_inputs(plan: Plan, files: RunFiles, blocks: int, timeline: Timeline) -
     memory = HostBlocks(device, process_memory(), config.offload.host_memory, room, at_once)
     slots = None if files.queue is None else DiskSlots(config.drives, files.queue, files.written)
     limit = _device_limit(tier, device, plan.placement.inputs_nbytes)
-    return KeptInputs(device, Staging(memory, slots, timeline), limit, timeline)
+    return KeptInputs(device, Staging(memory, slots, timeline), limit, turn, timeline)
 
 
 def _device_limit(tier: str, device: Device, room: int | None) -> Callable[[int], float]:

@@ -1,0 +1,48 @@
+"""Inputs of blocks whose micro-batches take turns are brought back in the order in which the backward asks for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.engine.activations import kept_input
+from offload.engine.activations.kept_inputs import KeptInputs, _Order
+from tests.support import models
+from tests.support.oracle import accumulated_step, start
+
+JOB = models.GPT2._replace(accumulation=3, steps=3)
+
+
+def test_the_order_is_newest_first_and_within_a_unit_by_micro_batch() -> None:
+    turn: list[int | None] = [None]
+    order = _Order(lambda: turn[0])
+    alone = [order.next() for _ in range(3)]
+    assert sorted(alone) == alone[::-1]
+    places = {}
+    for unit in range(3):
+        for micro in range(3):
+            turn[0] = micro
+            places[unit, micro] = order.next()
+    assert sorted(places, key=lambda each: places[each]) == [(unit, micro) for unit in (2, 1, 0) for micro in range(3)]
+    assert max(places.values()) < min(alone)
+
+
+def test_the_backward_asks_in_the_expected_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
+    asked: list[tuple[int, ...]] = []
+    fetch = KeptInputs.fetch
+
+    def noted(self: KeptInputs, view: Any) -> Any:
+        asked.append(view.kept.wanted)
+        return fetch(self, view)
+
+    monkeypatch.setattr(KeptInputs, "fetch", noted)
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, schedule="layer_major", activations="nvme")
+    for step in range(JOB.steps):
+        asked.clear()
+        accumulated_step(engine, JOB, step)
+        if step:  # in the first step the micro-batches pass one after the other
+            assert len(asked) == 9 and asked == sorted(asked)
+    engine.destroy(remove=True)
