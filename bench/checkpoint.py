@@ -110,7 +110,7 @@ def _run(given: argparse.Namespace) -> dict[str, Any]:
         with contextlib.closing(IoQueue()) as queue, contextlib.closing(StoreSource(run, queue)) as source:
             plan = make_plan(source, "fp32", 5 * GIB)
             figures["export"] = streamed(
-                lambda: export(source, saved, plan),
+                lambda: export(source, saved, plan, queue),
                 exported,
                 exported,
                 rate,
