@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from offload.aio import IoQueue
 from offload.engine.checkpoint import save as checkpoint_save
 from offload.errors import EngineFailed, IoError, StoreError
+from offload.states import State
 from tests.support import filesystems, models
 from tests.support.fault_injection import flip_bit
 from tests.support.filesystems import sync
@@ -87,6 +89,61 @@ def test_swap_files_that_are_damaged_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="checksum"):
         engine.save_checkpoint(tmp_path / "saved", tag="bad")
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
+    engine.destroy(remove=True)
+
+
+def test_each_byte_of_a_save_has_one_checksum_that_of_the_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store's own checksum is compared with it, so that a read needs none."""
+    engine = start(models.GPT2, DISK, tmp_path / "run")
+    train_step(engine, models.GPT2, 0)
+    engine.save_checkpoint(tmp_path / "saved")  # after all updates
+    summed: dict[str, set[bool]] = {"read": set(), "write": set()}
+    submit = IoQueue._submit
+
+    def noted(queue: IoQueue, operation: str, *request: Any) -> Any:
+        summed[operation].add(request[-2])
+        return submit(queue, operation, *request)
+
+    monkeypatch.setattr(IoQueue, "_submit", noted)
+    engine.save_checkpoint(tmp_path / "saved", tag="again")
+    assert summed == {"read": {False}, "write": {True}}
+    engine.destroy(remove=True)
+
+
+def test_damage_that_a_save_finds_makes_the_swap_files_suspect(tmp_path: Path) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "run")
+    train_step(engine, models.GPT2, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    store = engine._core.components.store
+    assert store is not None
+    place = store._places[1][State.EXP_AVG][store.newest[1]]
+    flip_bit(store.folders[0] / "states", place.offset(100))
+    with pytest.raises(IoError, match=r"exp_avg of .*, slot [AB],.*checksum"):
+        engine.save_checkpoint(tmp_path / "saved", tag="bad")
+    assert (store.folders[0] / "suspect").exists(), "the next start reads all"
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
+    engine.destroy(remove=True)
+
+
+def test_bytes_that_change_in_memory_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(models.GPT2, DISK, tmp_path / "run")
+    train_step(engine, models.GPT2, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    left, write = [3], IoQueue.write
+
+    def changed(queue: IoQueue, file: Any, offset: int, data: memoryview, **options: Any) -> Any:
+        left[0] -= 1
+        if not left[0]:
+            data[len(data) // 2] ^= 1
+        return write(queue, file, offset, data, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="but its swap files do: bytes have changed"):
+        patch.setattr(IoQueue, "write", changed)
+        engine.save_checkpoint(tmp_path / "saved", tag="bad")
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == {"global_step1", "latest"}
+    engine.save_checkpoint(tmp_path / "saved", tag="good")
     engine.destroy(remove=True)
 
 

@@ -20,7 +20,7 @@ import offload
 from offload import kernels
 from offload.aio import IoQueue
 from offload.cli.main import app
-from offload.engine.model_io import weight_writer as model_write
+from offload.engine.model_io import weight_stream
 from offload.engine.model_io.weight_source import StoreSource
 from offload.runs.export import export, make_plan, read_nbytes
 from offload.states import State
@@ -330,7 +330,7 @@ def _stalled(run: Path, out: Path) -> None:
 
     with IoQueue() as queue:
         source = StoreSource(run, queue)
-        export(source, out, make_plan(source, None, 5_000_000), stop)
+        export(source, out, make_plan(source, None, 5_000_000), queue, stop)
 
 
 def test_a_kill_leaves_a_partial_folder_that_the_next_export_removes(small: Path, tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def _growth(run: Path, out: Path) -> tuple[int, int]:
     before = peak_rss()
     with IoQueue() as queue:
         source = StoreSource(run, queue)
-        done = export(source, out, make_plan(source, "fp32", 5_000_000_000))
+        done = export(source, out, make_plan(source, "fp32", 5_000_000_000), queue)
         source.close()
     return peak_rss() - before, done.nbytes
 
@@ -401,14 +401,14 @@ def test_what_is_read_is_what_was_planned(small: Path, tmp_path: Path) -> None:
     with IoQueue() as queue:
         source = StoreSource(small, queue)
         plan = make_plan(source, "fp32", 5_000_000)
-        export(source, tmp_path / "out", plan, export_report.append)
+        export(source, tmp_path / "out", plan, queue, export_report.append)
         source.close()
     assert sum(export_report) == read_nbytes(plan) > 0
 
 
 def test_small_chunks_give_the_same(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exported(small, tmp_path / "out")
-    monkeypatch.setattr(model_write, "_CHUNK_NUMEL", 2048)
+    monkeypatch.setattr(weight_stream, "_CHUNK_NUMEL", 2048)
     exported(small, tmp_path / "again")
     assert tensors(tmp_path / "out").keys() == tensors(tmp_path / "again").keys()
     assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "out"))

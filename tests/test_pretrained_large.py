@@ -104,7 +104,7 @@ def life_of_a_model(folder: Path, host: int, device: int) -> dict[str, float]:
     note("save_pretrained")
     engine.destroy()
     with IoQueue() as queue, closing(open_source(folder / "swap" / "default", queue)) as source:
-        export(source, folder / "exported", make_plan(source, None, 5_000_000_000))
+        export(source, folder / "exported", make_plan(source, None, 5_000_000_000), queue)
     note("export")
     return figures
 

@@ -15,6 +15,7 @@ import transformers
 
 import offload
 from offload import fileio
+from offload.aio import IoQueue
 from offload.engine.model_io import output_folder as model_folder
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import IoError, OffloadError, StoreError
@@ -59,7 +60,7 @@ def test_a_folder_of_an_earlier_save_is_replaced(
 
 
 @pytest.mark.parametrize("foreign", [True, False])
-@pytest.mark.parametrize("failure", ["room", "reserve", "write", "config", "tokenizer"])
+@pytest.mark.parametrize("failure", ["room", "reserve", "head", "begin", "write", "config", "tokenizer"])
 def test_a_disk_that_is_full_leaves_what_was_there(
     failure: str, foreign: bool, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,8 +74,14 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def full_file(*_: Any) -> None:
-        raise IoError(str(out), 0, 0, errno.ENOSPC, "write")
+    write = IoQueue.write
+
+    def full_file(queue: IoQueue, file: Any, *request: Any, **options: Any) -> Any:
+        if "partial" not in file.path:  # the update of the step before
+            return write(queue, file, *request, **options)
+        if failure == "begin":
+            raise IoError(file.path, 0, 0, errno.ENOSPC, "write")
+        return Failing(write(queue, file, *request, **options))
 
     tokenizer = a_tokenizer()
     with monkeypatch.context() as patch:
@@ -83,8 +90,10 @@ def test_a_disk_that_is_full_leaves_what_was_there(
             patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
         elif failure == "reserve":
             patch.setattr(os, "posix_fallocate", full)
-        elif failure == "write":
-            patch.setattr(tensor_file.Writer, "write", full_file)
+        elif failure == "head":
+            patch.setattr(tensor_file, "write_all", full)
+        elif failure in ("begin", "write"):
+            patch.setattr(IoQueue, "write", full_file)
         elif failure == "config":
             patch.setattr(fileio, "write_new", full)
         else:
@@ -230,10 +239,13 @@ def test_a_read_that_fails_leaves_none_in_flight(mode: str, tmp_path: Path, monk
 
 
 class Failing:
-    """A read that fails, and knows if somebody has waited for it."""
+    """A request that fails, and knows if somebody has waited for it."""
 
     def __init__(self, inner: Any) -> None:
         self._inner, self.awaited = inner, False
+
+    def done(self) -> bool:
+        return bool(self._inner.done())
 
     def wait(self, timeout: float | None = None) -> int:
         self.awaited = True

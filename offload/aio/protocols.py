@@ -9,6 +9,13 @@ from typing import Any, Protocol
 from offload.aio import File, Priority
 
 
+class Pending(Protocol):
+    """The interface of anything that ends: a request in flight, or bytes that come from another rank."""
+
+    def done(self) -> bool: ...
+    def wait(self) -> int: ...
+
+
 class Future(Protocol):
     """The interface of a request in flight that the store relies on."""
 
@@ -29,7 +36,7 @@ class Queue(Protocol):
     ) -> Future: ...
 
 
-def wait_for_all(futures: Iterable[Future]) -> None:
+def wait_for_all(futures: Iterable[Pending]) -> None:
     """Waits until every request has ended, so that its buffer may be freed. Errors of the requests are ignored.
 
     Called after an error, which is the one to report, or where nobody needs the bytes any more.

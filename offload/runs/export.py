@@ -1,7 +1,7 @@
 """Implementation of `offload export`: writes the weights of a run or a checkpoint as files that transformers loads.
 
-`offload.engine.model_io.weight_writer` decides the content and writes it. All files are written into a folder beside
-the requested one, and this folder is renamed at the end, so that the output folder is complete or absent.
+`weight_plan` decides the content, `weight_writer` writes it. All files are written into a folder beside the requested
+one, and this folder is renamed at the end, so that the output folder is complete or absent.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import find
 from offload.engine.model_io.checkpoint_source import CheckpointSource
 from offload.engine.model_io.output_folder import arriving, check_room, copy_tokenizer, tokenizer_files
+from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
 from offload.engine.model_io.weight_source import Source, StoreSource
-from offload.engine.model_io.weight_writer import Files, Plan, make_plan, notices, read_nbytes, shard_size, stream
+from offload.engine.model_io.weight_stream import read_nbytes, stream
+from offload.engine.model_io.weight_writer import Files, notices
 from offload.errors import StoreError
 from offload.swapper.modes import dtype_name
 
@@ -53,6 +55,7 @@ def export(
     source: Source,
     out: Path,
     plan: Plan,
+    queue: Queue,
     progress: Callable[[int], None] = lambda _: None,
     tokenizer: Path | None = None,
 ) -> Exported:
@@ -64,6 +67,7 @@ def export(
         source: The weights; stays open.
         out: Must not exist, or be empty.
         plan: Made by `make_plan` for this source.
+        queue: Queue for the writes, best that of the source's reads; owned by the caller.
         progress: Called with the number of bytes after each read.
         tokenizer: Folder whose tokenizer files are copied too; None to copy none.
 
@@ -81,7 +85,7 @@ def export(
     with arriving(out, messages.append) as folder:
         # The staging folder is on the same drive as `out` and exists already.
         check_room(folder, plan.nbytes, out)
-        with Files(folder, plan, source.buffers) as files:
+        with Files(folder, plan, source.buffers, queue) as files:
             beyond = stream(source, plan, files, progress)
         if tokenizer is not None:
             copy_tokenizer(tokenizer, folder)

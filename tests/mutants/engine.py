@@ -113,6 +113,27 @@ MUTANTS = (
         "tests/test_checkpoint_damage.py",
     ),
     Mutant(
+        "save bytes that are not those of the store",
+        "offload.engine.checkpoint.save",
+        "if expected is None or expected == crc:",
+        "if True:",
+        "tests/test_checkpoint_damage.py",
+    ),
+    Mutant(
+        "fill a buffer whose writes are in flight",
+        "offload.fileio.buffered_copy",
+        "        for write in writes:\n            write.wait()\n",
+        "",
+        "tests/test_buffered_copy.py",
+    ),
+    Mutant(
+        "write a chunk of an export one element too far",
+        "offload.engine.model_io.weight_stream",
+        "nbytes, skipped = (stop - start) * itemsize, (start - segment.start) * itemsize",
+        "nbytes, skipped = (stop - start) * itemsize, (start - segment.start + 1) * itemsize",
+        "tests/test_export_stream.py",
+    ),
+    Mutant(
         "forget the loss scale when gradients are applied",
         "offload.engine.optim.unit_updates",
         "if clip else 1.0) / loss_scale",

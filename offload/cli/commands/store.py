@@ -105,7 +105,7 @@ def export(
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
             plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
             with _bar(console, read_nbytes(plan)) as progress:
-                done = write(source, out, plan, progress, tokenizer)
+                done = write(source, out, plan, queue, progress, tokenizer)
     for notice in done.notices:
         console.print(notice, markup=False)
     if json_output:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from offload.aio import DirectFile, IoQueue, crc32c, crc32c_joined
+from offload.aio import DirectFile, IoQueue, aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.directory import (
     begin_folder,
@@ -123,6 +123,8 @@ class _Chunk(NamedTuple):
     state: State
     start: int
     stop: int
+    compare: bool
+    """True if the read must be compared: the store has no checksum with which that of the write could be compared."""
 
 
 @contextlib.contextmanager
@@ -272,7 +274,8 @@ def _write_states(
     with Writer(path, tensors, reserved=False) as writer, DirectFile(path) as file:
 
         def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-            return held.read(chunk.unit, chunk.state, chunk.start, buffer[: chunk.stop - chunk.start])
+            nbytes = chunk.stop - chunk.start
+            return held.read(chunk.unit, chunk.state, chunk.start, buffer[:nbytes], compare=chunk.compare)
 
         def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
             offset = writer.places[chunk.name].offset + chunk.start
@@ -297,8 +300,10 @@ def _write_states(
                         sums[name] = shared
                         continue
                     writer.reserve(name)
+                    # One checksum a byte: that of the write is compared, so the read needs none.
+                    compare = _expected(held, unit, state, nbytes) is None
                     for start in range(0, nbytes, BUFFER_NBYTES):
-                        yield _Chunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes))
+                        yield _Chunk(name, unit, state, start, min(start + BUFFER_NBYTES, nbytes), compare)
 
         flow(flow_buffers(), chunks(), begin, end, ended)
     return writer.nbytes, sums
@@ -318,30 +323,44 @@ def _share(held: LocalShards, unit: int, state: State, nbytes: int, writer: Writ
     Returns:
         The CRC-32C of the partition, or None if it must be copied.
     """
-    store = held.store
-    if store is None or not store.keeps(unit, state):
-        return None
-    expected = store.sum_of(unit, state, nbytes)
+    expected = _expected(held, unit, state, nbytes)
     # Without a checksum the file could not be verified later, so the partition is copied and summed.
-    if expected is None or not store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset):
+    if held.store is None or expected is None:
         return None
-    return expected
+    shared = held.store.clone(unit, state, nbytes, writer.descriptor, writer.places[name].offset)
+    return expected if shared else None
+
+
+def _expected(held: LocalShards, unit: int, state: State, nbytes: int) -> int | None:
+    """Returns the CRC-32C with which the store wrote a partition; None if there is none."""
+    if held.store is None or not held.store.keeps(unit, state):
+        return None
+    return held.store.sum_of(unit, state, nbytes)
 
 
 def _compare(held: LocalShards, chunk: _Chunk, crc: int, path: Path) -> None:
-    """Raises `StoreError` if the checksum of a partition is not the one with which the store wrote the partition.
+    """Raises an error if the checksum of a partition is not the one with which the store wrote the partition.
 
     Args:
         held: This rank's partitions.
         chunk: Last chunk of the partition.
         crc: CRC-32C of the whole partition.
         path: File that was written, for the message.
+
+    Raises:
+        IoError: If the swap files are damaged; names the bytes.
+        StoreError: If the bytes have changed in memory.
     """
-    if held.store is None or not held.store.keeps(chunk.unit, chunk.state):
+    expected = _expected(held, chunk.unit, chunk.state, chunk.stop)
+    if expected is None or expected == crc:
         return
-    expected = held.store.sum_of(chunk.unit, chunk.state, chunk.stop)
-    if expected is not None and expected != crc:
-        raise StoreError(
-            f"{chunk.state.value} of {held.sizes[chunk.unit].title} does not match its checksum: the swap files are "
-            f"damaged, and {path.parent} was not saved; go back to an earlier checkpoint"
-        )
+    # Read again and compared by the store, which names the bytes and remembers that its files are suspect.
+    buffer = aligned_empty(min(BUFFER_NBYTES, chunk.stop))
+    for start in range(0, chunk.stop, BUFFER_NBYTES):
+        part = buffer[: min(BUFFER_NBYTES, chunk.stop - start)]
+        for future in held.read(chunk.unit, chunk.state, start, part):
+            future.wait()
+    raise StoreError(
+        f"{chunk.state.value} of {held.sizes[chunk.unit].title} does not match its checksum, but its swap files do: "
+        f"bytes have changed in memory, and {path.parent} was not saved; save again, and test the machine's memory"
+    )

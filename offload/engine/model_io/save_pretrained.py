@@ -9,21 +9,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from offload.aio.protocols import Future, wait_for_all
+from offload.aio.protocols import Future, Pending, wait_for_all
 from offload.engine.checkpoint.directory import naming_errors
 from offload.engine.checkpoint.files import check_folder
+from offload.engine.checkpoint.save import own_or_shared
 from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
 from offload.engine.model_io.output_folder import arriving, check_not_a_file, check_room
+from offload.engine.model_io.weight_plan import check_dtype, make_plan, shard_size
 from offload.engine.model_io.weight_source import Reading
-from offload.engine.model_io.weight_writer import Files, Sink, check_dtype, make_plan, notices, shard_size, stream
+from offload.engine.model_io.weight_stream import Sink, stream
+from offload.engine.model_io.weight_writer import Files, notices
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
@@ -145,6 +148,10 @@ class _NotifyingFuture(NamedTuple):
     buffer: memoryview
     futures: list[Future]
 
+    def done(self) -> bool:
+        """Returns True if this rank has nothing to read any more."""
+        return all(future.done() for future in self.futures)
+
     def wait(self) -> int:
         """Waits for the bytes and returns their number; collective."""
         self.source.completed(self.rank, self.buffer, self.futures)
@@ -158,8 +165,8 @@ class _FirstFailure:
         self._error: Exception | None = None
 
     def record(self, error: Exception) -> None:
-        """Stores `error`. The caller must not write after the first error."""
-        self._error = error
+        """Stores `error`, unless there was one before. The caller must not write after the first error."""
+        self._error = self._error or error
 
     @property
     def failed(self) -> bool:
@@ -181,14 +188,34 @@ class _Forgiving:
     def __init__(self, sink: Sink | None, failure: _FirstFailure) -> None:
         self._sink, self._failure = sink, failure
 
-    def put(self, name: str, start: int, data: memoryview) -> None:
-        """Writes bytes of a tensor, unless an earlier write failed."""
+    def put(self, file: str, offset: int, data: memoryview) -> Sequence[Pending]:
+        """Begins to write bytes of a file, unless an earlier write failed."""
         if self._sink is None or self._failure.failed:
-            return
+            return ()
         try:
-            self._sink.put(name, start, data)
+            return [_ForgivingFuture(write, self._failure) for write in self._sink.put(file, offset, data)]
         except Exception as error:
             self._failure.record(error)
+            return ()
+
+
+class _ForgivingFuture(NamedTuple):
+    """A write in flight whose failure is recorded and not raised."""
+
+    write: Pending
+    failure: _FirstFailure
+
+    def done(self) -> bool:
+        """Returns True if the write has ended."""
+        return self.write.done()
+
+    def wait(self) -> int:
+        """Waits for the write and returns its bytes, 0 if it has failed."""
+        try:
+            return self.write.wait()
+        except Exception as error:
+            self.failure.record(error)
+            return 0
 
 
 class PretrainedWriter:
@@ -233,13 +260,17 @@ class PretrainedWriter:
         shard_nbytes = _ONE_FILE if wanted.file_name else shard_size(wanted.max_shard_size)
         plan = make_plan(source, wanted.dtype, shard_nbytes, wanted.frozen, wanted.file_name)
         # Two stacks, because the files must be durable and closed before the folder is renamed.
-        with contextlib.ExitStack() as folder_open, contextlib.ExitStack() as files_open:
+        with (
+            own_or_shared(self._components.queue) as queue,
+            contextlib.ExitStack() as folder_open,
+            contextlib.ExitStack() as files_open,
+        ):
             made: list[tuple[Path, Files]] = []  # filled on rank 0 only
 
             def begin() -> None:
                 folder = folder_open.enter_context(arriving(out, logger.warning, wanted.file_name is None))
                 check_room(folder, plan.nbytes, out)
-                made.append((folder, files_open.enter_context(Files(folder, plan, source.buffers))))
+                made.append((folder, files_open.enter_context(Files(folder, plan, source.buffers, queue))))
 
             def end() -> None:
                 failure.check()

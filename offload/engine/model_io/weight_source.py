@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 class Reading(Protocol):
     """Protocol of a read in flight."""
 
+    def done(self) -> bool:
+        """Returns True if `wait` need not wait for a drive."""
+        ...
+
     def wait(self) -> int:
         """Waits for the read and returns its number of bytes.
 

@@ -1,0 +1,151 @@
+"""Decisions of an export, made before any file is created: names, dtypes, files and the place of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.engine.model_io.safetensors_folder import SINGLE
+from offload.engine.model_io.weight_source import Source
+from offload.errors import ConfigError
+from offload.fileio.safetensors_stream import Tensor, shard
+from offload.fileio.safetensors_stream import plan as plan_file
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import UnitLayout
+from offload.sizes import parse_size
+from offload.swapper.modes import DTYPES, MODES, Mode
+
+
+class Place(NamedTuple):
+    """First byte of a tensor: name of the file, and byte offset in the file."""
+
+    file: str
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Names, dtypes and files of an export, decided before any file is created."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+    frozen: bool
+    """True if frozen weights are written."""
+    dtype: torch.dtype
+    names: Mapping[str, tuple[str, ...]]
+    """For each parameter, the names under which it is written: its own, and tied names that no loader would tie."""
+    shards: Mapping[str, Mapping[str, Tensor]]
+    """Tensors of each file."""
+    config: Mapping[str, Any] | None
+    """Config of transformers; None if the model has none, or only weights are written."""
+    generation: Mapping[str, Any] | None
+    metadata: Mapping[str, str]
+
+    def places(self) -> dict[str, Place]:
+        """Returns the place of each tensor in the files, by name."""
+        return {
+            name: Place(file, location.offset)
+            for file, tensors in self.shards.items()
+            for name, location in plan_file(tensors, self.metadata)[1].items()
+        }
+
+    @property
+    def weights_nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self.shards.values() for tensor in tensors.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all safetensors files, headers included."""
+        heads = sum(len(plan_file(tensors, self.metadata)[0]) for tensors in self.shards.values())
+        return heads + self.weights_nbytes
+
+
+def shard_size(text: str | int) -> int:
+    """Returns the limit of a file's size in bytes; raises `ConfigError`."""
+    nbytes = parse_size(text)
+    # A limit of 0 would put each tensor into a file of its own, which nobody means.
+    if not nbytes:
+        raise ConfigError(f"no weights fit in files of max_shard_size {text!r}; give a size such as 5GB")
+    return nbytes
+
+
+def make_plan(
+    source: Source, dtype: str | torch.dtype | None, shard_nbytes: int, frozen: bool = True, name: str | None = None
+) -> Plan:
+    """Decides names, dtypes and files.
+
+    Args:
+        source: The weights.
+        dtype: Dtype of the written weights; None for that of the model.
+        shard_nbytes: Limit of a file's size in bytes.
+        frozen: False to write only trainable weights and buffers.
+        name: Name of the only file to write; None to write all files of a model's folder.
+
+    Raises:
+        ConfigError: If weights cannot be saved in `dtype`.
+    """
+    layouts = described_layouts(source.description)
+    mode = MODES[source.description["mode"]]
+    wanted = check_dtype(dtype) or mode.weight_dtype
+    frozen = frozen and source.frozen
+    tied: Mapping[str, str] = source.about.get("tied", {})
+    config = source.about.get("config")
+    # With a config, transformers ties weights as the config says. Without one, the files of a folder are for
+    # `safetensors.torch.load_model`, which ties weights by the metadata, and a single file is for `load_state_dict`,
+    # which expects all names.
+    loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
+    names: dict[str, tuple[str, ...]] = {}
+    tensors: dict[str, Tensor] = {}
+    for layout in layouts:
+        for segment in layout.segments:
+            if not (segment.trainable or frozen):
+                continue
+            others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
+            names[segment.name] = (segment.name, *others)
+            tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))
+    tensors |= {name: Tensor(value.dtype, tuple(value.shape)) for name, value in source.buffers.items()}
+    metadata = {"format": "pt"} | (dict(tied) if config is None and loader_ties else {})
+    if name is not None:
+        files, config = {name: tensors}, None
+    else:
+        cut = shard(tensors, shard_nbytes) or [{}]
+        files = {_file_name(index, len(cut)): each for index, each in enumerate(cut)}
+    return Plan(
+        layouts=layouts,
+        mode=mode,
+        world_size=int(source.description["world_size"]),
+        frozen=frozen,
+        dtype=wanted,
+        names=names,
+        shards=files,
+        config=None if config is None else _config(config, source.about["class"], wanted),
+        generation=None if config is None else source.about.get("generation_config"),
+        metadata=metadata,
+    )
+
+
+def check_dtype(wanted: str | torch.dtype | None) -> torch.dtype | None:
+    """Returns the dtype that a user asks for, None for None; raises `ConfigError` if weights cannot be saved in it."""
+    if wanted is None:
+        return None
+    found = DTYPES.get(wanted) if isinstance(wanted, str) else wanted
+    if found is None or found not in DTYPES.values():
+        raise ConfigError(f"expected a dtype of saved weights from {', '.join(DTYPES)}, got {wanted!r}")
+    return found
+
+
+def _file_name(index: int, count: int) -> str:
+    """Returns the name that transformers expects for file `index` of `count` files of weights."""
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _config(config: Mapping[str, Any], architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the config as `save_pretrained` writes it. transformers 5 uses another key for the dtype."""
+    made_by = str(config.get("transformers_version", "")).partition(".")[0]
+    key = "dtype" if "dtype" in config or (made_by.isdigit() and int(made_by) >= 5) else "torch_dtype"
+    return {**config, "architectures": [architecture], key: str(dtype).removeprefix("torch.")}

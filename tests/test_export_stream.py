@@ -1,0 +1,210 @@
+"""An export reads ahead and writes behind: the same files whatever order I/O ends in, one error, bounded memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload.aio import DirectFile, IoQueue
+from offload.engine.model_io import weight_stream
+from offload.engine.model_io.weight_plan import Place, Plan, make_plan
+from offload.engine.model_io.weight_source import StoreSource
+from offload.engine.model_io.weight_stream import Chunk, arranged
+from offload.errors import IoError
+from offload.fileio.safetensors_stream import Tensor
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.runs.export import export
+from offload.sizes import PAGE
+from offload.states import State
+from offload.swapper.modes import MODES
+from tests.support.fault_injection import LateQueue
+from tests.test_export import FROZEN, ended
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The swap files of a model with trainable and frozen weights in one unit."""
+    folder = tmp_path_factory.mktemp("stream")
+    ended(FROZEN, folder / "swap")
+    return folder / "swap" / "default"
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many chunks and few buffers, so that each buffer is used again and again."""
+    monkeypatch.setattr(weight_stream, "_CHUNK_NUMEL", 2048)
+    monkeypatch.setattr(weight_stream, "_READS", 3)
+    monkeypatch.setattr(weight_stream, "_WRITES", 3)
+
+
+def written(run: Path, out: Path, dtype: str, queue: Any, shard_nbytes: int = 100_000) -> dict[str, bytes]:
+    """The files of an export, by name."""
+    with closing(StoreSource(run, queue)) as source:
+        export(source, out, make_plan(source, dtype, shard_nbytes), queue)
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_requests_that_end_late_and_in_any_order_give_the_same_files(dtype: str, run: Path, tmp_path: Path) -> None:
+    with IoQueue() as queue:
+        expected = written(run, tmp_path / "out", dtype, queue)
+    assert len(expected) > 3, "several files"
+    with closing(LateQueue(3, 0.003)) as late:
+        assert written(run, tmp_path / "late", dtype, late) == expected
+
+
+def test_a_file_system_without_direct_io_gives_the_same_files(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with IoQueue() as queue:
+        expected = written(run, tmp_path / "out", "fp32", queue)
+
+        def refuses(*_: Any) -> int:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+        monkeypatch.setattr(DirectFile, "_open_again", refuses)
+        assert written(run, tmp_path / "cached", "fp32", queue) == expected
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("at", [1, 9, 40])
+def test_a_request_that_fails_in_the_middle_is_the_error_and_leaves_nothing(
+    operation: str, at: int, run: Path, tmp_path: Path
+) -> None:
+    flying: list[Any] = []
+    calls = [0]
+
+    def fails(name: str, *_: Any) -> bool:
+        calls[0] += name == operation
+        return calls[0] == at and name == operation
+
+    late = LateQueue(at, 0.002, fails)
+    begin: Callable[..., Any] = late._later
+    late._later = lambda *request: flying.append(begin(*request)) or flying[-1]  # type: ignore[method-assign,func-returns-value]
+    with closing(late), pytest.raises(IoError) as caught:
+        written(run, tmp_path / "out", "fp32", late)
+    assert caught.value.errno == errno.EIO and f"cannot {operation}" in str(caught.value)
+    assert ("out.partial" in str(caught.value)) == (operation == "write"), "the file that failed is named"
+    assert flying and all(request.done() for request in flying), "no request has a buffer that is gone"
+    assert not list(tmp_path.iterdir())
+    with IoQueue() as queue:
+        assert written(run, tmp_path / "out", "fp32", queue)
+
+
+def test_weights_are_written_from_where_direct_io_can_write_them(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distances: list[int] = []
+    real = IoQueue.write
+
+    def noted(queue: IoQueue, file: Any, offset: int, data: memoryview, **options: Any) -> Any:
+        distances.append(torch.frombuffer(data, dtype=torch.uint8).data_ptr() - offset)
+        return real(queue, file, offset, data, **options)
+
+    monkeypatch.setattr(IoQueue, "write", noted)
+    with IoQueue() as queue:
+        written(run, tmp_path / "out", "fp32", queue)
+    assert len(distances) > 10 and not any(distance % PAGE for distance in distances)
+
+
+def test_memory_is_that_of_the_buffers_for_any_model(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    now, most = [0], [0]
+    real = weight_stream.aligned_empty
+
+    def counted(nbytes: int) -> memoryview:
+        memory = real(nbytes)
+        now[0] += nbytes
+        most[0] = max(most[0], now[0])
+        weakref.finalize(memory, lambda: now.__setitem__(0, now[0] - nbytes))
+        return memory
+
+    monkeypatch.setattr(weight_stream, "aligned_empty", counted)
+    with IoQueue() as queue:
+        written(run, tmp_path / "out", "fp32", queue)
+    numel, gaps = weight_stream._CHUNK_NUMEL, weight_stream._GAPS
+    assert most[0] == weight_stream._READS * 4 * numel + weight_stream._WRITES * (4 * numel + gaps)
+    assert most[0] < 100 << 20 and now[0] == 0
+
+
+# -- where the bytes of a chunk go --------------------------------------------------------------------
+
+
+def a_plan(sizes: list[int], gaps: list[int], written_twice: set[int], shards: int) -> Plan:
+    segments, end = [], 0
+    for index, (numel, gap) in enumerate(zip(sizes, gaps, strict=True)):
+        segments.append(Segment(str(index), (numel,), end + gap, numel, True))
+        end += gap + numel
+    names = {s.name: (s.name, f"{s.name}.again") if int(s.name) in written_twice else (s.name,) for s in segments}
+    files: dict[str, dict[str, Tensor]] = {}
+    for count, (segment, each) in enumerate((s, name) for s in segments for name in names[s.name]):
+        files.setdefault(f"file{count % shards}", {})[each] = Tensor(torch.float32, segment.shape)
+    layout = UnitLayout("unit", tuple(segments), -(-max(end, 1) // 8) * 8, -(-max(end, 1) // 8) * 8)
+    return Plan(
+        layouts=(layout,),
+        mode=MODES["fp32"],
+        world_size=1,
+        frozen=True,
+        dtype=torch.float32,
+        names=names,
+        shards=files,
+        config=None,
+        generation=None,
+        metadata={},
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20)), min_size=1, max_size=12),
+    st.sets(st.integers(0, 11)),
+    st.integers(1, 3),
+    st.data(),
+)
+def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
+    segments: list[tuple[int, int]], written_twice: set[int], shards: int, data: st.DataObject
+) -> None:
+    plan = a_plan([numel for numel, _ in segments], [gap for _, gap in segments], written_twice, shards)
+    places, layout = plan.places(), plan.layouts[0]
+    start = data.draw(st.integers(0, layout.numel - 1))
+    numel = data.draw(st.integers(1, layout.numel - start))
+    pieces, runs = arranged(plan, places, Chunk(0, 0, start, start, numel, (State.WEIGHT,)))
+    room = numel * 4 + weight_stream._GAPS
+    buffer: list[int | None] = [None] * (room // 4)
+    for piece in pieces:
+        for index in range(piece.stop - piece.start):
+            assert buffer[piece.at // 4 + index] is None, "pieces do not overlap"
+            buffer[piece.at // 4 + index] = start + piece.start + index
+    found = {
+        Place(run.place.file, run.place.offset + at): buffer[(run.at + at) // 4]
+        for run in runs
+        for at in range(0, run.nbytes, 4)
+    }
+    expected = {
+        Place(places[name].file, places[name].offset + 4 * (element - segment.start)): element
+        for segment in layout.segments
+        for element in range(max(start, segment.start), min(start + numel, segment.stop))
+        for name in plan.names[segment.name]
+    }
+    assert found == expected
+    firsts = [run for run in runs if any(run.at <= piece.at < run.at + run.nbytes for piece in pieces)]
+    assert firsts and all(run.at + run.nbytes <= room for run in runs)
+    if len(runs) <= weight_stream._GAPS // PAGE and not written_twice:
+        assert all((run.at - run.place.offset) % PAGE == 0 for run in runs), "O_DIRECT can write them"
+
+
+def test_neighbours_in_a_file_are_one_run() -> None:
+    plan = a_plan([100, 200, 300], [0, 8, 8], set(), 1)
+    _, runs = arranged(plan, plan.places(), Chunk(0, 0, 0, 0, plan.layouts[0].numel, (State.WEIGHT,)))
+    assert [run.nbytes for run in runs] == [2400]
