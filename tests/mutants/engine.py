@@ -602,4 +602,32 @@ MUTANTS = (
         "",
         "tests/test_two_engines.py",
     ),
+    Mutant(
+        "begin an update while the dropped one of its unit is in flight",
+        "offload.engine.optim.update_worker",
+        "            if self.offers.draining:\n                return None\n",
+        "",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "confirm an update under the backward whatever the step decided",
+        "offload.engine.optim.speculation.offers",
+        "if job is not None and job.update == update:",
+        "if job is not None:",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "keep an update under the backward although its gradient has changed",
+        "offload.engine.gradients.completion",
+        "            self._callbacks.gradients_changed(unit)\n",
+        "            pass\n",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "update under the backward into the slot of the last commit",
+        "offload.engine.optim.speculation.rules",
+        " and facts.newest != facts.target",
+        "",
+        "tests/test_update_under_backward.py",
+    ),
 )
