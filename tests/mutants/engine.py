@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "skip one unit's update",
         "offload.engine.optim.unit_updates",
-        "            if present[unit]:\n",
-        "            if present[unit] and unit != 2:\n",
+        "            if positions:\n",
+        "            if positions and unit != 2:\n",
         "tests/test_pytorch_parity.py",
     ),
     Mutant(
@@ -570,8 +570,8 @@ MUTANTS = (
     Mutant(
         "commit a step whose updates have not begun",
         "offload.engine.optim.update_worker",
-        "if self._queue or self._commit_step is None",
-        "if self._commit_step is None",
+        "if self._queue or self.offers.unsettled or self._commit_step is None",
+        "if self.offers.unsettled or self._commit_step is None",
         "tests/test_commit_atomicity.py",
     ),
     Mutant(

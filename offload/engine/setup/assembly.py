@@ -97,9 +97,7 @@ def assemble(
         undo.callback(pager.close)
         held = _held(plan, host, arena, pager, files.store)
         _fill(plan, model, held, files, resume)
-        gradients = gradient_accumulator(
-            plan, host, arena, files, pager, rounds, callbacks, recorders.spans, timeline, compute
-        )
+        gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
