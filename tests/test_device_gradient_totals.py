@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import offload
 from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.setup import assembly
+from offload.engine.setup import gradients as gradient_setup
 from offload.sizes import GIB
 from offload.swapper.memory.device import DeviceRoom
 from offload.swapper.store import spill_file as scratch
@@ -298,14 +298,14 @@ def test_a_step_that_is_skipped_leaves_nothing_of_its_gradients(
 def test_where_the_device_sums_no_squares_the_host_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU without kernels of ours: totals then go through staging buffers."""
     expected = run(JOB, ("cpu", "cpu"), tmp_path)
-    make = assembly._downloads
+    make = gradient_setup._downloads
 
     def made(*given: Any) -> DeviceToHost:
         downloads = make(*given)
         downloads.sums = False
         return downloads
 
-    monkeypatch.setattr(assembly, "_downloads", made)
+    monkeypatch.setattr(gradient_setup, "_downloads", made)
     device = late(monkeypatch)
     engine = start(JOB, ("cpu", "cpu"), tmp_path, device_memory=ALL_UNITS)
     with Ticks(device):

@@ -13,7 +13,7 @@ import offload
 from offload import kernels
 from offload.engine.gradients import small_gradients
 from offload.engine.gradients.device_to_host import DeviceToHost
-from offload.engine.setup import assembly
+from offload.engine.setup import gradients as gradient_setup
 from offload.errors import EngineFailed
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
@@ -93,7 +93,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
     """As on a GPU without kernels of ours; all that is sent then goes through staging buffers."""
     job = JOB._replace(accumulation=accumulation)
     expected = run(job, ("nvme", "nvme"), tmp_path / "plain")
-    make = assembly._downloads
+    make = gradient_setup._downloads
     without: list[DeviceToHost] = []
 
     def made(*given: Any) -> DeviceToHost:
@@ -101,7 +101,7 @@ def test_where_the_device_sums_no_squares_the_host_does(
         without[-1].sums = False
         return without[-1]
 
-    monkeypatch.setattr(assembly, "_downloads", made)
+    monkeypatch.setattr(gradient_setup, "_downloads", made)
     device = LateDevice(0, 0.9)
     use_device(monkeypatch, device)
     assert_same(expected, train(job, ("nvme", "nvme"), tmp_path / "late", device))

@@ -23,6 +23,7 @@ from tests.support.early_updates import (
     finish_step_before,
     train_step,
 )
+from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, run, start, weights_of
 
 MEMORY, DISK = ("none", "none"), ("nvme", "nvme")
@@ -120,6 +121,18 @@ def test_an_update_that_is_still_under_way_is_confirmed_too(tmp_path: Path) -> N
     """No wait of any kind: how far the worker has come when `step()` decides differs from step to step."""
     job = JOB._replace(steps=12, model=lambda: models.gpt2(layers=6))
     late = run(job, DISK, tmp_path / "late", speculate=False)
+    early = run(job, DISK, tmp_path / "early", speculate=True)
+    assert_same(late, early)
+
+
+@pytest.mark.parametrize(("clip", "dtype"), [(0.0, "fp32"), (0.01, "fp32"), (1.3, "bf16")])
+def test_requests_that_end_late_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, dtype: str
+) -> None:
+    """Updates are dropped or confirmed at any point: unread, computed, half written; and made again at once."""
+    job = JOB._replace(steps=25, clip=clip, dtype=dtype)
+    late = run(job, DISK, tmp_path / "late", speculate=False)
+    use_queue(monkeypatch, lambda: LateQueue(0, 0.003))
     early = run(job, DISK, tmp_path / "early", speculate=True)
     assert_same(late, early)
 

@@ -150,8 +150,8 @@ MUTANTS = (
     Mutant(
         "skip one unit's update",
         "offload.engine.optim.unit_updates",
-        "            if present[unit]:\n",
-        "            if present[unit] and unit != 2:\n",
+        "            if positions:\n",
+        "            if positions and unit != 2:\n",
         "tests/test_pytorch_parity.py",
     ),
     Mutant(
@@ -605,8 +605,8 @@ MUTANTS = (
     Mutant(
         "commit a step whose updates have not begun",
         "offload.engine.optim.update_worker",
-        "if self._queue or self._commit_step is None",
-        "if self._commit_step is None",
+        "if self._queue or self.offers.unsettled or self._commit_step is None",
+        "if self.offers.unsettled or self._commit_step is None",
         "tests/test_commit_atomicity.py",
     ),
     Mutant(
@@ -636,5 +636,33 @@ MUTANTS = (
         "                del self._shards.residents[key]\n",
         "",
         "tests/test_two_engines.py",
+    ),
+    Mutant(
+        "begin an update while the dropped one of its unit is in flight",
+        "offload.engine.optim.update_worker",
+        "            if self.offers.draining:\n                return None\n",
+        "",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "confirm an update under the backward whatever the step decided",
+        "offload.engine.optim.speculation.offers",
+        "if job is not None and job.update == update:",
+        "if job is not None:",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "keep an update under the backward although its gradient has changed",
+        "offload.engine.gradients.completion",
+        "            self._callbacks.gradients_changed(unit)\n",
+        "            pass\n",
+        "tests/test_update_under_backward.py",
+    ),
+    Mutant(
+        "update under the backward into the slot of the last commit",
+        "offload.engine.optim.speculation.rules",
+        " and facts.newest != facts.target",
+        "",
+        "tests/test_update_under_backward.py",
     ),
 )

@@ -263,10 +263,11 @@ class UpdateWorker:
 
         Returns None if no update is queued, or if no host buffer is free yet.
         """
-        # The next update of the same unit writes the same bytes as one that was dropped.
-        if self.offers.draining:
-            return None
         with self._pager.lock:
+            # The next update of the same unit writes the bytes of one that was dropped. Looked up under the lock under
+            # which `schedule` drops the one and queues the other.
+            if self.offers.draining:
+                return None
             if not self._queue:
                 return self._take_offer()
             wanted = self._pager.weight_updates.awaited_unit()

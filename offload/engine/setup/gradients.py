@@ -40,7 +40,6 @@ def gradient_accumulator(
     rounds: Agreement | None,
     callbacks: EngineCallbacks,
     spans: DriveSpans,
-    timeline: Timeline,
     compute: ComputeSpans,
 ) -> GradientAccumulator:
     """Returns the accumulator of gradients, with its memory in the tiers of the plan.
@@ -54,10 +53,9 @@ def gradient_accumulator(
         rounds: Order of collectives; None with one rank.
         callbacks: The engine.
         spans: Records requests to the drives.
-        timeline: Records gradients as they arrive.
         compute: Spans of forward and backward.
     """
-    dtype, trainable = plan.parts.gradient_dtype, plan.trainable
+    dtype, trainable, timeline = plan.parts.gradient_dtype, plan.trainable, pager.table.timeline
     with contextlib.ExitStack() as undo:
         spill = downloads = None
         if files.queue is not None and plan.placement.spilled:
