@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
+from offload.kernels.arrays import BF16, ELEMENTS, FLOAT, FLOATS, INT16, address, element, length
 
 
 def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
@@ -70,6 +70,32 @@ class Sum:
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
         self._out = out  # lives as long as its address is used
+
+    def take(self, grad: torch.Tensor, *, add: bool) -> float | None:
+        """Does what `accumulate` does with a gradient of any shape that needs no preparation, in few calls.
+
+        Args:
+            grad: any tensor of as many elements.
+            add: see `accumulate`.
+
+        Returns:
+            The sum of squares; None, and nothing is changed, if `grad` is not dense, contiguous, on the CPU, outside of
+            autograd, and of a dtype that the kernels add.
+        """
+        kind = ELEMENTS.get(grad.dtype)
+        if (
+            kind is None
+            or type(grad) is not torch.Tensor
+            or not grad.is_cpu
+            or grad.requires_grad
+            or grad.layout is not torch.strided
+            or grad.numel() != self._numel
+            or not grad.is_contiguous()
+            or grad.is_neg()
+            or not (found := grad.data_ptr())  # a storage without memory
+        ):
+            return None
+        return _native.accumulate(self._address, self._element, found, kind, self._numel, add)
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
         """Does what `accumulate` of this module does, with this memory as `out`."""

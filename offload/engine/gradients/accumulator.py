@@ -102,7 +102,7 @@ class GradientAccumulator:
             host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
             assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
             memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
-        self._host = HostGradients(memory, self.spill)
+        self._host = HostGradients(memory, self.spill, layouts, parts, self.downloads is None)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
         """Takes device memory, (nbytes,) uint8 by unit, for the totals of more units. Called between steps."""
@@ -130,6 +130,9 @@ class GradientAccumulator:
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
+        with self._lock:
+            if unit not in self._reading and self._host.take(unit, segment, gradient, self._squares[unit]):
+                return
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 

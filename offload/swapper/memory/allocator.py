@@ -8,7 +8,6 @@ from collections.abc import Iterable
 
 from offload.sizes import PAGE, align_up
 
-
 Region = tuple[int, int]
 """A region [start, stop)."""
 
