@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -39,6 +39,7 @@ __all__ = [
     "make_subclass",
     "module_call",
     "outside_of_compiled_code",
+    "outside_of_modes",
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -55,6 +56,9 @@ __all__ = [
     "under_transforms",
     "without_modes",
 ]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # -- tensors -----------------------------------------------------------------------------------------
 
@@ -180,7 +184,7 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 
 def under_modes() -> bool:
     """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
-    return bool(_dispatch_modes()) or under_transforms()
+    return _dispatch_modes() > 0 or _interpreter() is not None
 
 
 def under_transforms() -> bool:
@@ -193,6 +197,19 @@ def without_modes() -> Iterator[None]:
     """Suspends all dispatch modes and transforms of torch.func on this thread while the context is open."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
+
+
+def outside_of_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not under_modes():
+            return function(*args, **kwargs)
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 # -- autograd ----------------------------------------------------------------------------------------

@@ -94,6 +94,10 @@ class DeviceArena:
             event.wait()
         return nbytes
 
+    def addresses(self) -> list[tuple[int, int]]:
+        """Returns the first address of each allocation, and the one behind its end."""
+        return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
+
     @property
     def used_bytes(self) -> int:
         """Returns the bytes of all allocated buffers."""
