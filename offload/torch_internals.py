@@ -28,12 +28,14 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "SHALLOW_COPY_QUERY",
+    "StorageReference",
     "TorchDispatchMode",
     "are_of_checkpoint",
     "call_after_backward",
     "checkpointing",
     "fake_tensors",
     "has_no_storage",
+    "in_second_storage",
     "inner_tensors",
     "inside_backward",
     "make_subclass",
@@ -102,6 +104,30 @@ def tensor_hooks_of(parameter: torch.nn.Parameter) -> bool:
     """Returns True if the user has registered hooks of `torch.Tensor.register_hook` on a parameter."""
     with plain_tensors():
         return bool(parameter._backward_hooks)
+
+
+def in_second_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the memory of another, with a storage of its own that keeps the memory alive."""
+    # As `torch.utils.dlpack.from_dlpack`, which looks for other protocols first.
+    return torch._C._from_dlpack(torch._C._to_dlpack(memory))
+
+
+class StorageReference:
+    """A weak reference to a storage, which lives as long as any tensor in it."""
+
+    # As `torch.multiprocessing.reductions.StorageWeakRef`, whose calls go through a class in Python.
+    _expired: Any = torch.UntypedStorage._expired
+    _free: Any = torch.UntypedStorage._free_weak_ref
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage._weak_ref()
+
+    def expired(self) -> bool:
+        """Returns True once the storage is gone."""
+        return bool(self._expired(self._storage))
+
+    def __del__(self) -> None:
+        self._free(self._storage)
 
 
 make_subclass = torch.Tensor._make_subclass

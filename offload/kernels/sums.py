@@ -70,32 +70,20 @@ class Sum:
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
         self._out = out  # lives as long as its address is used
+        self._native = _native.Sum(self._address, self._element, self._numel, torch.Tensor, torch.strided, ELEMENTS)
 
     def take(self, grad: torch.Tensor, *, add: bool) -> float | None:
-        """Does what `accumulate` does with a gradient of any shape that needs no preparation, in few calls.
+        """Does what `accumulate` does with a gradient of any shape that needs no preparation, in one call.
 
         Args:
-            grad: any tensor of as many elements.
+            grad: any tensor.
             add: see `accumulate`.
 
         Returns:
             The sum of squares; None, and nothing is changed, if `grad` is not dense, contiguous, on the CPU, outside of
-            autograd, and of a dtype that the kernels add.
+            autograd, of as many elements, and of a dtype that the kernels add.
         """
-        kind = ELEMENTS.get(grad.dtype)
-        if (
-            kind is None
-            or type(grad) is not torch.Tensor
-            or not grad.is_cpu
-            or grad.requires_grad
-            or grad.layout is not torch.strided
-            or grad.numel() != self._numel
-            or not grad.is_contiguous()
-            or grad.is_neg()
-            or not (found := grad.data_ptr())  # a storage without memory
-        ):
-            return None
-        return _native.accumulate(self._address, self._element, found, kind, self._numel, add)
+        return self._native.take(grad, add)
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
         """Does what `accumulate` of this module does, with this memory as `out`."""

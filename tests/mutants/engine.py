@@ -485,8 +485,8 @@ MUTANTS = (
     ),
     Mutant(
         "go back through a graph of old weights",
-        "offload.engine.params.saved_tensors",
-        "if self._pager.updates(unit) != packed.updates:",
+        "offload.engine.params.unit_views",
+        "if self._pager.updates(saved.unit) != saved.updates:",
         "if False:",
         "tests/test_autograd_refused.py",
     ),

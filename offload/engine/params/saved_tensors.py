@@ -112,7 +112,6 @@ class SavedTensors:
 
     def __init__(
         self,
-        names: Sequence[str],
         handles: Sequence[Sequence[ParamHandle]],
         unit_views: UnitViews,
         pager: Pager,
@@ -122,7 +121,6 @@ class SavedTensors:
         """Prepares the hooks.
 
         Args:
-            names: name of each unit, for messages.
             handles: the parameters of each unit.
             unit_views: makes views of weights.
             pager: knows how often the weights of a unit have changed.
@@ -130,8 +128,8 @@ class SavedTensors:
             inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
         """
         self.inputs = inputs
-        self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
-        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(names)))
+        self._unit_views, self._pager, self._compute = unit_views, pager, compute
+        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(handles)))
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
@@ -150,7 +148,8 @@ class SavedTensors:
         outer = top_saved_tensor_hooks()
         try:
             pack = _Pack(self, outer).native(self._pager.arena.addresses())
-            push_saved_tensor_hooks(pack, Unpack(self._view, self.unpack).unpack)
+            view = self._unit_views.view if self._compute is NO_SPANS else self._view
+            push_saved_tensor_hooks(pack, Unpack(view, self.unpack).unpack)
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
@@ -254,18 +253,11 @@ class SavedTensors:
     @uninterrupted
     def _view(self, packed: Handle) -> torch.Tensor:
         """Returns a view of weights."""
-        unit = packed.unit
-        # A gradient of newer weights than the forward's would be wrong without an error.
-        if self._pager.updates(unit) != packed.updates:
-            raise UsageError(
-                f"backward through a graph made before step(): the weights of "
-                f"{self._names[unit] or 'the root'} have changed since"
-            )
         if self._compute is NO_SPANS:
             return self._unit_views.view(packed)
-        self._compute.leave_for(unit)  # before the wait for weights, which is no compute
+        self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
         view = self._unit_views.view(packed)
-        self._compute.turn_to(unit)
+        self._compute.turn_to(packed.unit)
         return view
 
 

@@ -28,8 +28,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
 from offload.engine._native import Handle
 from offload.engine.params.paged_parameter import ParamHandle
@@ -37,7 +35,7 @@ from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
-from offload.torch_internals import outside_of_modes, under_modes, without_modes
+from offload.torch_internals import StorageReference, in_second_storage, outside_of_modes, under_modes, without_modes
 
 
 class Binding:
@@ -54,10 +52,10 @@ class Binding:
         """
         self.unit, self.updates = unit, updates
         # DLPack gives the memory a second storage, which dies with its last view; the arena's own storage never dies.
-        self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory)).view(dtype)
+        self.flat: torch.Tensor | None = in_second_storage(memory).view(dtype)
         storage = self.flat.untyped_storage()
         self.address = storage.data_ptr()
-        self._storage = StorageWeakRef(storage)
+        self._storage = StorageReference(storage)
 
     @property
     def alive(self) -> bool:
@@ -175,7 +173,16 @@ class UnitViews:
 
         Args:
             saved: the unit, and the place of the view in it.
+
+        Raises:
+            UsageError: if the weights have changed since the view was saved.
         """
+        # A gradient of newer weights than the forward's would be wrong without an error.
+        if self._pager.updates(saved.unit) != saved.updates:
+            raise UsageError(
+                f"backward through a graph made before step(): the weights of "
+                f"{self._units[saved.unit].layout.name or 'the root'} have changed since"
+            )
         if under_modes():
             with without_modes():
                 return self._view(saved)
