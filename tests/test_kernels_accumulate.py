@@ -101,7 +101,7 @@ def test_a_gradient_that_is_ready_is_taken_as_it_is(shape: tuple[int, ...], dtyp
     grad = normal(35, 1, dtype).view(shape)
     out, expected = normal(35, 0, torch.float32), normal(35, 0, torch.float32)
     squares = kernels.accumulate(expected, grad.view(-1), add=add)
-    assert Sum(out).take(grad, add=add) == squares and torch.equal(out, expected)
+    assert Sum(out).take(grad, add) == squares and torch.equal(out, expected)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +121,4 @@ def test_a_gradient_that_is_ready_is_taken_as_it_is(shape: tuple[int, ...], dtyp
 )
 def test_a_gradient_that_must_be_prepared_is_not_taken(grad: torch.Tensor) -> None:
     out = torch.full((35,), 3.0)
-    assert Sum(out).take(grad, add=False) is None and torch.equal(out, torch.full((35,), 3.0))
+    assert Sum(out).take(grad, False) is None and torch.equal(out, torch.full((35,), 3.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from offload.kernels import _native
@@ -70,20 +72,11 @@ class Sum:
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
         self._out = out  # lives as long as its address is used
-        self._native = _native.Sum(self._address, self._element, self._numel, torch.Tensor, torch.strided, ELEMENTS)
-
-    def take(self, grad: torch.Tensor, *, add: bool) -> float | None:
-        """Does what `accumulate` does with a gradient of any shape that needs no preparation, in one call.
-
-        Args:
-            grad: any tensor.
-            add: see `accumulate`.
-
-        Returns:
-            The sum of squares; None, and nothing is changed, if `grad` is not dense, contiguous, on the CPU, outside of
-            autograd, of as many elements, and of a dtype that the kernels add.
-        """
-        return self._native.take(grad, add)
+        native = _native.Sum(self._address, self._element, self._numel, torch.Tensor, torch.strided, ELEMENTS)
+        self.take: Callable[[torch.Tensor, bool], float | None] = native.take
+        """Function of a tensor of any shape and of `add`: does what `accumulate` does, in one call, and returns the
+        sum of squares. Returns None, and changes nothing, if the tensor is not dense, contiguous, on the CPU, outside
+        of autograd, of as many elements, and of a dtype that the kernels add."""
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
         """Does what `accumulate` of this module does, with this memory as `out`."""

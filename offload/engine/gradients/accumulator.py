@@ -13,8 +13,9 @@ pass through staging buffers. If the host can address device memory, all of this
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,16 +26,13 @@ from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.device_totals import DeviceTotals
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.engine.gradients.host_gradients import HostGradients
-from offload.engine.gradients.values import flat, squares_of
+from offload.engine.gradients.values import SUMMED, flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.timeline import OFF, Phase, Row, Timeline
-
-_SUMMED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of gradients that the kernels add; others are converted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +114,11 @@ class GradientAccumulator:
         self._receive_all()
         return {unit: memory.view(torch.uint8) for unit, memory in self.totals.leave(units).items()}
 
+    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        """Returns `add` for one parameter; for a small one in host memory a shorter way with the same result."""
+        add = functools.partial(self.add, unit, segment)
+        return add if self._recorded else self._host.adder(unit, segment, add, self._lock, self._reading, self._squares)
+
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         if not self._recorded:
@@ -130,9 +133,6 @@ class GradientAccumulator:
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
-        with self._lock:
-            if unit not in self._reading and self._host.take(unit, segment, gradient, self._squares[unit]):
-                return
         if self._layouts[unit].segments[segment].numel:
             self.put(unit, segment, 0, flat(gradient))
 
@@ -163,7 +163,7 @@ class GradientAccumulator:
         Calls of one step whose ranges overlap must have the same range. A range begins a multiple of `CHUNK` elements
         after this rank's first element of the segment.
         """
-        if values.dtype not in _SUMMED:
+        if values.dtype not in SUMMED:
             values = values.to(self.dtype)
         if unit in self._reading:
             self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's

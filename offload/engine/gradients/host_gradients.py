@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -36,32 +38,48 @@ class HostGradients:
         self._sums: dict[tuple[int, int, int], Sum] = {}
         """Checked memory of each chunk of a host buffer, by unit, first element and length."""
         self._whole: dict[tuple[int, int], Sum] = {}
-        """Checked memory of parameters of one chunk, by unit and segment; see `take`."""
+        """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
         for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
             for position, segment in enumerate(layout.segments):
                 inside = part.start <= segment.start and segment.stop <= part.stop
                 if addressable and memory[unit] is not None and inside and 0 < segment.numel <= CHUNK:
                     self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
 
-    def take(
-        self, unit: int, segment: int, gradient: torch.Tensor, squares: dict[tuple[int, int], float | torch.Tensor]
-    ) -> bool:
-        """Stores or adds the gradient of a small parameter as it is, if it can, in few calls.
+    def adder(
+        self,
+        unit: int,
+        segment: int,
+        add: Callable[[torch.Tensor], None],
+        lock: AbstractContextManager[Any],
+        reading: Collection[int],
+        squares: Sequence[dict[tuple[int, int], float | torch.Tensor]],
+    ) -> Callable[[torch.Tensor], None]:
+        """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
         Args:
             unit: the unit.
             segment: the parameter.
-            gradient: as autograd has made it.
-            squares: sums of squares of the unit, which say what was stored, and receive that of the new values.
-
-        Returns:
-            False, and nothing is changed, if the gradient must be prepared or cut.
+            add: does so in any case; what the function does where a gradient must be prepared, cut or wait.
+            lock: the accumulator's lock.
+            reading: units whose gradients an update reads.
+            squares: sums of squares of each unit, which say what was stored, and receive those of new values.
         """
-        whole = self._whole.get((unit, segment))
-        value = None if whole is None else whole.take(gradient, add=(segment, 0) in squares)
-        if value is not None:
-            squares[segment, 0] = value
-        return value is not None
+        whole, key = self._whole.get((unit, segment)), (segment, 0)
+        if whole is None:
+            return add
+        take = whole.take
+
+        def add_as_it_is(gradient: torch.Tensor) -> None:
+            with lock:
+                if unit not in reading:
+                    known = squares[unit]
+                    value = take(gradient, key in known)
+                    if value is not None:
+                        known[key] = value
+                        return
+            add(gradient)
+
+        return add_as_it_is
 
     def spills(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on DISK."""

@@ -381,7 +381,7 @@ class ModuleHooks:
 
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
-        add, unit, position = self._gradients.add, handle.unit, handle.position
+        add = self._gradients.adder(handle.unit, handle.position)
         recorded = None if self._timeline is OFF else self._timeline
 
         @uninterrupted
@@ -394,7 +394,7 @@ class ModuleHooks:
             if gradient is not None:
                 if recorded is not None:
                     recorded.add_gradient(gradient.numel() * gradient.element_size())
-                add(unit, position, gradient)
+                add(gradient)
             self._gradient_seen = True
 
         return hook
