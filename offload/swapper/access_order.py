@@ -85,6 +85,11 @@ class _Order:
         position = self._next.get(unit)
         return NEVER if position is None else position - self.cursor
 
+    def distances(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Returns `distance` of each of `units`, in one call."""
+        positions, cursor = self._next, self.cursor
+        return tuple([positions[unit] - cursor if unit in positions else NEVER for unit in units])
+
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""
         seen: set[int] = set()
@@ -157,6 +162,10 @@ class AccessOrder:
     def distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
         return self._now.distance(unit)
+
+    def distances(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Returns `distance` of each of `units`, in one call."""
+        return self._now.distances(units)
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units that the run will use with their present weights, nearest first."""

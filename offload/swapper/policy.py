@@ -113,7 +113,7 @@ def find_room(
         floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
-    distances = tuple([access_order.distance(block.unit) for block in evictable])
+    distances = access_order.distances([block.unit for block in evictable])
     question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
     if space.scatter is None:
         return _best_place(question)
