@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -28,17 +28,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 __all__ = [
     "SHALLOW_COPY_QUERY",
+    "StorageReference",
     "TorchDispatchMode",
     "are_of_checkpoint",
     "call_after_backward",
     "checkpointing",
     "fake_tensors",
     "has_no_storage",
+    "in_second_storage",
     "inner_tensors",
     "inside_backward",
     "make_subclass",
     "module_call",
     "outside_of_compiled_code",
+    "outside_of_modes",
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -55,6 +58,9 @@ __all__ = [
     "under_transforms",
     "without_modes",
 ]
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # -- tensors -----------------------------------------------------------------------------------------
 
@@ -98,6 +104,30 @@ def tensor_hooks_of(parameter: torch.nn.Parameter) -> bool:
     """Returns True if the user has registered hooks of `torch.Tensor.register_hook` on a parameter."""
     with plain_tensors():
         return bool(parameter._backward_hooks)
+
+
+def in_second_storage(memory: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the memory of another, with a storage of its own that keeps the memory alive."""
+    # As `torch.utils.dlpack.from_dlpack`, which looks for other protocols first.
+    return torch._C._from_dlpack(torch._C._to_dlpack(memory))
+
+
+class StorageReference:
+    """A weak reference to a storage, which lives as long as any tensor in it."""
+
+    # As `torch.multiprocessing.reductions.StorageWeakRef`, whose calls go through a class in Python.
+    _expired: Any = torch.UntypedStorage._expired
+    _free: Any = torch.UntypedStorage._free_weak_ref
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage._weak_ref()
+
+    def expired(self) -> bool:
+        """Returns True once the storage is gone."""
+        return bool(self._expired(self._storage))
+
+    def __del__(self) -> None:
+        self._free(self._storage)
 
 
 make_subclass = torch.Tensor._make_subclass
@@ -180,7 +210,7 @@ _interpreter = torch._C._functorch.peek_interpreter_stack
 
 def under_modes() -> bool:
     """Returns True if a dispatch mode or a transform of torch.func is active on this thread."""
-    return bool(_dispatch_modes()) or under_transforms()
+    return _dispatch_modes() > 0 or _interpreter() is not None
 
 
 def under_transforms() -> bool:
@@ -193,6 +223,19 @@ def without_modes() -> Iterator[None]:
     """Suspends all dispatch modes and transforms of torch.func on this thread while the context is open."""
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         yield
+
+
+def outside_of_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not under_modes():
+            return function(*args, **kwargs)
+        with without_modes():
+            return function(*args, **kwargs)
+
+    return call
 
 
 # -- autograd ----------------------------------------------------------------------------------------

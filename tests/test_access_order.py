@@ -25,6 +25,7 @@ def test_a_step_that_repeats_the_last_is_foreseen_exactly(order: list[int]) -> N
         for other in range(8):
             ahead = [*rest, *uses]
             assert trace.distance(other) == (ahead.index(other) if other in uses else NEVER)
+        assert trace.distances(range(8)) == tuple(trace.distance(other) for other in range(8))
         trace.use(unit)
     assert trace.unforeseen == 0
 

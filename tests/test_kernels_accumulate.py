@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from offload import kernels
+from offload.kernels.sums import Sum
 from tests.support import rounding_bounds
 
 pytestmark = pytest.mark.numeric
@@ -85,3 +86,39 @@ def test_wrong_tensors_are_refused() -> None:
         kernels.split_master(torch.zeros(3).half(), torch.zeros(3).bfloat16(), torch.zeros(3, dtype=torch.int16))
     with pytest.raises(ValueError, match=r"residual: expected shape \(3,\)"):
         kernels.join_master(torch.zeros(3).bfloat16(), torch.zeros(2, dtype=torch.int16), torch.zeros(3))
+
+
+def _resized(numel: int) -> torch.Tensor:
+    gradient = torch.ones(numel)
+    gradient.untyped_storage().resize_(0)
+    return gradient
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("shape", [(35,), (5, 7), (1, 5, 7)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_that_is_ready_is_taken_as_it_is(shape: tuple[int, ...], dtype: torch.dtype, add: bool) -> None:
+    grad = normal(35, 1, dtype).view(shape)
+    out, expected = normal(35, 0, torch.float32), normal(35, 0, torch.float32)
+    squares = kernels.accumulate(expected, grad.view(-1), add=add)
+    assert Sum(out).take(grad, add) == squares and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.ones(36),
+        torch.ones(35, dtype=torch.float64),
+        torch.ones(7, 5).t(),
+        torch.ones(35).to_sparse(),
+        torch.ones(35, requires_grad=True),
+        torch.ones(35, dtype=torch.complex64).conj().imag,
+        torch.nn.Parameter(torch.ones(35), requires_grad=False),
+        torch.ones(35, device="meta"),
+        _resized(35),
+    ],
+    ids=["size", "dtype", "strides", "sparse", "graph", "negated", "subclass", "device", "resized"],
+)
+def test_a_gradient_that_must_be_prepared_is_not_taken(grad: torch.Tensor) -> None:
+    out = torch.full((35,), 3.0)
+    assert Sum(out).take(grad, False) is None and torch.equal(out, torch.full((35,), 3.0))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from offload.swapper.access_order import NEVER, AccessOrder
 from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
+from offload.swapper.policy import Block, Floor, Limits, _best_place, find_room, keeps, next_to_fetch, victims
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -113,3 +113,21 @@ def test_a_unit_stays_where_its_next_use_is_near(order: list[int], unit: int, re
     near = trace.distance(unit) < NEVER and trace.distance(unit) * PAGE <= reuse * PAGE
     assert keeps(trace, unit, lambda _: PAGE, Limits(reuse=reuse * PAGE)) == near
     assert keeps(trace, unit, lambda _: PAGE, Limits())
+
+
+@given(orders, orders, sizes, st.sets(st.integers(0, 9)), st.integers(1, 20), st.integers(-1, 20))
+def test_a_choice_is_the_same_when_it_is_made_again(
+    order: list[int], uses: list[int], pages: list[int], present: set[int], wanted: int, beyond: int
+) -> None:
+    """Choices are remembered; the present order, distances and free memory are part of the question."""
+    trace = AccessOrder.of(order)
+    space, blocks = _filled(pages, present)
+    space.scatter = None
+    floor = Floor(0, 40 * PAGE, 9 * PAGE)
+    for unit in uses:
+        remembered = find_room(space, wanted * PAGE, blocks, trace, floor, beyond)
+        _best_place.cache_clear()
+        assert find_room(space, wanted * PAGE, blocks, trace, floor, beyond) == remembered
+        if blocks:
+            space.give(*blocks.pop()[1:])
+        trace.use(unit)

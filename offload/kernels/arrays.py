@@ -9,12 +9,13 @@ BF16 = (torch.bfloat16,)
 INT16 = (torch.int16,)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""The number that the native code uses for each of `FLOATS`."""
 
 
 def element(dtype: torch.dtype) -> int:
     """Returns the number that the native code uses for `dtype`."""
-    return _ELEMENTS[dtype]
+    return ELEMENTS[dtype]
 
 
 def length(name: str, tensor: torch.Tensor) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
+from offload.kernels.arrays import BF16, ELEMENTS, FLOAT, FLOATS, INT16, address, element, length
 
 
 def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
@@ -70,6 +72,11 @@ class Sum:
         self._numel = length("out", out)
         self._address, self._element = address("out", out, FLOATS, self._numel), element(out.dtype)
         self._out = out  # lives as long as its address is used
+        native = _native.Sum(self._address, self._element, self._numel, torch.Tensor, torch.strided, ELEMENTS)
+        self.take: Callable[[torch.Tensor, bool], float | None] = native.take
+        """Function of a tensor of any shape and of `add`: does what `accumulate` does, in one call, and returns the
+        sum of squares. Returns None, and changes nothing, if the tensor is not dense, contiguous, on the CPU, outside
+        of autograd, of as many elements, and of a dtype that the kernels add."""
 
     def accumulate(self, grad: torch.Tensor, *, add: bool) -> float:
         """Does what `accumulate` of this module does, with this memory as `out`."""

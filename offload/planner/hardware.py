@@ -31,15 +31,15 @@ _OF_UNIFIED = (
     "copies between GPU and CPU take no time, although a run still makes them inside of the one memory",
     "the CPU's optimizer and the GPU do not slow each other, although they share the memory's rate",
 )
-_HANDED_SECONDS = 0.4e-3
+_HANDED_SECONDS = 0.3e-3
 """`Hardware.handed_seconds` if the CPU computes; measured on two cores at about 3 GHz, for units of up to a dozen
-parameters."""
-_KEPT_SECONDS = 0.3e-3
-"""What a unit saves whose parameters keep their memory on the device: 0.1 of 0.4 ms is left, as measured
-(docs/benchmarks/2026-11-host-time.md)."""
+parameters (docs/benchmarks/2026-11-host-time.md)."""
+_KEPT_SECONDS = 0.2e-3
+"""What a unit saves whose parameters keep their memory on the device: less than 0.1 of 0.3 ms is left, as measured
+there."""
 _HANDED_TO_GPU_SECONDS = 0.6e-3
-"""`Hardware.handed_seconds` on a GPU: 0.2 ms more, to launch some 30 kernels of a transformer block. This is a rule of
-thumb, not measured on a GPU."""
+"""`Hardware.handed_seconds` on a GPU: as much again, to launch some 30 kernels of a transformer block and to record
+events. This is a rule of thumb, not measured on a GPU."""
 _HANDED_TO_GPU = f"each use of a unit takes the host {_HANDED_TO_GPU_SECONDS * 1e3:.1f} ms, beside the GPU's compute"
 
 

@@ -11,8 +11,8 @@ that branches stays correct and only reads a little more.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 NEVER = 1 << 62
 """Distance of a unit that the recorded order does not use again."""
@@ -37,7 +37,13 @@ class _Order:
         """True if the first use follows the last one with the same weights (no update in between)."""
         self.cursor = 0
         self._recording: list[int] = []
-        self._positions: dict[int, list[int]] = {}
+        # Every decision asks for distances, so they are kept up to date by position instead of searched.
+        self._first: dict[int, int] = {}
+        """Position of each unit's first use."""
+        self._following: list[int] = []
+        """For each position, that of the next use of the same unit; beyond the end it is in the repeated run."""
+        self._next: dict[int, int] = {}
+        """For each unit, the position of its next use at or after the cursor, counted in the same way."""
 
     def use(self, unit: int) -> bool:
         """Records a use. Returns False if the order predicted another unit."""
@@ -48,49 +54,63 @@ class _Order:
             self._recording.append(unit)
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
         # one misprediction and not one for each unit in the branch.
-        foreseen = self.cursor < len(self.uses) and self.uses[self.cursor] == unit
-        later = self._after_cursor(unit)
-        if later is not None:
-            self.cursor = later + 1
+        found = self._next.get(unit, NEVER)
+        foreseen = found == self.cursor < len(self.uses)
+        if found < len(self.uses):
+            for passed in range(self.cursor, found + 1):
+                self._next[self.uses[passed]] = self._following[passed]
+            self.cursor = found + 1
         return foreseen or not self.uses
 
     def finish(self) -> None:
         """Ends the run: the recording replaces the order. An empty recording leaves the order unchanged."""
         if self._recording:
             self.uses = tuple(self._recording)
-            self._positions = {}
-            for position, unit in enumerate(self.uses):
-                self._positions.setdefault(unit, []).append(position)
+            self._first = {unit: position for position, unit in reversed(list(enumerate(self.uses)))}
+            following = {unit: len(self.uses) + position for unit, position in self._first.items()}
+            self._following = [0] * len(self.uses)
+            for position in reversed(range(len(self.uses))):
+                unit = self.uses[position]
+                self._following[position], following[unit] = following[unit], position
         self.restart()
 
     def restart(self) -> None:
         """Restarts the run and discards its recording: an interrupted run predicts nothing."""
         self._recording = []
         self.cursor = 0
+        self._next = dict(self._first)
 
     def distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
-        positions = self._positions.get(unit)
-        if not positions:
-            return NEVER
-        if positions[-1] >= self.cursor:
-            return positions[bisect_left(positions, self.cursor)] - self.cursor
-        # No further use in this run: the next one is in the repeated run.
-        return len(self.uses) - self.cursor + positions[0]
+        position = self._next.get(unit)
+        return NEVER if position is None else position - self.cursor
+
+    def distances(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Returns `distance` of each of `units`, in one call."""
+        positions, cursor = self._next, self.cursor
+        return tuple([positions[unit] - cursor if unit in positions else NEVER for unit in units])
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""
         seen: set[int] = set()
-        for unit in self.uses[self.cursor :] + (self.uses[: self.cursor] if self.wraps else ()):
+        for position in self._remaining():
+            unit = self.uses[position]
             if unit not in seen:
                 seen.add(unit)
                 yield unit
 
-    def _after_cursor(self, unit: int) -> int | None:
-        """Returns the position of the first use of `unit` at or after the cursor; None if there is none."""
-        positions = self._positions.get(unit, ())
-        index = bisect_left(positions, self.cursor)
-        return positions[index] if index < len(positions) else None
+    def nearest(self, wanting: Callable[[int], bool]) -> int | None:
+        """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
+        uses = self.uses
+        for position in self._remaining():
+            if wanting(uses[position]):
+                return uses[position]
+        return None
+
+    def _remaining(self) -> Iterable[int]:
+        """Returns the positions of the uses that `upcoming` is about."""
+        rest = range(self.cursor, len(self.uses))
+        return itertools.chain(rest, range(self.cursor)) if self.wraps else rest
 
 
 class AccessOrder:
@@ -143,9 +163,17 @@ class AccessOrder:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
         return self._now.distance(unit)
 
+    def distances(self, units: Iterable[int]) -> tuple[int, ...]:
+        """Returns `distance` of each of `units`, in one call."""
+        return self._now.distances(units)
+
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units that the run will use with their present weights, nearest first."""
         return self._now.upcoming()
+
+    def nearest(self, wanting: Callable[[int], bool]) -> int | None:
+        """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
+        return self._now.nearest(wanting)
 
     def until(self, unit: int) -> Iterator[int]:
         """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""

@@ -99,6 +99,8 @@ class DeviceCache:
         """Region of grown memory in which units come and go."""
         self._kept: list[DeviceBuffer] = []
         """Buffers of grown memory that belong to the caller of `grow`."""
+        self._floors: dict[int, Floor] = {}
+        """The result of `_floor_for` for each unit, until the memory grows or shrinks."""
         moving = [(entry.index, entry.size.nbytes) for entry in table.entries if not entry.size.stays]
         self._two_largest = sorted(moving, key=lambda each: -each[1])[:2]
         """The two largest units that come and go, and their bytes: one of them is the largest beside any given unit."""
@@ -141,17 +143,23 @@ class DeviceCache:
 
     def find_room(self, entry: UnitEntry, beyond: int) -> Eviction | None:
         """Returns the placement that `allocate` would choose, without any change; see `policy.find_room`."""
-        space = self._arena.space
-        largest = next((nbytes for unit, nbytes in self._two_largest if unit != entry.index), 0)
+        floor = self._floors.get(entry.index) or self._floor_for(entry.index)
+        blocks, order = self._droppable(), self._table.access_order
+        return find_room(self._arena.space, entry.size.nbytes, blocks, order, floor, beyond)
+
+    def _floor_for(self, unit: int) -> Floor:
+        """Returns the region in which `unit` and others come and go."""
+        largest = next((nbytes for other, nbytes in self._two_largest if unit != other), 0)
         # Units come and go in the longest region only, so grown memory takes over if it is longer.
         floor = Floor(*max(self._first_floor(), self._grown, key=lambda region: region[1] - region[0]), largest)
-        return find_room(space, entry.size.nbytes, self._droppable(), self._table.access_order, floor, beyond)
+        self._floors[unit] = floor
+        return floor
 
     def _first_floor(self) -> tuple[int, int]:
         """Returns the region of the first allocation in which units come and go."""
         # At the first call all permanent buffers are allocated, so the longest free region is the one that units share.
         if self._floor is None:
-            free = self._arena.space.free_regions()
+            free = self._arena.space.holes
             self._floor = max(free, key=lambda region: region[1] - region[0], default=(0, 0))
         return self._floor
 
@@ -172,6 +180,7 @@ class DeviceCache:
             stop -= each
             self._kept.append(self._arena.take_at(stop, each))
         self._grown = start, stop
+        self._floors.clear()
         return [self._arena.view(device_buffer) for device_buffer in self._kept]
 
     def shrink(self) -> int:
@@ -190,18 +199,19 @@ class DeviceCache:
         for device_buffer in self._kept:
             self._arena.give(device_buffer, DONE, DONE)
         self._kept, self._grown = [], (0, 0)
+        self._floors.clear()
         nbytes = self._arena.shrink()
         assert nbytes, "every buffer of grown memory is a unit's, or was kept"
         return nbytes
 
     def _droppable(self) -> list[Block]:
         """Returns the blocks of all units that may be dropped, by index."""
-        entries = self._table.entries
-        return [
-            Block(unit, buffer.offset, buffer.nbytes)
-            for unit in sorted(self._table.on_device)
-            if self.idle(entries[unit]) and (buffer := entries[unit].device_buffer) is not None
-        ]
+        entries, found = self._table.entries, []
+        for unit in sorted(self._table.on_device):
+            entry = entries[unit]
+            if not entry.pins and not entry.size.stays and (buffer := entry.device_buffer) is not None:
+                found.append(Block(unit, buffer.offset, buffer.nbytes))
+        return found
 
     def idle(self, entry: UnitEntry) -> bool:
         """Returns True if the unit is on the device, unpinned, and not permanent."""

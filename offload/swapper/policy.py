@@ -9,13 +9,17 @@ The pager applies the decisions to memory, `simulate` applies them to numbers.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from offload.sizes import align_up
 from offload.swapper.access_order import NEVER, AccessOrder
-from offload.swapper.memory.allocator import Allocator
+from offload.swapper.memory.allocator import Allocator, Region, free_regions
+
+_ANSWERS = 4096
+"""Number of choices of an offset that are remembered: those of two steps of a model of some hundreds of units."""
 
 
 class Block(NamedTuple):
@@ -110,18 +114,51 @@ def find_room(
         floor: the region of units that come and go.
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
-    nbytes = align_up(max(nbytes, 1))
-    distances = {block.unit: access_order.distance(block.unit) for block in evictable}
+    distances = access_order.distances([block.unit for block in evictable])
+    question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
+    if space.scatter is None:
+        return _best_place(question)
+    found = _places(question)
+    best = max(((*score[:2], -len(place.victims)) for score, place in found), default=None)
+    fitting = [place for score, place in found if (*score[:2], -len(place.victims)) == best]
+    return space.scatter.choice(fitting) if fitting else None
+
+
+class _Question(NamedTuple):
+    """All that the choice of an offset depends on; see `find_room`."""
+
+    nbytes: int
+    holes: tuple[Region, ...]
+    evictable: tuple[Block, ...]
+    distances: tuple[int, ...]
+    """Number of uses before the next use of each evictable unit."""
+    floor: Floor
+    beyond: int
+
+
+_Score = tuple[bool, bool, int, int]
+
+
+# Each step asks the questions of the step before, several for each use of a unit. An answer found takes some 2 µs; one
+# to be computed 25 or more. Most answers are None.
+@functools.lru_cache(maxsize=_ANSWERS)
+def _best_place(question: _Question) -> Eviction | None:
+    """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed."""
+    return max(_places(question), key=lambda each: each[0], default=(None, None))[1]
+
+
+def _places(question: _Question) -> list[tuple[_Score, Eviction]]:
+    """Returns every offset that is allowed and worth a look, in ascending order, with its score."""
+    nbytes, holes, evictable, _, floor, beyond = question
+    distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
     if beyond >= 0:
-        # Most prefetches find no room, which these tests show without a look at any offset: first the bytes alone.
-        allowed = [block for block in evictable if distances[block.unit] > beyond]
-        if space.nbytes - space.used_bytes + sum([align_up(block.nbytes) for block in allowed]) < nbytes:
-            return None
-        if not space.could_take(nbytes, [block[1:] for block in allowed]):
-            return None
-    regions = space.free_regions(block[1:] for block in evictable)
+        # Most prefetches find no room, which this test shows without a look at any offset.
+        allowed = [block[1:] for block in evictable if distances[block.unit] > beyond]
+        if all(stop - start < nbytes for start, stop in free_regions(holes, allowed)):
+            return []
+    regions = free_regions(holes, [block[1:] for block in evictable])
     lengths = sorted((stop - start for start, stop in regions), reverse=True)
-    found: list[tuple[tuple[bool, bool, int, int], Eviction]] = []
+    found: list[tuple[_Score, Eviction]] = []
     for start, stop in regions:
         if stop - start < nbytes:
             continue
@@ -145,12 +182,7 @@ def find_room(
                 left = max(elsewhere, offset - start, stop - end)
                 score = (alone, left >= floor.largest, nearest, -sum([block.nbytes for block in going]))
                 found.append((score, Eviction(offset, tuple([block.unit for block in going]))))
-    if not found:
-        return None
-    if space.scatter is not None:
-        best = max((*score[:2], -len(place.victims)) for score, place in found)
-        return space.scatter.choice([p for score, p in found if (*score[:2], -len(p.victims)) == best])
-    return max(found, key=lambda each: each[0])[1]
+    return found
 
 
 def _without(lengths: Sequence[int], one: int) -> Iterator[int]:
@@ -174,13 +206,14 @@ def next_to_fetch(
         wanting: returns True for a unit that is not yet at its goal.
         limits: limits of the config.
     """
+    if limits.ahead is None:
+        return access_order.nearest(wanting)
     total = 0
     for unit in access_order.upcoming():
-        if limits.ahead is not None:
-            total += nbytes(unit)
-            # One unit is always allowed, even if it alone exceeds the limit; a limit of 0 allows none.
-            if total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
-                return None
+        total += nbytes(unit)
+        # One unit is always allowed, even if it alone exceeds the limit; a limit of 0 allows none.
+        if total > limits.ahead and (total > nbytes(unit) or not limits.ahead):
+            return None
         if wanting(unit):
             return unit
     return None

@@ -7,6 +7,7 @@ consistent during each such wait; between waits every change is `uninterrupted`.
 from __future__ import annotations
 
 import errno
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -139,7 +140,8 @@ def _what_is_left(table: UnitTable, committed: bool) -> str:
     return "the last committed step is intact"
 
 
-class UnitSize(NamedTuple):
+@dataclass(frozen=True)
+class UnitSize:
     """Sizes of a unit, and the tier of its WEIGHT partition."""
 
     name: str
@@ -154,12 +156,13 @@ class UnitSize(NamedTuple):
         """Returns the name for messages; the root module's unit has an empty name."""
         return self.name or "the root"
 
-    @property
+    # The two below are asked at each use of a unit.
+    @functools.cached_property
     def shard_nbytes(self) -> int:
-        """Returns the bytes of this rank's WEIGHT partition."""
+        """The bytes of this rank's WEIGHT partition."""
         return sum(len(stretch) for stretch in self.shard_ranges)
 
-    @property
+    @functools.cached_property
     def stays(self) -> bool:
         """True if the unit never leaves the device: its tier is DEVICE, and this rank's partition is the whole unit."""
         return self.tier is Tier.DEVICE and self.shard_nbytes == self.nbytes

@@ -153,7 +153,7 @@ MUTANTS = (
     _reads(
         "weights that a backward needs",
         "offload.engine.params.unit_views",
-        "            return torch.as_strided(flat if dtype is self._dtype else flat.view(dtype), size, stride, offset)",
+        "            return saved.from_flat(flat if saved.dtype is self._dtype else flat.view(saved.dtype))",
         "binding.flat",
     ),
     _reads(

@@ -520,16 +520,16 @@ MUTANTS = (
     ),
     Mutant(
         "go back through a graph of old weights",
-        "offload.engine.params.saved_tensors",
-        "if self._pager.updates(packed.unit) != packed.updates:",
+        "offload.engine.params.unit_views",
+        "if self._pager.updates(saved.unit) != saved.updates:",
         "if False:",
         "tests/test_autograd_refused.py",
     ),
     Mutant(
         "hold the weights that a saved wrapper is made of",
         "offload.engine.params.saved_tensors",
-        "        if self.saved.wraps_weights(tensor):\n",
-        "        if False:\n",
+        "        elif self.saved.wraps_weights(tensor):\n",
+        "        elif False:\n",
         "tests/test_wrapper_subclasses.py",
     ),
     Mutant(

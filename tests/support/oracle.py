@@ -251,6 +251,7 @@ def room_for(job: Job, units: int) -> int:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes chunks of gradients, of streamed units and of updates tiny, for tiny models."""
     from offload.engine.gradients import accumulator as gradients
+    from offload.engine.gradients import host_gradients
     from offload.engine.gradients import reduce_scatter as reduction
     from offload.engine.gradients import values as gradient_values
     from offload.engine.optim import lamb_norms as weighing
@@ -258,7 +259,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     from offload.layout import tile_sizes as tiles
     from offload.planner.simulation import updater as simulate_updater
 
-    for module in (placement, gradient_values, gradients, reduction, weighing):
+    for module in (placement, gradient_values, gradients, host_gradients, reduction, weighing):
         monkeypatch.setattr(module, "CHUNK", 1024)
     for module in (tiles, simulate_updater):
         monkeypatch.setattr(module, "TILE_BUFFERS", 3)  # else tiles are most of a tiny budget

@@ -2,27 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.kernels.sums import Sum
+from offload.layout.flat_layout import UnitLayout
+from offload.layout.placement import CHUNK
 
 
 class HostGradients:
     """Gradients of all units on the host. The accumulator's lock guards every call."""
 
-    def __init__(self, memory: Sequence[torch.Tensor | None], spill: DiskSpill | None) -> None:
+    def __init__(
+        self,
+        memory: Sequence[torch.Tensor | None],
+        spill: DiskSpill | None,
+        layouts: Sequence[UnitLayout],
+        parts: Sequence[range],
+        addressable: bool,
+    ) -> None:
         """Takes the memory.
 
         Args:
             memory: (numel,) of each unit's partition; None for a unit that spills, stays on the device, or is frozen.
             spill: gradients of units that wait on DISK.
+            layouts: the segments of each unit.
+            parts: the elements of each unit that this rank updates.
+            addressable: True if the host can address the gradients of a backward.
         """
         self._memory, self._spill = memory, spill
         self._sums: dict[tuple[int, int, int], Sum] = {}
         """Checked memory of each chunk of a host buffer, by unit, first element and length."""
+        self._whole: dict[tuple[int, int], Sum] = {}
+        """Checked memory of parameters of one chunk, by unit and segment; see `adder`."""
+        for unit, (layout, part) in enumerate(zip(layouts, parts, strict=True)):
+            for position, segment in enumerate(layout.segments):
+                inside = part.start <= segment.start and segment.stop <= part.stop
+                if addressable and memory[unit] is not None and inside and 0 < segment.numel <= CHUNK:
+                    self._whole[unit, position] = self.sum(unit, segment.start - part.start, segment.numel)
+
+    def adder(
+        self,
+        unit: int,
+        segment: int,
+        add: Callable[[torch.Tensor], None],
+        lock: AbstractContextManager[Any],
+        reading: Collection[int],
+        squares: Sequence[dict[tuple[int, int], float | torch.Tensor]],
+    ) -> Callable[[torch.Tensor], None]:
+        """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
+
+        Args:
+            unit: the unit.
+            segment: the parameter.
+            add: does so in any case; what the function does where a gradient must be prepared, cut or wait.
+            lock: the accumulator's lock.
+            reading: units whose gradients an update reads.
+            squares: sums of squares of each unit, which say what was stored, and receive those of new values.
+        """
+        whole, key = self._whole.get((unit, segment)), (segment, 0)
+        if whole is None:
+            return add
+        take = whole.take
+
+        def add_as_it_is(gradient: torch.Tensor) -> None:
+            with lock:
+                if unit not in reading:
+                    known = squares[unit]
+                    value = take(gradient, key in known)
+                    if value is not None:
+                        known[key] = value
+                        return
+            add(gradient)
+
+        return add_as_it_is
 
     def spills(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on DISK."""

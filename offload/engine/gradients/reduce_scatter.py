@@ -11,7 +11,8 @@ moment together, nor have gradients of the same parameters (see `agreement`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -71,6 +72,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._filled: set[int] = set()
         self._wanted = [{p for p, s in enumerate(layout.segments) if s.trainable and s.numel} for layout in layouts]
         self._seen: list[set[int]] = [set() for _ in layouts]
+
+    def adder(self, unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        """Returns `add` for one parameter."""
+        return functools.partial(self.add, unit, segment)
 
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Copies a gradient to the bucket.

@@ -9,6 +9,9 @@ from offload.kernels import cuda
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
 
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients that the kernels add; others are converted."""
+
 
 def squares_of(values: torch.Tensor) -> torch.Tensor:
     """Returns the sum of squares of each `CHUNK` elements of `values`, (n,), as (chunks,) float64 on their device.

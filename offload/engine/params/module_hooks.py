@@ -338,7 +338,7 @@ class ModuleHooks:
 
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
-        add, unit, position, passes = self._gradients.add, handle.unit, handle.position, self.passes
+        add, passes = self._gradients.adder(handle.unit, handle.position), self.passes
         recorded = None if self._timeline is OFF else self._timeline
 
         @uninterrupted
@@ -351,7 +351,7 @@ class ModuleHooks:
             if gradient is not None:
                 if recorded is not None:
                     recorded.add_gradient(gradient.numel() * gradient.element_size())
-                add(unit, position, gradient)
+                add(gradient)
             passes.gradient_seen = True
 
         return hook

@@ -140,7 +140,10 @@ class ParamHandle:
                 changed.append(handle)
             # The data comes first, while the parameter is still an ordinary one: see `materialize`.
             if address != handle._own_address:
-                set_data(parameter, handle._own)
+                try:
+                    parameter.data = handle._own
+                except RuntimeError:  # a type of device that torch treats otherwise
+                    set_data(parameter, handle._own)
             parameter.__dict__["offload_handle"] = handle
             parameter.__class__ = PagedParameter
         return changed

@@ -6,6 +6,9 @@ weights (`_make_wrapper_subclass`) is packed as its class and its packed inner t
 disable torch's own check for in-place changes, so any other tensor is packed with its version, which is compared at
 unpack. If other hooks are active, of the user (`save_on_cpu`) or of checkpointing, other tensors are passed to those.
 
+Autograd saves dozens of tensors in a block. Native hooks (`native/module.cpp`) see all of them, pack and unpack
+the two kinds that are nearly all, and leave the others to this module.
+
 If no unit comes and goes and no other hooks are active, there are no hooks: graphs hold weights that never move.
 """
 
@@ -17,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine._native import Handle, Pack, Plain, Unpack
 from offload.engine.activations.kept_input import InputView
 from offload.engine.activations.kept_inputs import KeptInputs
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
@@ -36,23 +40,6 @@ from offload.torch_internals import (
     tree_leaves,
     tree_map,
 )
-
-
-class _Handle(NamedTuple):
-    """Description of a saved view of a device buffer."""
-
-    unit: int
-    updates: int
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int  # in elements, within the unit
-
-
-_TENSOR, _PARAMETER = torch.Tensor, nn.Parameter
-
-_Saved = tuple[torch.Tensor, int]
-"""Any other saved tensor with its version; detached, since the graph must not reference itself."""
 
 
 class _Packed(NamedTuple):
@@ -84,30 +71,30 @@ class _Pack:
         # Within another checkpoint or hooks of the user, those decide about the inputs too.
         self._inputs = saved.inputs if outer is None else None
 
+    def native(self, arena: Sequence[tuple[int, int]]) -> Callable[[torch.Tensor], Any]:
+        """Returns the native hook that calls this one for what is no ordinary tensor and no view of bound weights.
+
+        Args:
+            arena: first and last address of each allocation that contains weights.
+        """
+        innermost = self.outer is None and self._inputs is None
+        bindings, placeholders = self._bindings, self._placeholders
+        return Pack(torch.Tensor, nn.Parameter, bindings, placeholders, arena, innermost, self).pack
+
     def __call__(self, tensor: torch.Tensor) -> Any:
-        # Autograd saves dozens of tensors in a block. Nearly all are of these types, for which few calls suffice.
-        kind = type(tensor)
-        if kind is _TENSOR or kind is _PARAMETER:
-            try:
-                address = tensor.untyped_storage().data_ptr()
-            except RuntimeError:  # no storage: see `storage_address`
-                address = 0
-            if address in self._bindings and (binding := self._bindings[address]).alive:
-                return self.saved.handle_in(binding.unit, tensor)
-            if self.outer is None and address not in self._placeholders:
-                if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
-                    kept = self._inputs.keep(tensor)
-                    if kept is not None:
-                        return kept
-                return tensor.detach(), tensor._version
         handle = self.saved.handle(tensor)
         if handle is not None:
             return handle
-        if self.saved.wraps_weights(tensor):
+        if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+            if self._inputs is not None and tensor.requires_grad and saves_checkpoint_input():
+                kept = self._inputs.keep(tensor)
+                if kept is not None:
+                    return kept
+        elif self.saved.wraps_weights(tensor):
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self.outer is None:
-            return tensor.detach(), tensor._version
+            return Plain.of(tensor)
         pack, unpack = self.outer
         return _Packed(pack(tensor), unpack)
 
@@ -125,7 +112,6 @@ class SavedTensors:
 
     def __init__(
         self,
-        names: Sequence[str],
         handles: Sequence[Sequence[ParamHandle]],
         unit_views: UnitViews,
         pager: Pager,
@@ -135,7 +121,6 @@ class SavedTensors:
         """Prepares the hooks.
 
         Args:
-            names: name of each unit, for messages.
             handles: the parameters of each unit.
             unit_views: makes views of weights.
             pager: knows how often the weights of a unit have changed.
@@ -143,8 +128,8 @@ class SavedTensors:
             inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
         """
         self.inputs = inputs
-        self._names, self._unit_views, self._pager, self._compute = names, unit_views, pager, compute
-        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(names)))
+        self._unit_views, self._pager, self._compute = unit_views, pager, compute
+        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(handles)))
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.
@@ -162,7 +147,9 @@ class SavedTensors:
         # torch calls the innermost hooks only, so these call the enclosing ones themselves.
         outer = top_saved_tensor_hooks()
         try:
-            push_saved_tensor_hooks(_Pack(self, outer), self.unpack)
+            pack = _Pack(self, outer).native(self._pager.arena.addresses())
+            view = self._unit_views.view if self._compute is NO_SPANS else self._view
+            push_saved_tensor_hooks(pack, Unpack(view, self.unpack).unpack)
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
@@ -180,7 +167,8 @@ class SavedTensors:
         top = top_saved_tensor_hooks()
         if top is None:
             return not self._moves
-        return isinstance(top[0], _Pack) and top[0].saved is self
+        ours = _ours(top)
+        return ours is not None and ours.saved is self
 
     @staticmethod
     def pop() -> None:
@@ -188,7 +176,7 @@ class SavedTensors:
         if top_saved_tensor_hooks() is not None:
             pop_saved_tensor_hooks()
 
-    def handle(self, tensor: torch.Tensor) -> _Handle | None:
+    def handle(self, tensor: torch.Tensor) -> Handle | None:
         """Returns the handle of a view of weights, or None for any other tensor.
 
         Raises:
@@ -200,7 +188,7 @@ class SavedTensors:
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:
-            return self.handle_in(binding.unit, tensor)
+            return Handle.of(binding.unit, self._pager.updates(binding.unit), tensor)
         # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self.placeholders.get(address)
         if used is not None:
@@ -210,12 +198,6 @@ class SavedTensors:
                 "offload.register_external_parameter(module, parameter)"
             )
         return None
-
-    def handle_in(self, unit: int, view: torch.Tensor) -> _Handle:
-        """Returns the handle of a view of the weights of `unit`."""
-        # The offset is in elements of the view's own dtype, in which `unpack` views the unit again.
-        offset = int(view.storage_offset())
-        return _Handle(unit, self._pager.updates(unit), view.dtype, view.shape, view.stride(), offset)
 
     def without_views(self, output: Any) -> Any:
         """Returns a module's output with clones of weights: a view would pin their device buffer while it lives."""
@@ -242,14 +224,14 @@ class SavedTensors:
         )
 
     @uninterrupted
-    def unpack(self, packed: _Handle | _Saved | _Packed | _Wrapped | InputView) -> torch.Tensor:
+    def unpack(self, packed: Handle | Plain | _Packed | _Wrapped | InputView) -> torch.Tensor:
         """Returns the saved tensor, for whose weights the calling thread may wait.
 
         Raises:
             RuntimeError: if a tensor was changed in place since it was saved, as torch raises it.
             UsageError: if the weights have changed since the forward.
         """
-        if isinstance(packed, _Handle):
+        if isinstance(packed, Handle):
             return self._view(packed)
         if isinstance(packed, InputView):
             assert self.inputs is not None
@@ -260,36 +242,36 @@ class SavedTensors:
             inner = {name: self.unpack(each) for name, each in packed.inner.items()} | packed.others
             wrapper: torch.Tensor = packed.kind.__tensor_unflatten__(inner, packed.context, packed.size, packed.stride)
             return wrapper
-        tensor, version = packed
-        if tensor._version != version:
+        tensor = packed.tensor
+        if tensor._version != packed.version:
             raise RuntimeError(
                 f"a tensor of shape {list(tensor.shape)} that backward needs was changed in place: it is at version "
-                f"{tensor._version}, expected {version}"
+                f"{tensor._version}, expected {packed.version}"
             )
         return tensor
 
-    def _view(self, packed: _Handle) -> torch.Tensor:
+    @uninterrupted
+    def _view(self, packed: Handle) -> torch.Tensor:
         """Returns a view of weights."""
-        # A gradient of newer weights than the forward's would be wrong without an error.
-        if self._pager.updates(packed.unit) != packed.updates:
-            raise UsageError(
-                f"backward through a graph made before step(): the weights of "
-                f"{self._names[packed.unit] or 'the root'} have changed since"
-            )
-        unit, _, dtype, size, stride, offset = packed
         if self._compute is NO_SPANS:
-            return self._unit_views.view(unit, dtype, size, stride, offset)
-        self._compute.leave_for(unit)  # before the wait for weights, which is no compute
-        view = self._unit_views.view(unit, dtype, size, stride, offset)
-        self._compute.turn_to(unit)
+            return self._unit_views.view(packed)
+        self._compute.leave_for(packed.unit)  # before the wait for weights, which is no compute
+        view = self._unit_views.view(packed)
+        self._compute.turn_to(packed.unit)
         return view
+
+
+def _ours(hooks: Any) -> _Pack | None:
+    """Returns the pack hook of an engine in a pair of saved-tensor hooks; None for hooks of others."""
+    native = getattr(hooks[0], "__self__", None)
+    return native.other if isinstance(native, Pack) else None
 
 
 def other_hooks() -> Any:
     """Returns the innermost pair of saved-tensor hooks of the calling thread that is no engine's, or None."""
     top = top_saved_tensor_hooks()
-    while top is not None and isinstance(top[0], _Pack):
-        top = top[0].outer
+    while top is not None and (ours := _ours(top)) is not None:
+        top = ours.outer
     return top
 
 

@@ -22,52 +22,40 @@ Threads. Forward hooks and autograd's threads call `UnitViews`, under its lock.
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd.graph import increment_version
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # documented, but not in __all__
 
+from offload.engine._native import Handle
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.pager import Pager
-from offload.torch_internals import under_modes, without_modes
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def _without_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Makes `function` run without dispatch modes and torch.func, which must not see the engine's own copies."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if not under_modes():
-            return function(*args, **kwargs)
-        with without_modes():
-            return function(*args, **kwargs)
-
-    return call
+from offload.torch_internals import StorageReference, in_second_storage, outside_of_modes, under_modes, without_modes
 
 
 class Binding:
     """One pin of a unit, and the storage over the unit's device buffer."""
 
-    def __init__(self, unit: int, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        """Lays a new storage over `memory`, the unit's device buffer, for weights of `dtype`."""
-        self.unit = unit
+    def __init__(self, unit: int, memory: torch.Tensor, dtype: torch.dtype, updates: int | None) -> None:
+        """Lays a new storage over the unit's device buffer.
+
+        Args:
+            unit: the unit.
+            memory: (nbytes,) uint8, its device buffer.
+            dtype: dtype of the weights.
+            updates: how often the weights have changed; None for a unit that stays, whose weights change in place.
+        """
+        self.unit, self.updates = unit, updates
         # DLPack gives the memory a second storage, which dies with its last view; the arena's own storage never dies.
-        self.flat: torch.Tensor | None = from_dlpack(to_dlpack(memory)).view(dtype)
+        self.flat: torch.Tensor | None = in_second_storage(memory).view(dtype)
         storage = self.flat.untyped_storage()
         self.address = storage.data_ptr()
-        self._storage = StorageWeakRef(storage)
+        self._storage = StorageReference(storage)
 
     @property
     def alive(self) -> bool:
@@ -131,7 +119,7 @@ class UnitViews:
         for unit in self._units:
             ParamHandle.release(unit.handles)
 
-    @_without_modes
+    @outside_of_modes
     @uninterrupted
     def use(self, index: int) -> None:
         """Materializes the parameters of a unit. Each call needs one `release_unit`; the last one ends it."""
@@ -143,7 +131,7 @@ class UnitViews:
             self._bind(index)
             unit.uses += 1
 
-    @_without_modes
+    @outside_of_modes
     @uninterrupted
     def release_unit(self, index: int) -> None:
         """Ends one use of a unit; see `use`."""
@@ -154,7 +142,7 @@ class UnitViews:
             unit.uses -= 1
             self._unbind_idle(unit)
 
-    @_without_modes
+    @outside_of_modes
     @uninterrupted
     def keep(self, index: int) -> None:
         """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
@@ -166,7 +154,7 @@ class UnitViews:
             self._bind(index)
             unit.kept = True
 
-    @_without_modes
+    @outside_of_modes
     @uninterrupted
     def end_kept(self) -> None:
         """Releases the units of `keep`, units that stay, and the unit that a backward viewed last."""
@@ -179,35 +167,26 @@ class UnitViews:
                     self._unbind_idle(unit)
             self._sweep()
 
-    @_without_modes
     @uninterrupted
-    def view(
-        self, index: int, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
-    ) -> torch.Tensor:
+    def view(self, saved: Handle) -> torch.Tensor:
         """Returns a view of a unit's weights, which pins the unit for as long as the view lives.
 
         Args:
-            index: index of the unit.
-            dtype: dtype of the view.
-            size: shape of the view.
-            stride: strides of the view, in elements.
-            offset: position of the view's first element in the unit, in elements.
+            saved: the unit, and the place of the view in it.
+
+        Raises:
+            UsageError: if the weights have changed since the view was saved.
         """
-        with self._lock:
-            binding = self._units[index].binding
-            # A backward unpacks several views of one unit in a row: they share one pin.
-            if binding is None and self._recent is not None and self._recent.unit == index:
-                binding = self._recent
-            if binding is None:
-                self._let_go_of_recent()
-                binding = self._recent = self._take(index)
-            elif self._units[index].stays:
-                self._pager.use_in_place(index)
-            else:
-                self._pager.wait_upload(index)  # the unit may have been fetched for another stream
-            flat = binding.flat
-            assert flat is not None
-            return torch.as_strided(flat if dtype is self._dtype else flat.view(dtype), size, stride, offset)
+        # A gradient of newer weights than the forward's would be wrong without an error.
+        if self._pager.updates(saved.unit) != saved.updates:
+            raise UsageError(
+                f"backward through a graph made before step(): the weights of "
+                f"{self._units[saved.unit].layout.name or 'the root'} have changed since"
+            )
+        if under_modes():
+            with without_modes():
+                return self._view(saved)
+        return self._view(saved)
 
     def binding_at(self, address: int) -> Binding | None:
         """Returns the live binding whose storage begins at `address`, if there is one."""
@@ -271,6 +250,26 @@ class UnitViews:
             # A view that the user still holds keeps its pin: see [Note: lingering].
             self._sweep()
 
+    def _view(self, saved: Handle) -> torch.Tensor:
+        """Returns the view of `view`."""
+        index = saved.unit
+        unit = self._units[index]
+        with self._lock:
+            binding = unit.binding
+            # A backward unpacks several views of one unit in a row: they share one pin.
+            if binding is None and self._recent is not None and self._recent.unit == index:
+                binding = self._recent
+            if binding is None:
+                self._let_go_of_recent()
+                binding = self._recent = self._take(index)
+            elif unit.stays:
+                self._pager.use_in_place(index)
+            else:
+                self._pager.wait_upload(index)  # the unit may have been fetched for another stream
+            flat = binding.flat
+            assert flat is not None
+            return saved.from_flat(flat if saved.dtype is self._dtype else flat.view(saved.dtype))
+
     # -- under the lock -----------------------------------------------------------------------------
 
     def _bind(self, index: int) -> None:
@@ -294,7 +293,8 @@ class UnitViews:
         self.shown.add(index)
         if unit.binding is None:
             with torch.inference_mode(False):  # otherwise a later forward could not train with these views
-                binding = unit.binding = Binding(index, self._pager.acquire(index, ahead=False), self._dtype)
+                memory = self._pager.acquire(index, ahead=False)
+                binding = unit.binding = Binding(index, memory, self._dtype, None)
                 self._pager.release(index)  # the memory is the unit's as long as the engine lives
                 self.bindings[binding.address] = binding
                 for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
@@ -321,7 +321,7 @@ class UnitViews:
             except BudgetError:
                 if not self._give_way():
                     raise
-        binding = Binding(index, memory, self._dtype)
+        binding = Binding(index, memory, self._dtype, self._pager.updates(index))
         self._live.append(binding)
         self.bindings[binding.address] = binding
         return binding

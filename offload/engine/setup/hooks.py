@@ -65,8 +65,7 @@ def module_hooks(
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    names = [layout.name for layout in plan.layouts]
-    saved = SavedTensors(names, handles, unit_views, pager, compute, kept.inputs)
+    saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs)
     hooks = ModuleHooks(
         model,
         plan.units.sites,

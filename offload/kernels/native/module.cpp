@@ -135,6 +135,79 @@ double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
                      [&](const auto* typed) { return offload::sum_squares(typed, numel); });
 }
 
+PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
+
+nb::object owned(PyObject* found) {
+    if (found == nullptr) nb::raise_python_error();
+    return nb::steal(found);
+}
+
+// Memory to which gradients are added. `take` looks at a tensor by itself, through its Python
+// object: the wrapper would spend more time on the checks than the kernel takes for small ones.
+class Sum {
+  public:
+    Sum(std::uintptr_t out, int out_type, std::size_t numel, nb::object tensor, nb::object strided,
+        nb::dict elements)
+        : out_(out),
+          out_type_(out_type),
+          numel_(numel),
+          tensor_(std::move(tensor)),
+          strided_(std::move(strided)),
+          elements_(std::move(elements)) {}
+
+    // The sum of squares; None, and nothing is changed, if `grad` must be prepared first.
+    nb::object take(nb::handle grad, bool add) const {
+        static PyObject *const dtype = name("dtype"), *const layout = name("layout"),
+                               *const is_cpu = name("is_cpu"), *const graph = name("requires_grad"),
+                               *const count = name("numel"), *const dense = name("is_contiguous"),
+                               *const negated = name("is_neg"), *const data_ptr = name("data_ptr");
+        if (reinterpret_cast<PyObject*>(Py_TYPE(grad.ptr())) != tensor_.ptr()) return nb::none();
+        const nb::object kind = attribute(grad, dtype);
+        const nb::handle number = PyDict_GetItemWithError(elements_.ptr(), kind.ptr());
+        if (!number && PyErr_Occurred()) nb::raise_python_error();
+        if (!number || !attribute(grad, layout).is(strided_) || !is_true(attribute(grad, is_cpu)) ||
+            is_true(attribute(grad, graph)) || integer(call(grad, count)) != numel_ ||
+            !is_true(call(grad, dense)) || is_true(call(grad, negated)))
+            return nb::none();
+        const std::size_t address = integer(call(grad, data_ptr));
+        if (address == 0) return nb::none();  // a storage without memory
+        const int type = static_cast<int>(integer(number));
+        // Another thread would take the GIL meanwhile, and keep it for longer than this takes.
+        if (numel_ <= kWithGil)
+            return nb::float_(accumulate(out_, out_type_, address, type, numel_, add));
+        double squares = 0;
+        {
+            const nb::gil_scoped_release no_gil;
+            squares = accumulate(out_, out_type_, address, type, numel_, add);
+        }
+        return nb::float_(squares);
+    }
+
+  private:
+    static constexpr std::size_t kWithGil = 1 << 15;  // elements that take some microseconds
+
+    static nb::object attribute(nb::handle self, PyObject* of) {
+        return owned(PyObject_GetAttr(self.ptr(), of));
+    }
+    static nb::object call(nb::handle self, PyObject* method) {
+        PyObject* all[] = {nullptr, self.ptr()};
+        return owned(PyObject_VectorcallMethod(method, all + 1, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET,
+                                               nullptr));
+    }
+    static std::size_t integer(nb::handle number) {
+        const std::size_t value = PyLong_AsSize_t(number.ptr());
+        if (value == static_cast<std::size_t>(-1) && PyErr_Occurred()) nb::raise_python_error();
+        return value;
+    }
+    static bool is_true(nb::handle value) { return value.ptr() == Py_True; }
+
+    std::uintptr_t out_;
+    int out_type_;
+    std::size_t numel_;
+    nb::object tensor_, strided_;
+    nb::dict elements_;
+};
+
 nb::list supported_isas() {
     nb::list names;
     for (const std::string_view name : offload::supported_isas()) {
@@ -167,6 +240,7 @@ void configure(const char* isa, int threads) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // sums may live until the process ends
     const nb::call_guard<nb::gil_scoped_release> no_gil;
     m.def("supported_isas", &supported_isas);
     m.def("configure", &configure);
@@ -178,5 +252,8 @@ NB_MODULE(_native, m) {
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
     m.def("accumulate", &accumulate, no_gil);
+    nb::class_<Sum>(m, "Sum")
+        .def(nb::init<std::uintptr_t, int, std::size_t, nb::object, nb::object, nb::dict>())
+        .def("take", &Sum::take);
     m.def("sum_squares", &sum_squares, no_gil);
 }

@@ -8,6 +8,25 @@ from collections.abc import Iterable
 
 from offload.sizes import PAGE, align_up
 
+Region = tuple[int, int]
+"""A region [start, stop)."""
+
+
+def free_regions(holes: Iterable[Region], given: Iterable[tuple[int, int]]) -> list[Region]:
+    """Returns the free regions, in ascending order, once the blocks in `given`, (offset, nbytes) each, were freed.
+
+    Args:
+        holes: the free regions before.
+        given: allocated blocks, each at once.
+    """
+    found: list[Region] = []
+    for start, stop in sorted([*holes, *[(at, at + align_up(max(size, 1))) for at, size in given]]):
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
 
 class Allocator:
     """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
@@ -21,7 +40,7 @@ class Allocator:
         self.used_bytes = self.peak_bytes = 0
         self.scatter = scatter
         # A hole is a free block, (start, stop). Holes are sorted and never adjacent: `give` merges neighbours.
-        self._holes: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
+        self._holes: list[Region] = [(0, nbytes)] if nbytes else []
         self._stop = nbytes
 
     def add(self, nbytes: int) -> int:
@@ -79,23 +98,15 @@ class Allocator:
         self.used_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
 
-    def free_regions(self, given: Iterable[tuple[int, int]] = ()) -> list[tuple[int, int]]:
-        """Returns (start, stop) of each free region, once the blocks in `given`, (offset, nbytes) each, were freed."""
-        found: list[tuple[int, int]] = []
-        for start, stop in sorted([*self._holes, *((at, at + align_up(max(size, 1))) for at, size in given)]):
-            if found and found[-1][1] == start:
-                found[-1] = (found[-1][0], stop)
-            else:
-                found.append((start, stop))
-        return found
+    @property
+    def holes(self) -> tuple[Region, ...]:
+        """Returns (start, stop) of each free region, in ascending order."""
+        return tuple(self._holes)
 
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
         """Returns True if `take` would succeed once the blocks in `given`, (offset, nbytes) each, were freed."""
         nbytes = align_up(max(nbytes, 1))
-        for start, stop in self.free_regions(given):
-            if stop - start >= nbytes:
-                return True
-        return False
+        return any(stop - start >= nbytes for start, stop in free_regions(self._holes, given))
 
     def give(self, offset: int, nbytes: int) -> None:
         """Frees the block at `offset` that `take` or `take_at` has allocated with the same `nbytes`."""

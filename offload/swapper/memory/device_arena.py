@@ -11,6 +11,10 @@ from offload.errors import BudgetError
 from offload.sizes import format_size
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device, Event
+from offload.torch_internals import without_modes
+
+_VIEWS = 4096
+"""Number of views that an arena keeps, beyond which it drops all and makes them again."""
 
 
 class DeviceBuffer(NamedTuple):
@@ -37,6 +41,8 @@ class DeviceArena:
         self.space = Allocator(nbytes, random.Random(0) if poison else None)
         self.blocks = [(0, self._allocate(nbytes))]
         """Start offset and memory, (nbytes,) uint8, of each allocation, in ascending order of offset."""
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+        """Views of the memory, by offset and size."""
         self._readers = [(0, nbytes, self._earlier_compute())]
         """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
 
@@ -81,12 +87,16 @@ class DeviceArena:
             return 0
         inside = [event for first, _, event in self._readers if first >= start]
         self._readers = [reader for reader in self._readers if reader[0] < start]
-        # A new list, because the update worker may be reading the old one in `view`, without the pager's lock.
-        self.blocks = self.blocks[:-1]
+        # New objects, because the update worker may be reading the old ones in `view`, without the pager's lock.
+        self.blocks, self._views = self.blocks[:-1], {}
         self.nbytes -= nbytes
         for event in inside:
             event.wait()
         return nbytes
+
+    def addresses(self) -> list[tuple[int, int]]:
+        """Returns the first address of each allocation, and the one behind its end."""
+        return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
 
     @property
     def used_bytes(self) -> int:
@@ -143,10 +153,19 @@ class DeviceArena:
         self.space.give(device_buffer.offset, device_buffer.nbytes)
 
     def view(self, device_buffer: DeviceBuffer) -> torch.Tensor:
-        """Returns the buffer's own memory, (nbytes,) uint8."""
-        offset, blocks = device_buffer.offset, self.blocks  # read once: see `shrink`
-        start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
-        return memory.narrow(0, offset - start, device_buffer.nbytes)
+        """Returns the buffer's own memory, (nbytes,) uint8: the same tensor at each call."""
+        offset, nbytes, views = device_buffer.offset, device_buffer.nbytes, self._views  # read once: see `shrink`
+        # Units return to the same places, and torch takes 8 µs to make a view.
+        found = views.get((offset, nbytes))
+        if found is None:
+            blocks = self.blocks
+            start, memory = blocks[-1] if blocks[-1][0] <= offset else blocks[0]  # two at most
+            with without_modes():  # those of the caller must not reach later callers
+                found = memory.narrow(0, offset - start, nbytes)
+            if len(views) >= _VIEWS:
+                views.clear()
+            views[offset, nbytes] = found
+        return found
 
 
 def check_budget(what: str, have: int, need: int, advice: str) -> None:

@@ -1,0 +1,98 @@
+"""A graph holds no weights, whatever view of a parameter autograd saves: room for two units is enough for any number.
+
+The native hooks know a view of weights by the address of its first element; a view of no element has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from bench.measure import settings_for
+
+WIDTH, UNITS = 64, 6
+ROOM = 2 * (2 * WIDTH * (WIDTH + 1) + 8192)
+"""Bytes of two units in bf16."""
+
+VIEWS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "whole": lambda x, weight: x @ weight,
+    "transposed": lambda x, weight: x @ weight.t(),
+    "rows from the middle": lambda x, weight: torch.cat([x[:, :40], x @ weight[:, 8:32]], 1),
+    "steps of two": lambda x, weight: (x[:, ::2] @ weight[::2]) + x,
+    "reversed by an index": lambda x, weight: x @ weight[torch.arange(WIDTH - 1, -1, -1)],
+    "no row": lambda x, weight: x + x[:, :0] @ weight[:0],
+    "one element": lambda x, weight: x * weight[3, 5],
+    "a square of itself": lambda x, weight: x @ (weight * weight),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(WIDTH))  # so that the weight is not first in its unit
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+        self.use = use
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.use(x * self.before, self.weight))
+
+
+class Stack(nn.Module):
+    def __init__(self, use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer(use) for _ in range(UNITS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.float().square().sum()
+
+
+def _gradients(
+    use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tier: str, folder: Path, **options: int
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of one backward with weights in `tier`."""
+    x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    engine = offload.initialize(model=Stack(use), config=settings_for(folder, tier, tier, **options))[0]
+    try:
+        engine.backward(engine(x))
+        return [offload.safe_get_full_grad(each) for each in engine.module.parameters()]
+    finally:
+        engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("use", VIEWS.values(), ids=VIEWS)
+def test_a_saved_view_of_a_weight_pins_nothing_and_comes_back(
+    use: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    expected = _gradients(use, "none", tmp_path)
+    found = _gradients(use, "cpu", tmp_path, device_memory=ROOM)
+    for mine, other in zip(found, expected, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or other is None or torch.equal(mine, other)
+
+
+def test_a_tensor_changed_after_it_was_saved_is_refused(tmp_path: Path) -> None:
+    """Hooks take torch's own check away, so the hooks make it."""
+    changed: list[torch.Tensor] = []
+
+    def use(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        changed.append(torch.exp(x @ weight))
+        return changed[-1]
+
+    settings = settings_for(tmp_path, "changed", "cpu", device_memory=ROOM)
+    engine = offload.initialize(model=Stack(use), config=settings)[0]
+    try:
+        loss = engine(torch.ones(3, WIDTH, dtype=torch.bfloat16))
+        with torch.no_grad():
+            changed[2].add_(1)
+        with pytest.raises(RuntimeError, match=r"of shape \[3, 64\] that backward needs was changed in place"):
+            engine.backward(loss)
+    finally:
+        engine.destroy(remove=True)
