@@ -24,7 +24,7 @@ from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.gradients.completion import UnitCompletion
 from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.device_totals import DeviceTotals
-from offload.engine.gradients.host_gradients import HostGradients
+from offload.engine.gradients.host_gradients import HostGradients, buffers_for
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import SUMMED, flat, squares_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
@@ -83,13 +83,8 @@ class GradientAccumulator:
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
-        memory: list[torch.Tensor | None] = []
-        for unit, part in enumerate(parts):
-            spills = self.spill is not None and unit in self.spill
-            kept = part and not spills and unit not in self._on_device
-            host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
-            assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
-            memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+        elsewhere = {unit for unit in range(len(parts)) if not self.is_on_host(unit)}
+        memory = buffers_for(parts, arena, dtype, elsewhere)
         self._host = HostGradients(memory, self.spill, layouts, parts, self.downloads is None)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
@@ -109,18 +104,8 @@ class GradientAccumulator:
         if self._recorded:
             return functools.partial(self.add, unit, segment)
         add = functools.partial(self._add, unit, segment)
-        add, completion = (
-            self._host.adder(unit, segment, add, self._lock, self._reading, self._squares),
-            self.completion,
-        )
-        if completion is None:
-            return add
-
-        def add_and_tell(gradient: torch.Tensor) -> None:
-            add(gradient)
-            completion.arrived(unit, segment)
-
-        return add_and_tell
+        direct = self._host.adder(unit, segment, add, self._lock, self._reading, self._squares)
+        return direct if self.completion is None else self.completion.told(direct, unit, segment)
 
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
@@ -309,7 +294,7 @@ class GradientAccumulator:
 
     def is_on_host(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits in host memory of its own."""
-        return unit not in self._on_device and not self._host.spills(unit)
+        return unit not in self._on_device and (self.spill is None or unit not in self.spill)
 
     def when_received(self, unit: int, act: Callable[[], None]) -> None:
         """Calls `act` once all gradients of `unit` so far are on the host: now, or on the receiving thread."""

@@ -10,6 +10,9 @@ Threads. As for `GradientAccumulator.add`: one thread at a time.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+
+import torch
 
 from offload.engine.callbacks import EngineCallbacks
 
@@ -47,6 +50,15 @@ class UnitCompletion:
             del missing[segment]
         if not missing and self.guesses and unit not in self._complete and self._callbacks.is_last_micro_batch():
             self.unit_complete(unit)
+
+    def told(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
+        """Returns `add`, after which a gradient has `arrived`."""
+
+        def add_and_tell(gradient: torch.Tensor) -> None:
+            add(gradient)
+            self.arrived(unit, segment)
+
+        return add_and_tell
 
     def unit_complete(self, unit: int) -> None:
         """Reports that no further gradient of `unit` is expected in this step."""

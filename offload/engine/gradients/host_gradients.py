@@ -12,6 +12,20 @@ from offload.engine.gradients.disk_spill import DiskSpill
 from offload.kernels.sums import Sum
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
+from offload.swapper.memory.host_arena import HostArena
+
+
+def buffers_for(
+    parts: Sequence[range], arena: HostArena, dtype: torch.dtype, elsewhere: Collection[int]
+) -> list[torch.Tensor | None]:
+    """Returns host memory, (numel,), for the gradients of each unit; None for those whose gradients are `elsewhere`."""
+    memory: list[torch.Tensor | None] = []
+    for unit, part in enumerate(parts):
+        kept = part and unit not in elsewhere
+        host_buffer = arena.take_copied(len(part) * dtype.itemsize) if kept else None
+        assert host_buffer is not None or not kept, "the arena class of the host tier was sized for its gradients"
+        memory.append(None if host_buffer is None else host_buffer.tensor(dtype))
+    return memory
 
 
 class HostGradients:
