@@ -10,7 +10,7 @@ import pytest
 
 from offload.aio import IoQueue
 from offload.engine.setup import initialize
-from offload.planner.simulation.machine import Moved
+from offload.planner.simulation.machine import Moved, Rates
 from offload.planner.simulation.simulate import Budgets, Simulation, Use
 from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
@@ -66,7 +66,7 @@ class Recorded(NamedTuple):
     spilled: tuple[int, ...]
 
     def simulated(self, steps: int, overlap: bool) -> Simulation:
-        return self.case.run(*self.budgets, overlap=overlap, steps=steps)
+        return self.case.run(*self.budgets, rates=Rates(on_cpu=True), overlap=overlap, steps=steps)
 
 
 @pytest.fixture(autouse=True)

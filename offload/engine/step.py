@@ -203,6 +203,8 @@ class OptimizerStep:
             logger.warning("step %d skipped: its gradient norm is %s%s", state.global_steps, norm, to)
         self._components.unit_views.outdate(update.unit for update in updates)
         updater.schedule(updates, state.global_steps)
+        # What the updates do not concern, such as frozen weights, comes back now. The rest comes as it is updated.
+        self._components.pager.prefetch()
         self.applied = finite
 
     def _updates(

@@ -44,15 +44,16 @@ class HostCache:
 
     # -- allocation and eviction --------------------------------------------------------------------
 
-    def host_buffer(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
+    def host_buffer(self, nbytes: int, beyond: int = -1, wait: bool = True) -> HostBuffer | None:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
         Args:
             nbytes: bytes of the buffer.
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
+            wait: False to evict nothing whose copy to the device is under way.
         """
         going = victims(self._host.weights.space, nbytes, self._evictable(), self._distance, beyond)
-        if going is None:
+        if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
         for unit in going:
             self._evict(self._table.entries[unit])
@@ -122,13 +123,14 @@ class HostCache:
 
     # -- reads --------------------------------------------------------------------------------------
 
-    def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
+    def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> Transfer:
         """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
         assert self._store is not None
         slot = self._store.newest[entry.index]
         future = self._store.read(entry.index, State.WEIGHT, slot, 0, host_buffer.buffer, priority)
-        entry.transfer = Transfer(host_buffer, future)
+        transfer = entry.transfer = Transfer(host_buffer, future)
         self._table.move(entry, Residency.READING)
+        return transfer
 
     def finish_read(self, entry: UnitEntry) -> None:
         """Waits for the read of `entry` without the lock, then delivers it.
@@ -151,8 +153,14 @@ class HostCache:
             entry.transfer, entry.host_buffer = None, transfer.host_buffer
             self._table.move(entry, Residency.HOST)
 
-    def read_ahead(self, limits: Limits) -> None:
-        """Starts reads of upcoming units, into host memory that is free or holds only units used later."""
+    def read_ahead(self, limits: Limits, started: Callable[[UnitEntry, Transfer], None], wait: bool) -> None:
+        """Starts reads of upcoming units, into host memory that is free or holds only units used later.
+
+        Args:
+            limits: limits of the config.
+            started: receives each unit and its read.
+            wait: False to take no host buffer whose copy to the device is under way.
+        """
         entries, trace = self._table.entries, self._table.access_order
 
         def wanting(unit: int) -> bool:
@@ -164,10 +172,10 @@ class HostCache:
             return entries[unit].size.shard_nbytes
 
         while (unit := next_to_fetch(trace, nbytes, wanting, limits)) is not None:
-            host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit))
+            host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit), wait)
             if host_buffer is None:
                 return
-            self.start_read(entries[unit], host_buffer, Priority.NORMAL)
+            started(entries[unit], self.start_read(entries[unit], host_buffer, Priority.NORMAL))
 
     # -- units too large for a host buffer ----------------------------------------------------------
 

@@ -7,44 +7,19 @@ that may wait are coroutines (`Acting`); the others return at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from offload.aio import Priority
 from offload.errors import BudgetError
-from offload.planner.simulation.clock import Work
+from offload.planner.simulation.entry import Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
+from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
-
-
-@dataclass
-class Entry:
-    """Weights of one unit, as in the real pager."""
-
-    index: int
-    size: UnitSize
-    residency: Residency
-    host_buffer: Block | None = None
-    """Host buffer of the weights, also during their read. None for weights whose tier is HOST."""
-    device_buffer: Block | None = None
-    """Device buffer of the weights."""
-    reading: Work | None = None
-    copied: Work | None = None
-    """Last copy from the host buffer to the device buffer. The host buffer must not be reused before its end."""
-    pins: int = 0
-    updating: bool = False
-    in_update: bool = False
-    unwritten: bool = False
-
-    @property
-    def at_hand(self) -> bool:
-        """Returns True if HOST holds the newest weights, or will hold them once a read has ended."""
-        return self.host_buffer is not None or self.size.tier is not Tier.DISK
 
 
 class SimulatedPager:
@@ -69,6 +44,7 @@ class SimulatedPager:
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self._limits = limits
+        self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -82,7 +58,7 @@ class SimulatedPager:
             self.uses += 1
             self.hits += entry.residency is Residency.DEVICE
         yield from self._fetch(entry)
-        yield from self._prefetch()
+        yield from self.prefetch()
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
@@ -216,14 +192,32 @@ class SimulatedPager:
             f"use leave no such room in {format_size(self.device.nbytes)}"
         )
 
-    def _prefetch(self) -> Acting[None]:
+    def prefetch(self) -> Acting[None]:
         """Completes reads that have ended, starts reads ahead, and starts copies to the device ahead."""
-        for entry in self.entries:
-            if entry.reading is not None and entry.reading.done:
-                yield from self._finish_read(entry)
         yield from self._prefetch_reads()
+        yield from self._prefetch_uploads()
+
+    def advance(self) -> Acting[None]:
+        """Prefetches what has become possible, on another thread than the model's, and gives way to that thread."""
+        if not self.waiting_for_buffer:
+            yield from self._prefetch_reads(wait=False)
+        if self._uploads_elsewhere and not any(e.pins and e.residency is not Residency.DEVICE for e in self.entries):
+            yield from self._prefetch_uploads()
+
+    def deliver(self) -> Acting[None]:
+        """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
+        while True:
+            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self.entries))
+            for entry in filter(Entry.read_ended, self.entries):
+                yield from self._finish_read(entry)
+            yield from self.advance()
+
+    def _prefetch_uploads(self) -> Acting[None]:
+        """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
         while (unit := self._next_upload()) is not None:
             entry = self.entries[unit]
+            if entry.read_ended():
+                yield from self._finish_read(entry)
             # The order is strict: if the next unit is not ready, later ones must not take its room.
             ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
             place = self._allocate_on_device(entry, self.access_order.distance(unit)) if ready else None
@@ -231,8 +225,10 @@ class SimulatedPager:
                 return
             yield from self._upload(entry, place)
 
-    def _prefetch_reads(self) -> Acting[None]:
-        """Starts reads of the next units in the access order while host buffers are available."""
+    def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
+        """Completes reads that have ended, and starts those of the next units while host buffers are available."""
+        for entry in filter(Entry.read_ended, self.entries):
+            yield from self._finish_read(entry)
 
         def wanting(unit: int) -> bool:
             entry = self.entries[unit]
@@ -244,7 +240,7 @@ class SimulatedPager:
 
         while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
             host_buffer = yield from self.machine.counted(
-                "room", self._host_buffer(unit, nbytes(unit), self.access_order.distance(unit))
+                "room", self._host_buffer(unit, nbytes(unit), self.access_order.distance(unit), wait)
             )
             if host_buffer is None:
                 return
@@ -272,8 +268,11 @@ class SimulatedPager:
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def _host_buffer(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
-        """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
+    def _host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[Block | None]:
+        """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room.
+
+        Without `wait`, no unit is evicted whose copy to the device is under way.
+        """
         while True:
             evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
             going = victims(self.host, nbytes, evictable, self._distance, beyond)
@@ -283,6 +282,8 @@ class SimulatedPager:
             copying = next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
             if copying is None:
                 break
+            if not wait:
+                return None
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
         for entry in entries:
