@@ -56,8 +56,7 @@ WITHIN = {
         "host_cache": "memory policy residency store unit_table",
         "prefetch": "device_cache host_cache memory policy residency unit_table",
         "weight_updates": "device_cache host_cache memory prefetch residency unit_table",
-        "fetch": "device_cache host_cache memory prefetch residency unit_table weight_updates",
-        "pager": "access_order device_cache fetch host_cache memory policy prefetch residency store unit_table "
+        "pager": "access_order device_cache host_cache memory policy prefetch residency store unit_table "
         "weight_updates",
     },
     "engine": {

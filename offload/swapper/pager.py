@@ -41,13 +41,12 @@ from offload.errors import EngineFailed
 from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Having, Peers
-from offload.swapper.fetch import Fetcher
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.policy import Limits, keeps
-from offload.swapper.prefetch import Prefetcher, PrefetchStats
+from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
@@ -88,7 +87,7 @@ class Pager:
         caches = (self.table, self._host_cache, self._device_cache)
         self._prefetcher = Prefetcher(*caches, limits, device, peers is not None)
         self.weight_updates = WeightUpdates(*caches, self._prefetcher, arena, device)
-        self._fetcher = Fetcher(*caches, self._prefetcher, self.weight_updates)
+        self._fetcher = Fetcher(*caches, self._prefetcher, self.weight_updates.wait)
         self._device, self._limits, self._peers = device, limits, peers
         self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0

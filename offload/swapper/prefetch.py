@@ -1,8 +1,7 @@
-"""Prefetch: reads and uploads of the units that the access order predicts next.
+"""Reads and uploads: of the units that the access order predicts next (`Prefetcher`), and on demand (`Fetcher`).
 
-The policy chooses the unit (`policy.next_to_fetch`); this module starts its read, or its upload. The caller holds the
-pager's lock. No function of this module but `stopped` waits for a read or an update; an upload blocks where
-`Device.upload` does.
+The policy chooses the unit to prefetch (`policy.next_to_fetch`); this module starts its read, or its upload. The caller
+holds the pager's lock. No prefetch waits for a read or an update; an upload blocks where `Device.upload` does.
 
 [Note: who starts what]
 
@@ -29,14 +28,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from offload.aio import Priority
 from offload.interrupts import uninterrupted
 from offload.states import Tier
 from offload.swapper.device_cache import DeviceCache
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceBuffer
+from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Limits, next_to_fetch
 from offload.swapper.residency import Residency
 from offload.swapper.unit_table import Transfer, UnitEntry, UnitTable
@@ -201,3 +203,75 @@ class Prefetcher:
     @staticmethod
     def _is_in_host(entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+
+
+class Fetcher:
+    """Moves units to the device for threads that need them now. The caller of a method holds the table's lock."""
+
+    def __init__(
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        prefetcher: Prefetcher,
+        wait_for_update: Callable[[UnitEntry], None],
+    ) -> None:
+        self._table, self._host_cache, self._device_cache = table, host_cache, device_cache
+        self._prefetcher, self._wait_for_update = prefetcher, wait_for_update
+
+    def fetch(self, entry: UnitEntry) -> None:
+        """Moves a unit to DEVICE, one arrow of the residency table at a time.
+
+        Each wait releases the lock, so the unit is looked at anew after each step.
+
+        Raises:
+            BudgetError: if pinned units leave no room.
+            EngineFailed: after an error on a background thread.
+        """
+        while entry.updating or entry.residency is not Residency.DEVICE:
+            self._table.check()
+            if entry.updating:
+                self._wait_for_update(entry)
+            elif entry.residency is Residency.DISK:
+                if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
+                    self._host_cache.wait_for_buffer(entry)
+                elif self._host_cache.streams(entry):
+                    self._stream(entry, host_buffer)
+                else:
+                    self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
+            elif entry.residency is Residency.READING:
+                self._host_cache.finish_read(entry)
+            elif entry.residency in (Residency.HOST, Residency.WRITING):
+                if (device_buffer := self._place(entry)) is not None:
+                    self._device_cache.upload(entry, device_buffer)
+            else:  # UPLOADING on another thread
+                self._table.wait(f"waits for upload of {entry.size.title}")
+        self._table.check()
+
+    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
+        """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
+        second = self._host_cache.host_buffer(host_buffer.nbytes)
+        host_buffers = [host_buffer] if second is None else [host_buffer, second]
+        device_buffer = None
+        try:
+            device_buffer = self._place(entry)
+        finally:
+            if device_buffer is None:
+                for each in host_buffers:
+                    each.release()
+        if device_buffer is not None:
+            self._device_cache.stream(entry, device_buffer, host_buffers, self._host_cache.reader(entry))
+
+    def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
+        """Returns a device buffer for `entry`, or None after a wait for an upload ahead that was in the way.
+
+        Raises:
+            BudgetError: if the units in use leave no room.
+        """
+        device_buffer = self._device_cache.allocate(entry)
+        if device_buffer is None:
+            if not self._prefetcher.busy_elsewhere:
+                raise self._device_cache.no_room(entry)
+            # The upload of another thread ends without this one, and its unit can be dropped then.
+            self._table.wait(f"waits for an upload ahead of {entry.size.title}")
+        return device_buffer

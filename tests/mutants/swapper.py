@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "skip the wait for an update",
-        "offload.swapper.pager",
+        "offload.swapper.prefetch",
         "while entry.updating or entry.residency is not Residency.DEVICE:",
         "while entry.residency is not Residency.DEVICE:",
         "tests/test_io_completion_order.py",
