@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from offload.aio import Priority
@@ -228,5 +229,6 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                wait_for_all([transfer.future])
+                # Without the lock, which the callbacks of other reads may wait for on the thread that ends this one.
+                self._table.changed.without_lock(functools.partial(wait_for_all, [transfer.future]))
                 transfer.host_buffer.release()
