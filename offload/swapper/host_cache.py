@@ -124,14 +124,13 @@ class HostCache:
 
     # -- reads --------------------------------------------------------------------------------------
 
-    def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> Transfer:
+    def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
         """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
         assert self._store is not None
         slot = self._store.newest[entry.index]
         future = self._store.read(entry.index, State.WEIGHT, slot, 0, host_buffer.buffer, priority)
-        transfer = entry.transfer = Transfer(host_buffer, future)
+        entry.transfer = Transfer(host_buffer, future)
         self._table.move(entry, Residency.READING)
-        return transfer
 
     def finish_read(self, entry: UnitEntry) -> None:
         """Waits for the read of `entry` without the lock, then delivers it.
@@ -154,12 +153,12 @@ class HostCache:
             entry.transfer, entry.host_buffer = None, transfer.host_buffer
             self._table.move(entry, Residency.HOST)
 
-    def read_ahead(self, limits: Limits, started: Callable[[UnitEntry, Transfer], None], wait: bool) -> None:
+    def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
         """Starts reads of upcoming units, into host memory that is free or holds only units used later.
 
         Args:
             limits: limits of the config.
-            started: receives each unit and its read.
+            started: receives each unit whose read has started.
             wait: False to take no host buffer whose copy to the device is under way.
         """
         entries, trace = self._table.entries, self._table.access_order
@@ -176,7 +175,8 @@ class HostCache:
             host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit), wait)
             if host_buffer is None:
                 return
-            started(entries[unit], self.start_read(entries[unit], host_buffer, Priority.NORMAL))
+            self.start_read(entries[unit], host_buffer, Priority.NORMAL)
+            started(entries[unit])
 
     # -- units too large for a host buffer ----------------------------------------------------------
 

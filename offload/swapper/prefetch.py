@@ -150,10 +150,10 @@ class Prefetcher:
             if self._held and not self._elsewhere:
                 self._table.notify()
 
-    def _watch(self, entry: UnitEntry, transfer: Transfer) -> None:
+    def _watch(self, entry: UnitEntry) -> None:
         """Makes the end of a read ahead start the upload of its unit."""
-        if self._uploads_elsewhere:
-            transfer.future.add_done_callback(functools.partial(self._arrived, entry, transfer))
+        if self._uploads_elsewhere and entry.transfer is not None:
+            entry.transfer.future.add_done_callback(functools.partial(self._arrived, entry, entry.transfer))
 
     @uninterrupted
     def _arrived(self, entry: UnitEntry, transfer: Transfer, _: object) -> None:
