@@ -54,9 +54,9 @@ WITHIN = {
         "unit_table": "access_order memory residency",
         "device_cache": "chunked_upload memory policy residency unit_table",
         "host_cache": "memory policy residency store unit_table",
-        "prefetch": "device_cache host_cache policy residency unit_table",
+        "prefetch": "device_cache host_cache memory policy residency unit_table",
         "speculative_weights": "host_cache memory policy residency unit_table",
-        "weight_updates": "device_cache host_cache memory residency speculative_weights unit_table",
+        "weight_updates": "device_cache host_cache memory prefetch residency speculative_weights unit_table",
         "pager": "access_order device_cache host_cache memory policy prefetch residency store unit_table "
         "weight_updates",
     },

@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from offload.aio import IoQueue
 from offload.engine.setup import initialize
-from offload.planner.simulation.machine import Moved
+from offload.planner.simulation.machine import Moved, Rates
 from offload.planner.simulation.simulate import Budgets, Simulation, Use
 from offload.planner.simulation.updater import UpdateCost
 from offload.sizes import align_up
 from offload.states import State
+from offload.swapper.memory.device import Device
 from offload.swapper.store import spill_file as scratch
 from tests.support import models
+from tests.support.late_device import use_device
 from tests.support.oracle import Job, small_pieces, start, train_step
 from tests.support.simulated_cases import Case
 from tests.test_gradient_spill import least_host_memory
@@ -46,6 +49,14 @@ class PromptQueue:
         self._inner.close()
 
 
+class Apart(Device):
+    """A device with memory of its own, whose copies are done when they have started."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.host_addressable = False
+
+
 class Figures(NamedTuple):
     """Of one step; peaks since the first. Gradients that spill are left out."""
 
@@ -64,9 +75,11 @@ class Recorded(NamedTuple):
     budgets: Budgets
     steps: list[Figures]
     spilled: tuple[int, ...]
+    on_cpu: bool
+    """False if the device has memory of its own, to which other threads than the model's copy as well."""
 
     def simulated(self, steps: int, overlap: bool) -> Simulation:
-        return self.case.run(*self.budgets, overlap=overlap, steps=steps)
+        return self.case.run(*self.budgets, rates=Rates(on_cpu=self.on_cpu), overlap=overlap, steps=steps)
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +155,8 @@ def record(job: Job, folder: Path, overlap: bool, spilled: dict[str, int], steps
         pager._limits,
     )
     spill = parts.gradients.spill
-    found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows))
+    on_cpu = parts.shards.device.host_addressable
+    found = Recorded(case, budgets, figures, () if spill is None else tuple(spill._windows), on_cpu)
     engine.destroy(remove=True)
     return found
 
@@ -165,19 +179,28 @@ def uses_of(calls: list[tuple[str, int]]) -> list[Use]:
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT._replace(accumulation=2)}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("device", [None, Apart()], ids=["cpu", "apart"])
 @pytest.mark.parametrize("more", [0, 20_000, 400_000, 2_000_000])
 @pytest.mark.parametrize("units", [2, 3])
 @pytest.mark.parametrize("name", JOBS)
 def test_without_chance_every_figure_is_the_engines(
-    name: str, units: int, more: int, tmp_path: Path, spilled: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    units: int,
+    more: int,
+    device: Device | None,
+    tmp_path: Path,
+    spilled: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bytes, hits and both peaks of each step, from the least host memory, where units stream, to enough for all."""
     monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: PromptQueue())
+    if device is not None:
+        use_device(monkeypatch, device)
     job = JOBS[name]._replace(dtype="bf16")
-    device = room_for(job, units) + 4096 * (units - 2)
-    budget = least_host_memory(job, tmp_path, device_memory=device) + more
-    real = record(job, tmp_path, False, spilled, host_memory=budget, device_memory=device)
+    on_device = room_for(job, units) + 4096 * (units - 2)
+    budget = least_host_memory(job, tmp_path, device_memory=on_device) + more
+    real = record(job, tmp_path, False, spilled, host_memory=budget, device_memory=on_device)
     for number, figures in enumerate(real.steps, start=1):
         found = real.simulated(number, overlap=False)
         assert figures == Figures(

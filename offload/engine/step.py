@@ -235,6 +235,8 @@ class OptimizerStep:
         updater.schedule(updates, state.global_steps)
         if self._early is not None:
             self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
+        # What the updates do not concern, such as frozen weights, comes back now. The rest comes as it is updated.
+        self._components.pager.prefetch()
         self.applied = finite
 
     def _updates(

@@ -113,19 +113,16 @@ class DeviceCache:
 
     # -- allocation and eviction --------------------------------------------------------------------
 
-    def allocate_or_raise(self, entry: UnitEntry) -> DeviceBuffer:
-        """Returns a device buffer for `entry`; raises `BudgetError` if the units in use leave no room."""
-        device_buffer = self.allocate(entry)
-        if device_buffer is None:
-            held = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
-            free = self._arena.nbytes - self._arena.used_bytes
-            raise BudgetError(
-                f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
-                f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
-                f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
-                "regions"
-            )
-        return device_buffer
+    def no_room(self, entry: UnitEntry) -> BudgetError:
+        """Returns the error for a unit for which the units in use leave no room."""
+        held = [e.size.title for e in self._table.entries if e.device_buffer is not None and e is not entry]
+        free = self._arena.nbytes - self._arena.used_bytes
+        return BudgetError(
+            f"unit {entry.size.title} needs {format_size(entry.size.nbytes)} of contiguous device memory. The "
+            f"device budget of {format_size(self._arena.nbytes)} is used by {', '.join(held) or 'nothing'} "
+            f'({format_size(free)} free); raise "device_memory" in the "offload" block, or checkpoint smaller '
+            "regions"
+        )
 
     def allocate(self, entry: UnitEntry, beyond: int = -1) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`; None if there is no room. Drops released units to make room.
@@ -280,24 +277,20 @@ class DeviceCache:
             )
 
     def stream(
-        self, entry: UnitEntry, host_buffers: Sequence[HostBuffer], read: Callable[[int, memoryview], Future]
+        self,
+        entry: UnitEntry,
+        device_buffer: DeviceBuffer,
+        host_buffers: Sequence[HostBuffer],
+        read: Callable[[int, memoryview], Future],
     ) -> None:
-        """Fills a device buffer from DISK in chunks, each through one of `host_buffers`.
+        """Fills `device_buffer` from DISK in chunks, each through one of `host_buffers`.
 
         Args:
             entry: a unit that is too large for a host buffer.
-            host_buffers: host buffers, released when the copies are done or if there is no room on the device.
+            device_buffer: room for the unit, which owns the buffer from now on.
+            host_buffers: host buffers, released when the copies are done.
             read: starts to read the partition from a byte offset into a buffer.
-
-        Raises:
-            BudgetError: if the units in use leave no room on the device.
         """
-        try:
-            device_buffer = self.allocate_or_raise(entry)
-        except BudgetError:
-            for each in host_buffers:
-                each.release()
-            raise
         self._table.move(entry, Residency.UPLOADING)
         whole, shard_ranges = self._arena.view(device_buffer), entry.size.shard_ranges
         try:

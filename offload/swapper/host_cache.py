@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 from offload.aio import Priority
@@ -44,15 +45,16 @@ class HostCache:
 
     # -- allocation and eviction --------------------------------------------------------------------
 
-    def host_buffer(self, nbytes: int, beyond: int = -1) -> HostBuffer | None:
+    def host_buffer(self, nbytes: int, beyond: int = -1, wait: bool = True) -> HostBuffer | None:
         """Returns a host buffer for weights; None if too little memory is free or can be evicted.
 
         Args:
             nbytes: bytes of the buffer.
             beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for any unit.
+            wait: False to evict nothing whose copy to the device is under way.
         """
         going = victims(self._host.weights.space, nbytes, self._evictable(), self._distance, beyond)
-        if going is None:
+        if going is None or not (wait or all(self._table.entries[unit].copied.done() for unit in going)):
             return None
         for unit in going:
             self._evict(self._table.entries[unit])
@@ -164,8 +166,14 @@ class HostCache:
             entry.transfer, entry.host_buffer = None, transfer.host_buffer
             self._table.move(entry, Residency.HOST)
 
-    def read_ahead(self, limits: Limits) -> None:
-        """Starts reads of upcoming units, into host memory that is free or holds only units used later."""
+    def read_ahead(self, limits: Limits, started: Callable[[UnitEntry], None], wait: bool) -> None:
+        """Starts reads of upcoming units, into host memory that is free or holds only units used later.
+
+        Args:
+            limits: limits of the config.
+            started: receives each unit whose read has started.
+            wait: False to take no host buffer whose copy to the device is under way.
+        """
         entries, trace = self._table.entries, self._table.access_order
 
         def wanting(unit: int) -> bool:
@@ -177,10 +185,11 @@ class HostCache:
             return entries[unit].size.shard_nbytes
 
         while (unit := next_to_fetch(trace, nbytes, wanting, limits)) is not None:
-            host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit))
+            host_buffer = self.host_buffer(nbytes(unit), trace.distance(unit), wait)
             if host_buffer is None:
                 return
             self.start_read(entries[unit], host_buffer, Priority.NORMAL)
+            started(entries[unit])
 
     # -- units too large for a host buffer ----------------------------------------------------------
 
@@ -233,5 +242,6 @@ class HostCache:
         for entry in self._table.entries:
             if entry.transfer is not None:
                 transfer, entry.transfer = entry.transfer, None
-                wait_for_all([transfer.future])
+                # Without the lock, which the callbacks of other reads may wait for on the thread that ends this one.
+                self._table.changed.without_lock(functools.partial(wait_for_all, [transfer.future]))
                 transfer.host_buffer.release()

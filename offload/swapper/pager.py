@@ -2,23 +2,27 @@
 
     Pager ──► HostCache       host buffers of weights, reads, eviction
       │  ├──► DeviceCache     device buffers of weights, uploads, gathers, eviction
+      │  ├──► Fetcher         reads and uploads that a thread waits for
       │  ├──► Prefetcher      reads and uploads ahead of use
       │  ├──► WeightUpdates   the update worker's side
       └──┴──► UnitTable       the entries of all units, their access order, and the lock that all of these share
 
 Threads. The thread that runs the model and autograd's threads call `acquire`, `release`, `wait_upload` and
-`serve_gather`. The update worker calls `weight_updates`. One lock guards everything (`lock`, of the monitor `changed`).
-No thread holds the lock while it moves bytes or runs a kernel, except at the end of a copy whose memory is reused at
-once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes all waiters.
+`serve_gather`. The update worker calls `weight_updates`. The thread that runs the I/O queue's callbacks delivers reads
+ahead. The last two also start what comes next: see [Note: who starts what] in `prefetch`. One lock guards everything
+(`lock`, of the monitor `changed`). No thread holds the lock while it moves bytes or runs a kernel, except at the end of
+a copy whose memory is reused at once (`HostCache._evict`, `DeviceArena.shrink`). Every change of an entry wakes all
+waiters.
 
 [Note: nobody waits in a circle] The update worker needs only its own tiles. If it gets no host buffer for fresh
 weights it waits as long as no thread waits for the worker; otherwise it updates the unit without delivering its
 weights. A thread that acquires a unit may evict any host buffer that is clean and not being copied, and finishes
 prefetched reads that are in its way. The remaining buffers belong to writes and updates in progress, which end by
-themselves. While such a thread waits for a host buffer the worker allocates none (`waiting_for_buffer`). Device buffers
-of units that are not pinned can be dropped. If pinned units fill the arena, waiting cannot help, and the pager raises
-`BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile (`Peers.agree` calls
-`serve_gather`), so no worker and no buffer of any rank waits for another rank.
+themselves. While such a thread waits for a host buffer no other thread allocates one (`waiting_for_buffer`). Device
+buffers of units that are not pinned can be dropped; that of an upload ahead on another thread can be once the upload is
+started, for which its thread waits for nobody. If pinned units fill the arena, waiting cannot help, and the pager
+raises `BudgetError`. A thread waits for other ranks without the lock, and serves what they need meanwhile
+(`Peers.agree` calls `serve_gather`), so no worker and no buffer of any rank waits for another rank.
 
 [Note: every use is a round] Ranks differ in the units that are on their devices, since memory of gradients is freed at
 different times. Suppose a rank asked the others only about units that it lacks. A rank that has all units would then
@@ -33,7 +37,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from offload.aio import Priority
 from offload.errors import EngineFailed
 from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
@@ -41,9 +44,9 @@ from offload.swapper.device_cache import DeviceCache, Having, Peers
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.host_arena import HostArena, HostBuffer
+from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.policy import Limits, keeps
-from offload.swapper.prefetch import Prefetcher, PrefetchStats
+from offload.swapper.prefetch import Fetcher, Prefetcher, PrefetchStats
 from offload.swapper.residency import Residency
 from offload.swapper.store import Store
 from offload.swapper.unit_table import MemoryCounters, UnitEntry, UnitSize, UnitTable
@@ -81,8 +84,10 @@ class Pager:
         self._entries = self.table.entries
         self._host_cache = HostCache(self.table, host, store)
         self._device_cache = DeviceCache(self.table, arena, device, peers)
-        self._prefetcher = Prefetcher(self.table, self._host_cache, self._device_cache, limits)
-        self.weight_updates = WeightUpdates(self.table, self._host_cache, self._device_cache, arena, device)
+        caches = (self.table, self._host_cache, self._device_cache)
+        self._prefetcher = Prefetcher(*caches, limits, device, peers is not None)
+        self.weight_updates = WeightUpdates(*caches, self._prefetcher, arena, device)
+        self._fetcher = Fetcher(*caches, self._prefetcher, self.weight_updates.wait)
         self._device, self._limits, self._peers = device, limits, peers
         self._stays = tuple(peers is None and size.stays for size in sizes)
         self._uses = self._hits = 0
@@ -120,7 +125,7 @@ class Pager:
                 if self._peers is not None:
                     self._fetch_with(self._peers, entry, ahead)
                 else:
-                    self._fetch(entry)
+                    self._fetcher.fetch(entry)
                     if ahead:
                         self._prefetcher.run()
             except BaseException:  # also a Ctrl-C at a wait
@@ -146,7 +151,7 @@ class Pager:
         with self.lock:
             self.table.access_order.use(unit)
             self._uses, self._hits = self._uses + 1, self._hits + 1
-            self._fetch(entry)
+            self._fetcher.fetch(entry)
             self._prefetcher.run()
         self.wait_upload(unit)
 
@@ -181,7 +186,7 @@ class Pager:
 
     def _serve_gather(self, entry: UnitEntry) -> None:
         if entry.device_buffer is None or entry.updating:
-            self._fetch(entry)
+            self._fetcher.fetch(entry)
         else:
             self._device_cache.gather(entry, entry.device_buffer, entry.copied)
 
@@ -197,33 +202,6 @@ class Pager:
             receive(weights)
         finally:
             self.release(unit)
-
-    def _fetch(self, entry: UnitEntry) -> None:
-        """Moves a unit to DEVICE, one arrow of the residency table at a time. The caller holds the lock."""
-        while entry.updating or entry.residency is not Residency.DEVICE:
-            self.check()
-            if entry.updating:
-                self.weight_updates.wait(entry)
-            elif entry.residency is Residency.DISK:
-                if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
-                    self._host_cache.wait_for_buffer(entry)
-                elif self.streams(entry.index):
-                    self._stream(entry, host_buffer)
-                else:
-                    self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
-            elif entry.residency is Residency.READING:
-                self._host_cache.finish_read(entry)
-            elif entry.residency in (Residency.HOST, Residency.WRITING):
-                self._device_cache.upload(entry, self._device_cache.allocate_or_raise(entry))
-            else:  # UPLOADING on another thread
-                self.table.wait(f"waits for upload of {entry.size.title}")
-        self.check()
-
-    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
-        """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
-        second = self._host_cache.host_buffer(host_buffer.nbytes)
-        host_buffers = [host_buffer] if second is None else [host_buffer, second]
-        self._device_cache.stream(entry, host_buffers, self._host_cache.reader(entry))
 
     def streams(self, unit: int) -> bool:
         """Returns whether `unit` comes from DISK to the device in chunks, since two host buffers of it do not fit."""
@@ -287,7 +265,7 @@ class Pager:
         Returns:
             The bytes; 0 if there are none, if a view of weights is alive there, or if other ranks count on the units.
         """
-        with self.lock:
+        with self.lock, self._prefetcher.stopped():
             return 0 if self._all_have_all else self._device_cache.shrink()
 
     @uninterrupted
@@ -312,6 +290,19 @@ class Pager:
             self.table.access_order.finish()
             return self.table.access_order.order
 
+    @uninterrupted
+    def prefetch(self) -> None:
+        """Starts reads and uploads of the units that the access order predicts next, as far as they are possible now.
+
+        Called between two passes, such as at the end of a step. With several ranks only reads start: an upload would
+        be a collective that the other ranks do not expect.
+        """
+        with self.lock:
+            if self._peers is None:
+                self._prefetcher.run()
+            else:
+                self._prefetcher.read()
+
     def counts(self) -> PrefetchStats:
         """Returns the counts of uses so far."""
         with self.lock:
@@ -322,7 +313,7 @@ class Pager:
     @uninterrupted
     def begin_updates(self, units: Sequence[int]) -> None:
         """Forbids every read of `units` until their weights are ready. No use of them may be open."""
-        with self.lock:
+        with self.lock, self._prefetcher.stopped():  # an upload ahead would bring old weights
             if units:
                 self._all_have_all = False
             self.weight_updates.begin(units)
@@ -387,13 +378,15 @@ class Pager:
         Args:
             drop_spare: frees what else is in the memory of the cache: promoted states.
         """
-        with self.lock:
+        with self.lock, self._prefetcher.stopped():
             self._host_cache.give_cache(drop_spare)
 
     @uninterrupted
     def close(self) -> None:
         """Waits for reads in flight and frees all buffers. The update worker must have ended."""
         with self.lock:
-            self._host_cache.close()
+            # First, so that no read that ends from now on starts anything.
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")
+            with self._prefetcher.stopped():
+                self._host_cache.close()
             self.notify()

@@ -1,19 +1,47 @@
-"""Prefetch: reads and uploads of the units that the access order predicts next.
+"""Reads and uploads: of the units that the access order predicts next (`Prefetcher`), and on demand (`Fetcher`).
 
-The policy chooses the unit (`policy.next_to_fetch`); this module starts its read, or its upload. The caller holds the
-pager's lock. No function of this module waits for a read or an update; an upload blocks where `Device.upload` does.
+The policy chooses the unit to prefetch (`policy.next_to_fetch`); this module starts its read, or its upload. The caller
+holds the pager's lock. No prefetch waits for a read or an update; an upload blocks where `Device.upload` does.
+
+[Note: who starts what]
+
+    thread                               calls     when
+    runs the model                       run       at each use, and at the end of a step
+    update worker                        advance   fresh weights may be used, or their write has ended
+    runs callbacks of the I/O queue      advance   a read ahead has ended
+
+So a unit comes to the device as soon as it can, also while the model's thread computes, waits, or is the user's between
+two steps. All of them take the next unit of the access order, and one at a time: a second thread that finds this unit
+on its way starts no other, and the first one looks again when its upload has started.
+
+A thread that *advances* works for nobody in particular, so it gives way. It evicts only what is used later, as every
+prefetch. It starts no upload while a thread fetches a unit that it needs now: the room is that unit's. It takes no host
+buffer while a thread waits for one, and none whose copy to the device is under way. Nothing makes it wait, except an
+upload from memory that is not pinned, which waits for compute that was started before. The threads that must not meet
+an upload ahead (the begin of updates and loads, a cache that goes to another engine, the end) wait for it: `stopped`.
+
+With several ranks an upload is a collective, which belongs to the thread that runs the model (`may_upload_elsewhere`).
+On a CPU an upload is a copy by the calling thread; see there as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from offload.aio import Priority
+from offload.interrupts import uninterrupted
 from offload.states import Tier
 from offload.swapper.device_cache import DeviceCache
 from offload.swapper.host_cache import HostCache
+from offload.swapper.memory.device import Device
+from offload.swapper.memory.device_arena import DeviceBuffer
+from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.policy import Limits, next_to_fetch
 from offload.swapper.residency import Residency
-from offload.swapper.unit_table import UnitEntry, UnitTable
+from offload.swapper.unit_table import Transfer, UnitEntry, UnitTable
 
 
 class PrefetchStats(NamedTuple):
@@ -26,37 +54,55 @@ class PrefetchStats(NamedTuple):
     """Uses that the access order did not predict."""
 
 
+def may_upload_elsewhere(host_addressable: bool, several_ranks: bool) -> bool:
+    """Returns whether threads other than the model's start uploads.
+
+    Args:
+        host_addressable: True if the device is a CPU, where an upload is a copy by the calling thread.
+        several_ranks: True if an upload ends with a gather, in which all ranks take part in one order.
+    """
+    return not host_addressable and not several_ranks
+
+
 class Prefetcher:
     """Starts reads and uploads ahead of use, within the budgets of the host and the device cache."""
 
-    def __init__(self, table: UnitTable, host_cache: HostCache, device_cache: DeviceCache, limits: Limits) -> None:
+    def __init__(
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        limits: Limits,
+        device: Device,
+        several_ranks: bool,
+    ) -> None:
         self._table, self._host_cache, self._device_cache, self._limits = table, host_cache, device_cache, limits
-        self._entries = table.entries
+        self._entries, self._device = table.entries, device
         self._all_stay = all(entry.size.stays for entry in table.entries)
         self._any_on_disk = any(entry.size.tier is Tier.DISK for entry in table.entries)
+        self._uploads_elsewhere = may_upload_elsewhere(device.host_addressable, several_ranks)
+        self._elsewhere = self._held = 0
+
+    # -- the thread that runs the model -------------------------------------------------------------
 
     def run(self) -> None:
         """Starts reads of the units that come next, then uploads of those whose weights are in a host buffer."""
         if self._all_stay:
             return
         self.read()
-        while (unit := self._next_upload()) is not None:
-            entry = self._entries[unit]
-            buffer = None
-            if self._is_in_host(entry):
-                buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
-            if buffer is None:
-                return
-            self._device_cache.upload(entry, buffer)
+        self._upload()
 
-    def read(self) -> None:
-        """Finishes reads that are done, and starts reads of the units that come next."""
+    def read(self, wait: bool = True) -> None:
+        """Finishes reads that are done, and starts reads of the units that come next.
+
+        Args:
+            wait: False to take no host buffer whose copy to the device is under way.
+        """
         if not self._any_on_disk:
             return
         for entry in self._entries:
-            if entry.transfer is not None and entry.transfer.future.done():
-                self._host_cache.finish_read(entry)
-        self._host_cache.read_ahead(self._limits)
+            self._finish_if_done(entry)
+        self._host_cache.read_ahead(self._limits, self._watch, wait)
 
     def next_with_room(self) -> int:
         """Returns the very next unit if it can be uploaded now: in a host buffer, with room on the device; else -1."""
@@ -68,6 +114,82 @@ class Prefetcher:
             return -1
         found = self._device_cache.find_room(entry, self._table.access_order.distance(unit))
         return -1 if found is None else unit
+
+    @property
+    def busy_elsewhere(self) -> bool:
+        """True while a thread advances, whose upload may be under way."""
+        return self._elsewhere > 0
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Waits, without the lock, until no thread advances. None does in the body, even if that releases the lock."""
+        self._held += 1
+        try:
+            while self._elsewhere:
+                self._table.wait("waits for an upload ahead")
+            yield
+        finally:
+            self._held -= 1
+
+    # -- other threads ------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Starts what has become possible, on a thread that does not run the model; see [Note: who starts what]."""
+        if self._all_stay or self._held or self._table.failure is not None:
+            return
+        self._elsewhere += 1
+        try:
+            if not self._host_cache.waiting_for_buffer:
+                self.read(wait=False)
+            if self._uploads_elsewhere and not any(
+                entry.pins and entry.residency is not Residency.DEVICE for entry in self._entries
+            ):
+                self._upload()
+        finally:
+            self._elsewhere -= 1
+            if self._held and not self._elsewhere:
+                self._table.notify()
+
+    def _watch(self, entry: UnitEntry) -> None:
+        """Makes the end of a read ahead start the upload of its unit."""
+        if self._uploads_elsewhere and entry.transfer is not None:
+            entry.transfer.future.add_done_callback(functools.partial(self._arrived, entry, entry.transfer))
+
+    @uninterrupted
+    def _arrived(self, entry: UnitEntry, transfer: Transfer, _: object) -> None:
+        """Delivers a read ahead that has ended. Runs on a thread of the queue, or inside of `add_done_callback`."""
+        # The read ended before it could be watched: the calling thread, which started it, holds the lock and looks at
+        # the unit itself.
+        if self._table.changed.held:
+            return
+        with self._table.changed.lock:
+            try:
+                # Otherwise another thread has delivered the read, or the engine has stopped.
+                if entry.transfer is transfer and self._table.failure is None:
+                    self._device.enter_thread()
+                    self._host_cache.finish_read(entry)
+                    self.advance()
+            except BaseException as error:  # no caller could receive it: every thread that waits for weights does
+                self._table.fail(error)
+
+    # -- any thread ---------------------------------------------------------------------------------
+
+    def _upload(self) -> None:
+        """Starts uploads of the units that come next, as long as their weights are in a host buffer and have room."""
+        while (unit := self._next_upload()) is not None:
+            entry = self._entries[unit]
+            self._finish_if_done(entry)
+            buffer = None
+            if self._is_in_host(entry):
+                buffer = self._device_cache.allocate(entry, self._table.access_order.distance(unit))
+            if buffer is None:
+                return
+            self._device_cache.upload(entry, buffer)
+
+    def _finish_if_done(self, entry: UnitEntry) -> None:
+        """Delivers the read of `entry` if it has ended."""
+        if entry.transfer is not None and entry.transfer.future.done():
+            self._host_cache.finish_read(entry)
 
     def _next_upload(self) -> int | None:
         def is_missing(unit: int) -> bool:
@@ -81,3 +203,75 @@ class Prefetcher:
     @staticmethod
     def _is_in_host(entry: UnitEntry) -> bool:
         return entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+
+
+class Fetcher:
+    """Moves units to the device for threads that need them now. The caller of a method holds the table's lock."""
+
+    def __init__(
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        prefetcher: Prefetcher,
+        wait_for_update: Callable[[UnitEntry], None],
+    ) -> None:
+        self._table, self._host_cache, self._device_cache = table, host_cache, device_cache
+        self._prefetcher, self._wait_for_update = prefetcher, wait_for_update
+
+    def fetch(self, entry: UnitEntry) -> None:
+        """Moves a unit to DEVICE, one arrow of the residency table at a time.
+
+        Each wait releases the lock, so the unit is looked at anew after each step.
+
+        Raises:
+            BudgetError: if pinned units leave no room.
+            EngineFailed: after an error on a background thread.
+        """
+        while entry.updating or entry.residency is not Residency.DEVICE:
+            self._table.check()
+            if entry.updating:
+                self._wait_for_update(entry)
+            elif entry.residency is Residency.DISK:
+                if (host_buffer := self._host_cache.host_buffer(self._host_cache.buffer_nbytes(entry))) is None:
+                    self._host_cache.wait_for_buffer(entry)
+                elif self._host_cache.streams(entry):
+                    self._stream(entry, host_buffer)
+                else:
+                    self._host_cache.start_read(entry, host_buffer, Priority.URGENT)
+            elif entry.residency is Residency.READING:
+                self._host_cache.finish_read(entry)
+            elif entry.residency in (Residency.HOST, Residency.WRITING):
+                if (device_buffer := self._place(entry)) is not None:
+                    self._device_cache.upload(entry, device_buffer)
+            else:  # UPLOADING on another thread
+                self._table.wait(f"waits for upload of {entry.size.title}")
+        self._table.check()
+
+    def _stream(self, entry: UnitEntry, host_buffer: HostBuffer) -> None:
+        """Moves a unit from DISK to DEVICE in chunks, through `host_buffer` and a second buffer if memory is free."""
+        second = self._host_cache.host_buffer(host_buffer.nbytes)
+        host_buffers = [host_buffer] if second is None else [host_buffer, second]
+        device_buffer = None
+        try:
+            device_buffer = self._place(entry)
+        finally:
+            if device_buffer is None:
+                for each in host_buffers:
+                    each.release()
+        if device_buffer is not None:
+            self._device_cache.stream(entry, device_buffer, host_buffers, self._host_cache.reader(entry))
+
+    def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
+        """Returns a device buffer for `entry`, or None after a wait for an upload ahead that was in the way.
+
+        Raises:
+            BudgetError: if the units in use leave no room.
+        """
+        device_buffer = self._device_cache.allocate(entry)
+        if device_buffer is None:
+            if not self._prefetcher.busy_elsewhere:
+                raise self._device_cache.no_room(entry)
+            # The upload of another thread ends without this one, and its unit can be dropped then.
+            self._table.wait(f"waits for an upload ahead of {entry.size.title}")
+        return device_buffer

@@ -3,7 +3,8 @@
     begin ─► buffer_for ─► (the kernel writes the buffer) ─► weights_ready ─► (writes to the store end) ─► flushed
 
 Threads. `begin` belongs to the thread that runs the model, `wait` to every thread that fetches a unit, everything else
-to the update worker.
+to the update worker. That thread also starts what its work has made possible: the upload of the fresh weights, if they
+are used next (`Prefetcher.advance`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostBuffer
+from offload.swapper.prefetch import Prefetcher
 from offload.swapper.residency import Residency
 from offload.swapper.speculative_weights import SpeculativeWeights
 from offload.swapper.unit_table import UnitEntry, UnitTable
@@ -28,10 +30,16 @@ class WeightUpdates:
     """The part of the pager that the update worker calls."""
 
     def __init__(
-        self, table: UnitTable, host_cache: HostCache, device_cache: DeviceCache, arena: DeviceArena, device: Device
+        self,
+        table: UnitTable,
+        host_cache: HostCache,
+        device_cache: DeviceCache,
+        prefetcher: Prefetcher,
+        arena: DeviceArena,
+        device: Device,
     ) -> None:
         self._table, self._host_cache, self._device_cache, self._arena = table, host_cache, device_cache, arena
-        self._device = device
+        self._prefetcher, self._device = prefetcher, device
         self.speculative = SpeculativeWeights(table, host_cache, arena, device)
         """Updates that are made before their step is decided."""
         self._entries, self._lock = table.entries, table.changed.lock
@@ -112,6 +120,7 @@ class WeightUpdates:
             entry.updating = entry.in_update = False
             self._table.timeline.end(Row.UPDATES, entry.size.title)
             self._table.notify()
+            self._prefetcher.advance()
 
     def flushed(self, unit: int) -> None:
         """Marks the host buffer of `unit` clean: the last write of its update has ended."""
@@ -121,6 +130,7 @@ class WeightUpdates:
             if entry.residency is Residency.WRITING:
                 self._table.move(entry, Residency.HOST)
             self._table.notify()
+            self._prefetcher.advance()
 
     def device_tier(self, unit: int) -> torch.Tensor:
         """Returns the partition of a unit of tier DEVICE, (part_nbytes,) uint8, which nothing reads now."""

@@ -141,6 +141,7 @@ class LateDevice(Device):
         self._chance, self._lateness = random.Random(seed), lateness
         self._clock = 0
         self._streams: dict[str, list[_Copy]] = {"upload": [], "download": []}
+        self._entered = threading.local()
         self._reads: list[tuple[int, int, int]] = []  # tick, first address, last address
         self._writes: list[tuple[int, int, int]] = []
         self._kernels: list[Callable[[], None]] = []
@@ -206,8 +207,10 @@ class LateDevice(Device):
         return _Kernels(self)
 
     def enter_thread(self) -> None:
-        # The library's threads may copy by torch, as `squares` to the host. The thread ends before the device.
-        Operations(self).__enter__()
+        # The library's threads may copy by torch, as `squares` to the host. The thread ends before the device, or works
+        # for engines on other devices as well, one after the other.
+        if getattr(self._entered, "mode", None) is None:
+            self._entered.mode = Operations(self).__enter__()
 
     def start_kernel(self, kernel: Callable[[], None]) -> None:
         """Records a kernel that runs when the host waits for the update stream."""

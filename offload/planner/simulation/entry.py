@@ -1,4 +1,4 @@
-"""The weights of one unit in a simulation: their buffers, and the work on its way."""
+"""The state of one unit's weights in the simulated pager."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class Entry:
     updating: bool = False
     in_update: bool = False
     unwritten: bool = False
+
+    def read_ended(self) -> bool:
+        """Returns True if a read of the weights has ended that nobody has delivered yet."""
+        return self.reading is not None and self.reading.done
 
     @property
     def at_hand(self) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 
 from offload.aio import Priority
 from offload.errors import BudgetError
-from offload.planner.simulation.clock import Work
 from offload.planner.simulation.entry import Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
@@ -18,6 +17,7 @@ from offload.states import Tier
 from offload.swapper.access_order import AccessOrder
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Block, Floor, Limits, find_room, keeps, next_to_fetch, victims
+from offload.swapper.prefetch import may_upload_elsewhere
 from offload.swapper.residency import ARROWS, Residency
 from offload.swapper.unit_table import UnitSize
 
@@ -44,6 +44,7 @@ class SimulatedPager:
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
         self._limits = limits
+        self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
     # -- the thread that runs the model -------------------------------------------------------------
 
@@ -57,7 +58,7 @@ class SimulatedPager:
             self.uses += 1
             self.hits += entry.residency is Residency.DEVICE
         yield from self._fetch(entry)
-        yield from self._prefetch()
+        yield from self.prefetch()
         yield from self.machine.counted("upload", until(entry.copied))
 
     def release(self, units: Iterable[int]) -> None:
@@ -83,9 +84,6 @@ class SimulatedPager:
                 )
                 if host_buffer is None:
                     yield from self.machine.counted("room", self._wait_for_buffer())
-                elif entry.residency is not Residency.DISK:
-                    # During a wait for the buffer a finished update has started the read.
-                    self.host.give(host_buffer.offset, host_buffer.nbytes)
                 elif self.streams(entry.index):
                     yield from self._stream(entry, host_buffer)
                 else:
@@ -163,19 +161,10 @@ class SimulatedPager:
 
     def _upload(self, entry: Entry, place: Block) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
-        if not self.machine.on_cpu:
-            self._start_upload(entry, place)
-            return
         self.move(entry, Residency.UPLOADING)
         entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
-        yield from self.machine.counted("upload", until(entry.copied))
-        entry.device_buffer = place
-        self.move(entry, Residency.DEVICE)
-
-    def _start_upload(self, entry: Entry, place: Block) -> None:
-        """Starts the copy of a unit to the device, on whose stream all later work waits for the copy."""
-        self.move(entry, Residency.UPLOADING)
-        entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
+        if self.machine.on_cpu:
+            yield from self.machine.counted("upload", until(entry.copied))
         entry.device_buffer = place
         self.move(entry, Residency.DEVICE)
 
@@ -203,69 +192,59 @@ class SimulatedPager:
             f"use leave no such room in {format_size(self.device.nbytes)}"
         )
 
-    def _prefetch(self) -> Acting[None]:
+    def prefetch(self) -> Acting[None]:
         """Completes reads that have ended, starts reads ahead, and starts copies to the device ahead."""
-        for entry in self.entries:
-            if entry.reading is not None and entry.reading.done:
-                yield from self.finish_read(entry)
         yield from self._prefetch_reads()
+        yield from self._prefetch_uploads()
+
+    def advance(self) -> Acting[None]:
+        """Prefetches what has become possible, on another thread than the model's, and gives way to that thread."""
+        if not self.waiting_for_buffer:
+            yield from self._prefetch_reads(wait=False)
+        if self._uploads_elsewhere and not any(e.pins and e.residency is not Residency.DEVICE for e in self.entries):
+            yield from self._prefetch_uploads()
+
+    def deliver(self) -> Acting[None]:
+        """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
+        while True:
+            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self.entries))
+            for entry in filter(Entry.read_ended, self.entries):
+                yield from self.finish_read(entry)
+            yield from self.advance()
+
+    def _prefetch_uploads(self) -> Acting[None]:
+        """Starts copies to the device of the next units in the access order whose weights are in a host buffer."""
         while (unit := self._next_upload()) is not None:
-            place = self._place_ahead(self.entries[unit])
+            entry = self.entries[unit]
+            if entry.read_ended():
+                yield from self.finish_read(entry)
+            # The order is strict: if the next unit is not ready, later ones must not take its room.
+            ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
+            place = self._allocate_on_device(entry, self.access_order.distance(unit)) if ready else None
             if place is None:
                 return
-            yield from self._upload(self.entries[unit], place)
+            yield from self._upload(entry, place)
 
-    def _place_ahead(self, entry: Entry) -> Block | None:
-        """Allocates a device buffer for a unit to upload ahead; None if the unit is not ready, or has no room."""
-        # The order is strict: if the next unit is not ready, later ones must not take its room.
-        ready = entry.residency in (Residency.HOST, Residency.WRITING) and not entry.updating
-        return self._allocate_on_device(entry, self.access_order.distance(entry.index)) if ready else None
+    def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
+        """Completes reads that have ended, and starts those of the next units while host buffers are available."""
+        for entry in filter(Entry.read_ended, self.entries):
+            yield from self.finish_read(entry)
 
-    def _prefetch_reads(self) -> Acting[None]:
-        """Starts reads of the next units in the access order while host buffers are available."""
-        while (unit := self._next_read()) is not None:
-            nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
-            host_buffer = yield from self.machine.counted("room", self.host_buffer(unit, nbytes, beyond))
+        def wanting(unit: int) -> bool:
+            entry = self.entries[unit]
+            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
+            return on_disk and not entry.updating and not self.streams(unit)
+
+        def nbytes(unit: int) -> int:
+            return self.entries[unit].size.shard_nbytes
+
+        while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
+            host_buffer = yield from self.machine.counted(
+                "room", self.host_buffer(unit, nbytes(unit), self.access_order.distance(unit), wait)
+            )
             if host_buffer is None:
                 return
-            if self._wants_read(unit):
-                self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
-            else:  # a finished update has started the read, during a wait for the buffer
-                self.host.give(host_buffer.offset, host_buffer.nbytes)
-
-    def start_early(self) -> None:
-        """Starts the next reads and uploads for the model's thread, which may compute or wait; never waits itself.
-
-        On a CPU the model's thread makes all copies, so none starts here.
-        """
-        for entry in self.entries:
-            if entry.reading is not None and entry.reading.done:
-                entry.reading = None
-                self.move(entry, Residency.HOST)
-        while (unit := self._next_read()) is not None:
-            going = self._going(self._shard_nbytes(unit), self.access_order.distance(unit))
-            if going is None or _copying(going) is not None:
-                break
-            host_buffer = self._take(unit, self._shard_nbytes(unit), going)
             self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
-        while not self.machine.on_cpu and (unit := self._next_upload()) is not None:
-            place = self._place_ahead(self.entries[unit])
-            if place is None:
-                break
-            self._start_upload(self.entries[unit], place)
-
-    def _next_read(self) -> int | None:
-        """Returns the next unit in the access order to read into a host buffer, or None."""
-        return next_to_fetch(self.access_order, self._shard_nbytes, self._wants_read, self._limits)
-
-    def _wants_read(self, unit: int) -> bool:
-        """Returns True if a unit's weights are on DISK alone, and may be read into a buffer."""
-        entry = self.entries[unit]
-        on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-        return on_disk and not entry.updating and not self.streams(unit)
-
-    def _shard_nbytes(self, unit: int) -> int:
-        return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
@@ -289,25 +268,25 @@ class SimulatedPager:
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def host_buffer(self, unit: int, nbytes: int, beyond: int = -1) -> Acting[Block | None]:
-        """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room."""
-        while (going := self._going(nbytes, beyond)) is not None:
-            copying = _copying(going)
+    def host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[Block | None]:
+        """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room.
+
+        Without `wait`, no unit is evicted whose copy to the device is under way.
+        """
+        while True:
+            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+            going = victims(self.host, nbytes, evictable, self._distance, beyond)
+            if going is None:
+                return None
+            entries = [self.entries[unit] for unit in going]
+            copying = next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
             if copying is None:
-                return self._take(unit, nbytes, going)
+                break
+            if not wait:
+                return None
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
-        return None
-
-    def _going(self, nbytes: int, beyond: int) -> list[Entry] | None:
-        """Returns the entries whose host buffers have to go to make room; None without room."""
-        evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
-        going = victims(self.host, nbytes, evictable, self._distance, beyond)
-        return None if going is None else [self.entries[unit] for unit in going]
-
-    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> Block:
-        """Allocates a host buffer once those of `going` are freed."""
-        for entry in going:
+        for entry in entries:
             assert entry.host_buffer is not None
             self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
             entry.host_buffer = None
@@ -342,8 +321,3 @@ class SimulatedPager:
         """Waits until the version differs from `seen`, by default from the current version."""
         since = self.version if seen is None else seen
         yield lambda: self.version != since
-
-
-def _copying(entries: Iterable[Entry]) -> Work | None:
-    """Returns a copy from one of the entries' host buffers that has not ended, or None."""
-    return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)

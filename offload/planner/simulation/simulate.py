@@ -4,9 +4,9 @@
     simulate(uses, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the timeline
 
 The functions of `policy` make every decision over an `AccessOrder` and two `Allocator`s, as in the real pager, and
-every move is one of `residency.ARROWS`. Two actors take turns: the model's thread and the update worker. Without rates
-all work ends at once: while the model computes, the worker runs as far ahead as host buffers allow, and prefetched
-weights are ready at their use.
+every move is one of `residency.ARROWS`. Three actors take turns: the model's thread, the update worker, and the thread
+that runs the callbacks of the I/O queue. Without rates all work ends at once: while the model computes, the worker runs
+as far ahead as host buffers allow, and prefetched weights are ready at their use.
 
 The simulation leaves out other ranks, evaluations, edits, the commit, windows of gradients that spill (their writes
 never make the backward wait), and tiles that are read before `step()` for updates that must wait for the norm. The host
@@ -151,7 +151,7 @@ class _Figures(NamedTuple):
 
 
 class _Loop:
-    """The model's thread, and the scheduler of both actors."""
+    """The model's thread, and the scheduler of all actors."""
 
     def __init__(
         self, uses: Sequence[Use], overlap: bool, pager: SimulatedPager, updater: SimulatedUpdater, machine: Machine
@@ -165,18 +165,20 @@ class _Loop:
         """Counters at the start and at each return of `step()`."""
 
     def run(self, steps: int) -> None:
-        """Runs `steps` steps. The worker's turn comes while the model's thread computes or waits."""
-        model, worker = self._model(steps), self._updater.act()
+        """Runs `steps` steps. The turn of the other actors comes while the model's thread computes or waits."""
+        model, worker, callbacks = self._model(steps), self._updater.act(), self._pager.deliver()
         ready: Callable[[], bool] | None = next(model, None)
-        worker_ready = next(worker)
+        worker_ready, read_ended = next(worker), next(callbacks)
         while ready is not None:
             if worker_ready() and (self._computing or not ready()):
                 worker_ready = next(worker)
             elif ready():
                 ready = next(model, None)
-            else:  # both wait for work: only the clock can make a condition true
+            elif read_ended():
+                read_ended = next(callbacks)
+            else:  # all wait for work: only the clock can make a condition true
                 advanced = self._machine.clock.advance()
-                assert advanced, "both wait for each other"
+                assert advanced, "all wait for each other"
 
     def _figures(self) -> _Figures:
         machine, pager, updater = self._machine, self._pager, self._updater
@@ -222,6 +224,7 @@ class _Loop:
         # The recorded order of this step determines the updates and prefetches of the next one.
         self._pager.access_order.finish()
         self._updater.schedule(self._pager.access_order.order)
+        yield from self._pager.prefetch()
         if not self._overlap:
             yield from self._machine.counted("update", self._updater.finish())
 

@@ -62,8 +62,6 @@ class Eager(NamedTuple):
 
     speculate: bool = False
     """True to update a unit as soon as its gradient is complete, where the update is revocable."""
-    early: bool = False
-    """True if a finished update starts the next reads and uploads."""
 
 
 NOT_EAGER = Eager()
@@ -147,7 +145,7 @@ class SimulatedUpdater:
             yield lambda: True
             # Taken before the worker looks at any state, so that no change between the look and the wait is missed.
             seen = self._pager.version
-            self._retire()
+            yield from self._retire()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
             while self._free and (tile := (yield from self._next_tile())) is not None:
                 self._reading.append(tile)
@@ -162,14 +160,14 @@ class SimulatedUpdater:
             else:
                 yield from self._pager.change(seen)
 
-    def _retire(self) -> None:
+    def _retire(self) -> Acting[None]:
         """Frees tiles whose writes have ended, the oldest first."""
         while self._writing and all(write.done for write in self._writing[0].writes):
             job = self._writing.popleft().job
             self._free += 1
             job.unwritten_tiles -= 1
             if job.computed and job.unwritten_tiles == 0:
-                self._written(job)
+                yield from self._written(job)
 
     def _next_tile(self) -> Acting[_Tile | None]:
         """Starts the reads of the next tile and returns the tile; None if no update can start."""
@@ -273,19 +271,15 @@ class SimulatedUpdater:
             if job.delivered:
                 unwritten = any(t.job is job and t.writes for t in self._writing)
                 self._weights.publish(job.unit, job.has_buffer, unwritten)
-                self._start_early()
+                yield from self._pager.advance()
 
-    def _written(self, job: _Job) -> None:
+    def _written(self, job: _Job) -> Acting[None]:
         """Ends an update whose tiles are all written; weights without a host buffer become available only now."""
         if not job.delivered:
             self._weights.publish(job.unit, False, False)
-            self._start_early()
+            yield from self._pager.advance()
         self._weights.written(job.unit)
-
-    def _start_early(self) -> None:
-        """Starts the next reads and uploads for the thread that runs the model, which may be busy."""
-        if self._eager.early:
-            self._pager.start_early()
+        yield from self._pager.advance()
 
 
 def _share(nbytes: int, start: int, stop: int, numel: int) -> int:

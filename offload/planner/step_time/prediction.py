@@ -154,7 +154,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         memory.config.offload.debug.overlap,
         _tile_numel(memory),
         _SPECULATIVE_STEPS if early else _STEPS,
-        Eager(speculate=early, early=True),
+        Eager(speculate=early),
         _COUNTED if early else 1,
     )
     compute = sum(use.seconds for one in passes for use in one)

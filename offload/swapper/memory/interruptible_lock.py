@@ -24,6 +24,11 @@ class InterruptibleLock:
         self.lock = threading.RLock() if lock is None else lock
         self._waiters: list[threading.Lock] = []
 
+    @property
+    def held(self) -> bool:
+        """True if the calling thread holds the lock."""
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]  # threading.Condition calls it as well
+
     @uninterrupted
     def wait(self) -> None:
         """Waits without the lock until `notify_all`, or until an exception; holds the lock again on return."""
@@ -57,7 +62,7 @@ class InterruptibleLock:
         """
         self.lock.release()
         try:
-            if self.lock._is_owned():  # type: ignore[attr-defined]  # threading.Condition calls it as well
+            if self.held:
                 raise AssertionError("a thread took the lock twice: no other thread could make the change")
             return act()
         finally:
