@@ -45,8 +45,9 @@ def _update_cost(
         sum(each for state, each in beside.items() if tiers[state] is Tier.DISK),
         weight + sum(beside.values()),
         nbytes[State.GRAD] if tiers[State.GRAD] is Tier.DISK else 0,
-        # States in memory are updated in place, and so are those of a store with one slot.
-        revocable=on_disk and slots == 2,
+        # States in memory are updated in place, and so are those of a store with one slot. A gradient on DISK would
+        # have to be written and read first.
+        revocable=on_disk and slots == 2 and tiers[State.GRAD] is not Tier.DISK,
     )
 
 
