@@ -1,0 +1,131 @@
+"""The micro-batches of a Trainer's step, run by its engine as one call, with the schedule layer_major.
+
+    transformers' loop                 here
+    get_batch_samples ─► batches       they are remembered
+    training_step(first)  ─► loss      `Engine.accumulate` runs all of them; the results wait
+    training_step(second) ─► loss      its result, nothing runs
+    …
+
+Each micro-batch runs through the Trainer's own `training_step`, in which `accelerator.backward` hands the loss over in
+place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
+
+A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
+ends. It runs micro-batch by micro-batch instead, and a line says so.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from offload.engine.engine import Engine
+from offload.layout.schedule import LAYER_MAJOR
+from offload.notices import announce
+
+_HANDED: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_HANDED", default=None)
+
+
+def losses_to_hand_over() -> list[torch.Tensor] | None:
+    """Returns where `accelerator.backward` appends the loss of the micro-batch; None if it runs the backward itself."""
+    return _HANDED.get()
+
+
+class StepAtOnce:
+    """The step under way of one Trainer."""
+
+    def __init__(self) -> None:
+        """Begins with no step."""
+        self._batches: list[Any] = []
+        """Micro-batches of the step whose `training_step` comes next."""
+        self._results: list[torch.Tensor] = []
+        """What `training_step` will return for them; empty before they have run."""
+        self._told = False
+
+    def fetched(self, batches: Sequence[Any]) -> None:
+        """Begins a step of `batches`, which the calls of `training_step` receive one by one."""
+        self._batches, self._results = list(batches), []
+
+    def result(self, trainer: Any, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Returns the result of `training_step` for a micro-batch, after running all of the step if it is the first.
+
+        Args:
+            trainer: the Trainer.
+            inputs: the micro-batch.
+            step: the method of the Trainer, which runs forward and backward of a micro-batch.
+        """
+        batches = self._batches
+        if not batches or inputs is not batches[0]:
+            return step(inputs)  # called by other code than transformers' loop
+        if not self._results:
+            if len(batches) < 2 or not self._is_possible(trainer):
+                self._batches = []
+                return step(inputs)
+            self._results = _run(trainer.accelerator, batches, step)
+        self._batches = batches[1:]
+        return self._results.pop(0)
+
+    def _is_possible(self, trainer: Any) -> bool:
+        """Returns True if the engine takes all micro-batches at once, and nothing of the Trainer speaks against it."""
+        engine: Engine | None = trainer.accelerator.engine
+        if engine is None or engine.schedule != LAYER_MAJOR:
+            return False
+        reason = _own_step(trainer)
+        if reason is not None and not self._told:
+            self._told = True
+            announce(f"micro-batches pass through the model one after the other: {reason}")
+        return reason is None
+
+
+def _run(accelerator: Any, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+    """Runs forward and backward of all micro-batches, and returns what `step` returns for each."""
+    results: dict[int, torch.Tensor] = {}
+
+    def loss_of(number: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        token = _HANDED.set(losses)
+        try:
+            results[number] = step(batches[number])
+        finally:
+            _HANDED.reset(token)
+        (loss,) = losses
+        return loss
+
+    # The loop calls the optimizer's step after these micro-batches, be they as many as the config says or, at the end
+    # of an epoch, fewer.
+    accelerator.engine.set_gradient_accumulation_boundary(True)
+    accelerator.engine.accumulate(range(len(batches)), loss_of, scale_wrt_gas=False)
+    return [results[number] for number in range(len(batches))]
+
+
+def owner_of(trainer: Any, name: str) -> type:
+    """Returns the class whose method `name` a Trainer runs, other than those of this package.
+
+    Args:
+        trainer: a Trainer, of which a script may have replaced the method.
+        name: the method.
+    """
+    if name in vars(trainer):
+        return type(trainer)
+    return next(kind for kind in type(trainer).__mro__ if name in vars(kind) and not _is_ours(kind))
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(f"{__package__}.")
+
+
+def _own_step(trainer: Any) -> str | None:
+    """Returns which `training_step` must not run in parts; None if it is transformers' own, or equal to it."""
+    owner = owner_of(trainer, "training_step")
+    if owner is Trainer or (
+        # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
+        owner.__module__.startswith("trl.")
+        and owner.__name__ == "SFTTrainer"
+        and isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    ):
+        return None
+    return f"{owner.__name__} has a training_step of its own, which would run in parts"
