@@ -10,12 +10,16 @@ Each micro-batch runs through the Trainer's own `training_step`, in which `accel
 place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
 
 A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
-ends. It runs micro-batch by micro-batch instead, and a line says so.
+ends. So would a `compute_loss` that stores values on the Trainer. With either, micro-batches pass one by one, and a
+line says so.
 """
 
 from __future__ import annotations
 
+import ast
 import contextvars
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -41,14 +45,20 @@ class StepAtOnce:
     def __init__(self) -> None:
         """Begins with no step."""
         self._batches: list[Any] = []
-        """Micro-batches of the step whose `training_step` comes next."""
+        """Micro-batches of the step that run as one call, and whose `training_step` comes next."""
         self._results: list[torch.Tensor] = []
         """What `training_step` will return for them; empty before they have run."""
         self._told = False
 
-    def fetched(self, batches: Sequence[Any]) -> None:
-        """Begins a step of `batches`, which the calls of `training_step` receive one by one."""
-        self._batches, self._results = list(batches), []
+    def fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
+        """Begins a step.
+
+        Args:
+            trainer: the Trainer.
+            batches: its micro-batches, which the calls of `training_step` receive one by one.
+        """
+        self._batches = list(batches) if len(batches) > 1 and self._is_possible(trainer) else []
+        self._results = []
 
     def result(self, trainer: Any, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Returns the result of `training_step` for a micro-batch, after running all of the step if it is the first.
@@ -60,13 +70,12 @@ class StepAtOnce:
         """
         batches = self._batches
         if not batches or inputs is not batches[0]:
-            return step(inputs)  # called by other code than transformers' loop
+            return step(inputs)
         if not self._results:
-            if len(batches) < 2 or not self._is_possible(trainer):
-                self._batches = []
-                return step(inputs)
-            self._results = _run(trainer.accelerator, batches, step)
+            self._results = _run(trainer.accelerator.engine, batches, step)
         self._batches = batches[1:]
+        # As `accelerator.backward` would: the loop has said whether this micro-batch is the last of the step.
+        trainer.accelerator.engine.set_gradient_accumulation_boundary(bool(trainer.accelerator.sync_gradients))
         return self._results.pop(0)
 
     def _is_possible(self, trainer: Any) -> bool:
@@ -74,14 +83,14 @@ class StepAtOnce:
         engine: Engine | None = trainer.accelerator.engine
         if engine is None or engine.schedule != LAYER_MAJOR:
             return False
-        reason = _own_step(trainer)
+        reason = _own_code(trainer)
         if reason is not None and not self._told:
             self._told = True
             announce(f"micro-batches pass through the model one after the other: {reason}")
         return reason is None
 
 
-def _run(accelerator: Any, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
     """Runs forward and backward of all micro-batches, and returns what `step` returns for each."""
     results: dict[int, torch.Tensor] = {}
 
@@ -97,8 +106,8 @@ def _run(accelerator: Any, batches: Sequence[Any], step: Callable[[Any], torch.T
 
     # The loop calls the optimizer's step after these micro-batches, be they as many as the config says or, at the end
     # of an epoch, fewer.
-    accelerator.engine.set_gradient_accumulation_boundary(True)
-    accelerator.engine.accumulate(range(len(batches)), loss_of, scale_wrt_gas=False)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.accumulate(range(len(batches)), loss_of, scale_wrt_gas=False)
     return [results[number] for number in range(len(batches))]
 
 
@@ -118,14 +127,43 @@ def _is_ours(kind: type) -> bool:
     return kind.__module__.startswith(f"{__package__}.")
 
 
-def _own_step(trainer: Any) -> str | None:
-    """Returns which `training_step` must not run in parts; None if it is transformers' own, or equal to it."""
+def _own_code(trainer: Any) -> str | None:
+    """Returns which code of the Trainer must not run in parts; None if there is none."""
     owner = owner_of(trainer, "training_step")
-    if owner is Trainer or (
-        # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
-        owner.__module__.startswith("trl.")
-        and owner.__name__ == "SFTTrainer"
-        and isinstance(trainer.maybe_activation_offload_context, nullcontext)
-    ):
-        return None
-    return f"{owner.__name__} has a training_step of its own, which would run in parts"
+    # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
+    plain = _is_sft(owner) and isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    if owner is not Trainer and not plain:
+        return f"{owner.__name__} has a training_step of its own, which would run in parts"
+    losses = [kind.__dict__["compute_loss"] for kind in type(trainer).__mro__ if _has_own_loss(kind)]
+    for function in (*losses, *([trainer.compute_loss] if "compute_loss" in vars(trainer) else [])):
+        if (stored := _stored_in(function)) is not None:
+            return f"{function.__qualname__} {stored}, where another micro-batch may replace it before it is read"
+    return None
+
+
+def _is_sft(kind: type) -> bool:
+    return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
+
+
+def _has_own_loss(kind: type) -> bool:
+    """Returns True for a class whose `compute_loss` is neither transformers' nor known to keep nothing."""
+    return "compute_loss" in vars(kind) and kind is not Trainer and not _is_sft(kind)
+
+
+def _stored_in(function: Callable[..., Any]) -> str | None:
+    """Returns what a method stores on its object, as a clause; None if nothing. Decided by the text of the method."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
+        return "has no source that can be read, and may store values on the Trainer"
+    for node in ast.walk(tree):
+        # A sum, `self.tokens += n`, is complete before another micro-batch runs.
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, _ASSIGNS) else []
+        for each in (part for target in targets for part in ast.walk(target)):
+            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+                return f"stores self.{each.attr}"
+    return None
+
+
+_ASSIGNS = (ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)
+"""Nodes that assign to their `target`."""

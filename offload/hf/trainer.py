@@ -237,7 +237,7 @@ class OffloadMixin(_Base):
             The micro-batches, and the number of their items.
         """
         batches, items = super().get_batch_samples(*args, **kwargs)
-        self._step_at_once.fetched(batches)
+        self._step_at_once.fetched(self, batches)
         return batches, items
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
