@@ -67,23 +67,27 @@ def test_both_orders_have_the_same_bits(options: tuple[str, ...], folder: Path) 
 
 def test_further_micro_batches_read_no_more_weights(tmp_path: Path) -> None:
     """By the bytes in the log, of budgets without room for a cache."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"zero_optimization": {"sub_group_size": 1e5}, "offload": {"device_memory": "2MiB"}}))
-    least = ""
+    make_folder(tmp_path / "model", MARKING_TEMPLATE, num_hidden_layers=6)
+    budgets = {"device_memory": "1B", "host_memory": "1B"}
 
     def options(count: int) -> tuple[str, ...]:
-        return ("--accumulation", str(count), "--steps", "5", "--host-memory", least, "--config", str(config))
+        blocks = {"zero_optimization": {"sub_group_size": 1e5}, "offload": budgets}
+        (tmp_path / "config.json").write_text(json.dumps(blocks))
+        config = ("--config", str(tmp_path / "config.json"), "--model", str(tmp_path / "model"))
+        return ("--accumulation", str(count), "--steps", "5", "--offload-param", "nvme", *config)
 
     def read(schedule: str, count: int) -> int:
         folder = tmp_path / f"{schedule}-{count}"
         folder.mkdir()
-        return sum(int(line["read_bytes"]) for line in trained(folder, schedule, *options(count))[2:])
+        lines = trained(folder, schedule, *options(count), "--offload-optimizer", "nvme")
+        return sum(int(line["read_bytes"]) for line in lines[2:])
 
-    least = "1B"
-    refused = CliRunner().invoke(app, [*SMALL, "--nvme-path", str(tmp_path / "swap"), *options(2)])
-    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", refused.output)
-    assert found is not None, refused.output
-    least = f"{found[1]}B"
+    for _ in range(4):  # each budget that is too small is named with the least that works
+        result = CliRunner().invoke(app, [*SMALL, "--nvme-path", str(tmp_path / "swap"), *options(2)])
+        found = re.search(r'"(\w+)" is .*the least that works is [^(]*\((\d+) bytes\)', result.output)
+        if found is not None:
+            budgets[found[1]] = f"{found[2]}B"
+    assert "1B" not in budgets.values(), budgets
     two, eight = (read(ONE_BY_ONE, count) for count in (2, 8))
     layered = [read(LAYERED, count) for count in (2, 8)]
     assert eight > 1.5 * two

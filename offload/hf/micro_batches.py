@@ -28,7 +28,6 @@ import torch
 from transformers import Trainer
 
 from offload.engine.engine import Engine
-from offload.layout.schedule import LAYER_MAJOR
 from offload.notices import announce
 
 _HANDED: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_HANDED", default=None)
@@ -81,7 +80,7 @@ class StepAtOnce:
     def _is_possible(self, trainer: Any) -> bool:
         """Returns True if the engine takes all micro-batches at once, and nothing of the Trainer speaks against it."""
         engine: Engine | None = trainer.accelerator.engine
-        if engine is None or engine.schedule != LAYER_MAJOR:
+        if engine is None or engine.schedule != "layer_major":
             return False
         reason = _own_code(trainer)
         if reason is not None and not self._told:
