@@ -65,21 +65,28 @@ def test_both_orders_have_the_same_bits(options: tuple[str, ...], folder: Path) 
     assert all(value.equal(saved[1][key]) for key, value in saved[0].items()) and saved[0].keys() == saved[1].keys()
 
 
-def test_further_micro_batches_read_no_more_weights(tmp_path: Path) -> None:
+def test_further_micro_batches_read_no_more_weights(folder: Path, tmp_path: Path) -> None:
     """By the bytes in the log, of budgets without room for a cache."""
-    make_folder(tmp_path / "model", MARKING_TEMPLATE, num_hidden_layers=6)
+    make_folder(tmp_path / "deep", MARKING_TEMPLATE, num_hidden_layers=6)
     budgets = {"device_memory": "1B", "host_memory": "1B"}
 
     def options(count: int) -> tuple[str, ...]:
         blocks = {"zero_optimization": {"sub_group_size": 1e5}, "offload": budgets}
         (tmp_path / "config.json").write_text(json.dumps(blocks))
-        config = ("--config", str(tmp_path / "config.json"), "--model", str(tmp_path / "model"))
+        config = (
+            "--config",
+            str(tmp_path / "config.json"),
+            "--model",
+            str(tmp_path / "deep"),
+            "--data",
+            str(folder / "chats.jsonl"),
+        )
         return ("--accumulation", str(count), "--steps", "5", "--offload-param", "nvme", *config)
 
     def read(schedule: str, count: int) -> int:
-        folder = tmp_path / f"{schedule}-{count}"
-        folder.mkdir()
-        lines = trained(folder, schedule, *options(count), "--offload-optimizer", "nvme")
+        own = tmp_path / f"{schedule}-{count}"
+        own.mkdir()
+        lines = trained(own, schedule, *options(count), "--offload-optimizer", "nvme")
         return sum(int(line["read_bytes"]) for line in lines[2:])
 
     for _ in range(4):  # each budget that is too small is named with the least that works

@@ -101,6 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.sample(5)
+@pytest.mark.works("Trainers", "several micro-batches, layer by layer: the bits of one after the other", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp_path: Path) -> None:
     assert_same(trained(tmp_path, ONE_BY_ONE, **changed), trained(tmp_path, LAYERED, **changed))
