@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from offload.hf import OffloadTrainer
+from offload.hf import OffloadMixin, OffloadTrainer
 from tests.support import models
 from tests.support.oracle import least_host_memory, room_for
 from tests.support.trainer_runs import (
@@ -26,6 +26,7 @@ from tests.support.trainer_runs import (
     result,
     seeded,
 )
+from tests.test_trainer_kinds import _tokenizer as byte_tokenizer
 
 LAYERED, ONE_BY_ONE = "layer_major", "micro_batch_major"
 BY_FOUR = {"gradient_accumulation_steps": 4, "per_device_train_batch_size": 1}
@@ -267,3 +268,37 @@ def test_a_step_that_failed_is_dropped_and_training_begins_again(tmp_path: Path)
         handle.remove()
         mine.train()
         assert_same(expected, result(mine))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore:.*chunked_nll:FutureWarning")
+def test_sft_trainer_of_trl_keeps_its_bits_and_its_own_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+
+    class OffloadSFTTrainer(OffloadMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    rows = [{"input_ids": Texts()[row]["input_ids"].tolist()} for row in range(FEW)]
+
+    def run(schedule: str) -> tuple[Run, list[Any], str]:
+        content = config(tmp_path / schedule)
+        content["offload"]["schedule"] = schedule
+        more = {"max_length": 12, "bf16": False, CHECKPOINTING: False}
+        mine = OffloadSFTTrainer(
+            model=seeded(),
+            args=arguments(tmp_path / schedule, trl.SFTConfig, **BY_FOUR, **more),
+            train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=byte_tokenizer(),
+            offload_config=content,
+        )
+        with ended(mine):
+            mine.train()
+            metrics = [(log.get("mean_token_accuracy"), log.get("num_tokens")) for log in mine.state.log_history]
+            return result(mine), metrics, mine.engine.schedule
+
+    plain, layered = run(ONE_BY_ONE), run(LAYERED)
+    assert_same(plain[0], layered[0])
+    assert plain[1] == layered[1] and any(accuracy for accuracy, _ in plain[1])
+    assert layered[2] == LAYERED and "one after the other" not in caplog.text
