@@ -193,7 +193,11 @@ class Engine(MicroBatchesApi):
             raise
 
     def accumulate(
-        self, micro_batches: Iterable[Any], loss: Callable[[Any], torch.Tensor] | None = None
+        self,
+        micro_batches: Iterable[Any],
+        loss: Callable[[Any], torch.Tensor] | None = None,
+        *,
+        scale_wrt_gas: bool = True,
     ) -> list[torch.Tensor]:
         """Runs forward and backward of micro-batches, in the order that "schedule" of the config says.
 
@@ -206,6 +210,7 @@ class Engine(MicroBatchesApi):
             micro_batches: the micro-batches, all of which are taken first. As many as complete the step, or fewer.
             loss: returns the loss of a micro-batch, a tensor of one element, by a call of the engine or the model; it
                 may run on another thread. By default the micro-batch is the model's input, as in `train_batch`.
+            scale_wrt_gas: False if the losses are divided by gradient_accumulation_steps already, as in `backward`.
 
         Returns:
             The losses, detached, before their division by gradient_accumulation_steps, in the order of the
@@ -221,10 +226,10 @@ class Engine(MicroBatchesApi):
             )
         taken = list(micro_batches)
         self._core.accumulation.check_room(len(taken), self._settings.accumulation)
-        return self._accumulate(taken, len(taken), loss or (lambda each: batch.run(self, each)))
+        return self._accumulate(taken, len(taken), loss or (lambda each: batch.run(self, each)), scale_wrt_gas)
 
     def _accumulate(
-        self, micro_batches: Iterable[Any], most: int, loss_of: Callable[[Any], torch.Tensor]
+        self, micro_batches: Iterable[Any], most: int, loss_of: Callable[[Any], torch.Tensor], scale_wrt_gas: bool
     ) -> list[torch.Tensor]:
         """Runs forward and backward of `most` micro-batches, or fewer if there are no more; see `accumulate`."""
         losses: dict[int, torch.Tensor] = {}
@@ -232,14 +237,14 @@ class Engine(MicroBatchesApi):
         def work(number: int, micro_batch: Any) -> Callable[[], torch.Tensor]:
             def run() -> torch.Tensor:
                 loss = loss_of(micro_batch)
-                divided = self._run_backward(loss, retain_graph=False, scale_wrt_gas=True)
+                divided = self._run_backward(loss, retain_graph=False, scale_wrt_gas=scale_wrt_gas)
                 losses[number] = loss.detach()
                 return divided.detach()
 
             return run
 
         first = not self.micro_batches
-        with self._core.accumulation.several():
+        with self._core.accumulation.several(most):
             works = (work(number, each) for number, each in enumerate(micro_batches))
             self._add_losses(self._core.run_micro_batches(works, most), first)
         return [losses[number] for number in range(len(losses))]
@@ -270,7 +275,8 @@ class Engine(MicroBatchesApi):
         steps, losses = self.global_steps, list[torch.Tensor]()
         while self.global_steps == steps:
             wanted = self._core.accumulation.remaining(self._settings.accumulation) or 1
-            found = self._accumulate(itertools.islice(data_iter, wanted), wanted, lambda each: batch.run(self, each))
+            some = itertools.islice(data_iter, wanted)
+            found = self._accumulate(some, wanted, lambda each: batch.run(self, each), scale_wrt_gas=True)
             losses += found
             if found:
                 self.step()

@@ -85,17 +85,13 @@ def steps(
     last, moved = time.perf_counter(), engine.io_bytes()
     while engine.global_steps < job.steps:
         step, lr = engine.global_steps + 1, engine.get_lr()[0]
-        loss, tokens = 0.0, 0
-        for micro_batch in range(accumulation):
-            # Ends the previous micro-batch; the step itself ends with the call of `engine.step` below the loop.
-            if micro_batch:
-                engine.step()
-            inputs = job.data.batches.inputs(step, micro_batch)
-            part = engine(**inputs, **job.always).loss
-            engine.backward(part)
-            loss += float(part.detach()) / accumulation
-            tokens += inputs["input_ids"].numel() * engine.world_size
+        inputs = [job.data.batches.inputs(step, micro_batch) for micro_batch in range(accumulation)]
+        parts = engine.accumulate(inputs, lambda each: engine(**each, **job.always).loss)
+        loss = 0.0
+        for part in parts:  # `sum` of newer Pythons rounds otherwise
+            loss += float(part) / accumulation
         loss = engine.mean(loss)
+        tokens = sum(each["input_ids"].numel() for each in inputs) * engine.world_size
         with hold():
             engine.step()
             now, after = time.perf_counter(), engine.io_bytes()

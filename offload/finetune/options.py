@@ -63,6 +63,7 @@ class Options:
     offload_param: str | None = None
     offload_optimizer: str | None = None
     activations: str | None = None
+    accumulation_schedule: str | None = None
     nvme_path: tuple[str, ...] = ()
     dtype: str | None = None
     host_memory: str | None = None
@@ -90,6 +91,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
     ("activations", ("offload", "activations"), None),
+    ("accumulation_schedule", ("offload", "schedule"), None),
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
     ("grad_clip", ("gradient_clipping",), DEFAULT_CLIP),
     ("host_memory", ("offload", "host_memory"), None),

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import Trainer
 
 from offload.errors import ConfigError
+from offload.hf.micro_batches import owner_of
 from offload.losses.causal_model import without_logits
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss
 
@@ -94,7 +95,6 @@ def _reader_of_logits(trainer: Any) -> str | None:
 def _own_code(trainer: Any) -> str | None:
     """Returns which method of the Trainer computes the loss in a way of its own; None if none does."""
     for name in ("compute_loss", "training_step"):
-        # The method of the object, since a script may set one.
-        if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
+        if owner_of(trainer, name) is not Trainer:
             return f"{type(trainer).__name__}.{name} may read the logits (chunked_loss=True if it does not)"
     return None

@@ -16,15 +16,14 @@ writes and reads the engine's part of the Trainer's checkpoints, and refuses arg
     _load_from_checkpoint            loads nothing yet: the engine does not exist
     _load_optimizer_and_scheduler    loads the engine's checkpoint, or weights only
     _load_best_model                 loads the weights of the engine's checkpoint
+    get_batch_samples                its batches are those of the `training_step` calls that follow (`micro_batches.py`)
 
 `accelerator.py` sets Accelerate's mark `_is_accelerate_prepared`. A test checks that all of them exist.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +32,17 @@ from torch import nn
 from transformers import Trainer
 
 from offload.config import Config, load_config
-from offload.engine.checkpoint.files import LATEST
 from offload.engine.engine import Engine
 from offload.engine.optim.build_optimizer import from_config
 from offload.engine.setup.initialize import initialize
 from offload.engine.training.build_scheduler import choose
-from offload.errors import ConfigError, StoreError
+from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import content_of, filled, schedule_values, without
+from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_engine
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
+from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
 from offload.losses.choice import ChosenLoss
 
 logger = logging.getLogger("offload")
@@ -55,9 +55,9 @@ OVERRIDDEN = (
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
     "_load_best_model",
+    "get_batch_samples",
 )
-_SCHEDULER, _ARGUMENTS, _STOCK_OPTIMIZER = "scheduler.pt", "training_args.bin", "optimizer.pt"
-_STATE = "trainer_state.json"
+_ARGUMENTS = "training_args.bin"
 
 if TYPE_CHECKING:
     _Base = Any
@@ -75,6 +75,19 @@ class _TrainersAccelerator(Accelerator):
         """Returns the complete config, whatever `micro` is."""
         config: dict[str, Any] = self.offload_config
         return config
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Runs the backward of a loss, or hands the loss to the step that runs all micro-batches at once.
+
+        Args:
+            loss: a tensor of one element.
+            **kwargs: keywords of `Engine.backward`.
+        """
+        losses = losses_to_hand_over()
+        if losses is None:
+            super().backward(loss, **kwargs)
+        else:
+            losses.append(loss / self.gradient_accumulation_steps)
 
 
 class OffloadMixin(_Base):
@@ -101,6 +114,7 @@ class OffloadMixin(_Base):
         self._content = content_of(offload_config)
         self._schedule: Any = None
         self._chunked_loss, self._loss = chunked_loss, ChosenLoss(chunked=False)
+        self._step_at_once = StepAtOnce()
         super().__init__(*args, **kwargs)
         for block, given in (
             ("optimizer", self.optimizer or self.optimizer_cls_and_kwargs),
@@ -212,6 +226,35 @@ class OffloadMixin(_Base):
             return load_config(without(self._content, "scheduler"))
         return load_config(filled(self._content, schedule_values(self._content, self.args, steps)))
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Fetches the micro-batches of a step as the Trainer does.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The micro-batches, and the number of their items.
+        """
+        batches, items = super().get_batch_samples(*args, **kwargs)
+        self._step_at_once.fetched(self, batches)
+        return batches, items
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs forward and backward of a micro-batch, or of all micro-batches of the step if this is the first.
+
+        Args:
+            model: as in the Trainer.
+            inputs: the micro-batch.
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The loss of this micro-batch, detached.
+        """
+        step = super().training_step
+        return self._step_at_once.result(self, inputs, lambda each: step(model, each, *args, **kwargs))
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates as the Trainer does. A call before `train()` builds the engine, which `train()` then uses.
 
@@ -286,7 +329,7 @@ class OffloadMixin(_Base):
             output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=_has_adapters(self.model)
         )
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULER))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Checks a checkpoint that will be loaded as soon as the engine exists.
@@ -298,22 +341,14 @@ class OffloadMixin(_Base):
         Raises:
             StoreError: if the folder does not exist, is incomplete, or was written by the stock Trainer.
         """
-        folder = Path(resume_from_checkpoint)
-        if not folder.is_dir():
-            raise StoreError(f"resume_from_checkpoint is {folder}, which is not a folder")
-        if (folder / _STOCK_OPTIMIZER).exists() and not _has_engine(folder):
-            raise StoreError(
-                f"{folder} is a checkpoint of the stock Trainer, whose optimizer.pt an engine does not read: start "
-                f"with its weights, from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
-            )
-        _check_complete(folder, self.args)
+        check_resumable(Path(resume_from_checkpoint), self.args)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the engine's checkpoint from the Trainer's; only weights if the Trainer saved only weights."""
         if checkpoint is None:
             return
         assert self.engine is not None
-        if not _has_engine(Path(checkpoint)):
+        if not has_engine(Path(checkpoint)):
             logger.warning(
                 "%s contains only weights (save_only_model): the optimizer starts with empty states", checkpoint
             )
@@ -321,14 +356,14 @@ class OffloadMixin(_Base):
             return
         _, state = self.engine.load_checkpoint(checkpoint)
         self._loss = resumed(self._loss, self._chunked_loss, state)
-        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, _SCHEDULER), weights_only=True))
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         if hasattr(self.lr_scheduler, "get_last_lr"):
             self.engine.set_lr(self.lr_scheduler.get_last_lr())
 
     def _load_best_model(self) -> None:
         """Loads the weights of the best checkpoint into the engine."""
         best = self.state.best_model_checkpoint
-        if self.engine is None or not _has_engine(Path(best)):
+        if self.engine is None or not has_engine(Path(best)):
             super()._load_best_model()
             return
         logger.info("the best model is that of %s, with a metric of %s", best, self.state.best_metric)
@@ -337,61 +372,6 @@ class OffloadMixin(_Base):
 
 class OffloadTrainer(OffloadMixin, Trainer):
     """transformers' `Trainer`, with weights, gradients and optimizer states placed as `offload_config` says."""
-
-
-def _has_engine(folder: Path) -> bool:
-    """Returns True if a checkpoint of the Trainer contains one of an engine.
-
-    Raises:
-        StoreError: if the engine's states are present, but not the file that names them.
-    """
-    if (folder / LATEST).is_file():
-        return True
-    if leftover := sorted(folder.glob("global_step*")):
-        raise StoreError(
-            f"{folder} contains the engine's states in {leftover[-1].name}, but not the file {LATEST} that names them; "
-            f"write this file: echo {leftover[-1].name} > {folder / LATEST}"
-        )
-    return False
-
-
-def _check_complete(folder: Path, args: Any) -> None:
-    """Checks the files that the Trainer itself reads. Missing random states cause only a warning.
-
-    Args:
-        folder: a checkpoint of the Trainer.
-        args: transformers' `TrainingArguments`.
-
-    Raises:
-        StoreError: if a file is missing or truncated.
-    """
-    rng = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-    resumes = _has_engine(folder)  # otherwise only its weights are loaded
-    needed = (_STATE, _SCHEDULER) if resumes else (_STATE,)
-    for name in (_STATE, _SCHEDULER, rng):
-        there = (folder / name).exists()
-        if (there and not _is_complete(folder / name)) or (not there and name in needed):
-            raise StoreError(
-                f"{folder} contains no complete {name}: the save was cut short, or the file is lost; remove the "
-                f"folder and resume from the checkpoint before, or start with its weights, "
-                f"from_pretrained({str(folder)!r}), and without resume_from_checkpoint"
-            )
-    if resumes and not (folder / rng).exists():
-        logger.warning(
-            "%s contains no %s: dropout continues with other random numbers than the uninterrupted run", folder, rng
-        )
-
-
-def _is_complete(path: Path) -> bool:
-    """Returns True if a file of the Trainer can be read to its end."""
-    if path.suffix != ".json":
-        # torch.save writes a zip file, whose table of contents comes last: a truncated file has no table.
-        return zipfile.is_zipfile(path)
-    try:
-        json.loads(path.read_bytes())
-    except ValueError:
-        return False
-    return True
 
 
 def _has_adapters(model: Any) -> bool:

@@ -13,7 +13,9 @@ import contextlib
 import inspect
 import re
 import textwrap
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,8 +76,24 @@ def _inside_adapters(model: nn.Module) -> Any:
     return base() if base is not None and hasattr(model, "peft_config") else model
 
 
+@dataclass(slots=True)
+class _Call:
+    """A call of the model that is under way."""
+
+    has_labels: bool
+    """True if the call will compute a loss in chunks."""
+    hidden: torch.Tensor | None = None
+    """The hidden states that the head received."""
+    logits: torch.Tensor | None = None
+    """The logits of no token."""
+
+
 class _LossOfModel:
-    """The hooks and the loss function of one model. All run on the thread that runs the model."""
+    """The hooks and the loss function of one model. All run on the thread that runs the model.
+
+    Each thread may be in a call of its own: micro-batches that take turns at the blocks of a model are on a thread
+    each, and one of them is between the model's beginning and its head while another computes its loss.
+    """
 
     def __init__(self, outer: nn.Module, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool) -> None:
         self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
@@ -83,9 +101,8 @@ class _LossOfModel:
         self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
         self._before: Callable[..., Any] | None = model.__dict__.get("_loss_function")
-        self._has_labels = False
-        self._hidden: torch.Tensor | None = None
-        self._logits: torch.Tensor | None = None
+        self._calls: dict[int, _Call] = {}
+        """The calls under way, by thread."""
         self._hooks = [
             *(each.register_forward_pre_hook(self.before_model, with_kwargs=True) for each in self._signatures),
             *(each.register_forward_hook(self.after_model, always_call=True) for each in self._signatures),
@@ -120,24 +137,31 @@ class _LossOfModel:
         bound = self._signatures[model].bind_partial(model, *args, **kwargs).arguments
         labels = kwargs.get("labels", bound.get("labels"))
         trains = model.training and torch.is_grad_enabled()
-        self._has_labels = (trains or self._evaluation) and labels is not None
+        self._calls[threading.get_ident()] = _Call((trains or self._evaluation) and labels is not None)
 
     def after_model(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Drops what an exception between head and loss left behind."""
         if model in self._signatures:
-            self._has_labels, self._hidden, self._logits = False, None, None
+            self._calls.pop(threading.get_ident(), None)
+
+    def _call(self, head: nn.Module) -> _Call | None:
+        """Returns the call whose loss is computed in chunks, if `head` is the head of its model."""
+        call = self._calls.get(threading.get_ident())
+        return call if head is self._head and call is not None and call.has_labels else None
 
     def before_head(self, head: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Gives the head no token, and keeps the hidden states for the loss."""
-        if head is not self._head or not self._has_labels:
+        call = self._call(head)
+        if call is None:
             return None
-        self._hidden = args[0]
+        call.hidden = args[0]
         return (args[0][..., :0, :], *args[1:])
 
     def after_head(self, head: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
         """Keeps the logits of no token, by which the loss knows that nothing has changed them."""
-        if head is self._head and self._has_labels:
-            self._logits = output
+        call = self._call(head)
+        if call is not None:
+            call.logits = output
 
     def __call__(
         self,
@@ -150,7 +174,8 @@ class _LossOfModel:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Returns the loss of the hidden states that the head received; arguments as in transformers."""
-        if self._hidden is None:
+        call = self._calls.get(threading.get_ident())
+        if call is None or call.hidden is None:
             usual: torch.Tensor = self._usual(
                 logits,
                 labels,
@@ -161,12 +186,12 @@ class _LossOfModel:
                 **kwargs,
             )
             return usual
-        if logits is not self._logits:
+        if logits is not call.logits:
             raise UsageError(
                 f"{type(self._model).__name__} changes its logits before the loss, so its loss cannot be computed in "
                 "chunks; do not call offload.losses.chunk_loss_of for it"
             )
-        hidden, self._hidden, self._logits = self._hidden, None, None
+        hidden, call.hidden, call.logits = call.hidden, None, None
         wanted = labels if shift_labels is None else shift_labels
         assert wanted is not None, "a call without labels computes all logits"
         return causal_lm(

@@ -207,6 +207,15 @@ class TrainOptions:
             "Keep only the input of each layer for the backward, in this tier, and compute the rest again.",
         ),
     ] = None
+    accumulation_schedule: Annotated[
+        Literal["auto", "layer_major", "micro_batch_major"] | None,
+        option(
+            _PLACEMENT,
+            "--accumulation-schedule",
+            "Order of the micro-batches of a step: layer_major takes all of them through a layer before the next is "
+            "fetched, micro_batch_major one after the other. [default: auto]",
+        ),
+    ] = None
     nvme_path: Annotated[
         list[str] | None,
         option(

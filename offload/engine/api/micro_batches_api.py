@@ -10,6 +10,7 @@ import torch
 from offload.engine.api.persistence_api import PersistenceApi
 from offload.engine.training.step_settings import resized
 from offload.errors import UsageError
+from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Schedule
 from offload.sizes import count_of
 
 
@@ -33,6 +34,15 @@ class MicroBatchesApi(PersistenceApi):
         if self._core.components.meter is not None:
             for number, loss in enumerate(losses):
                 self._core.components.meter.add_loss(loss, first=first and not number)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Order in which `accumulate` and `train_batch` run micro-batches: "layer_major" or "micro_batch_major".
+
+        A model that turns out in the first step to keep values on its modules between blocks runs its micro-batches one
+        after the other in either order.
+        """
+        return MICRO_BATCH_MAJOR if self._core.components.layer_major is None else LAYER_MAJOR
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.

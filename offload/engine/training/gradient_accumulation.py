@@ -33,6 +33,8 @@ class GradientAccumulation:
         """Number of open `no_sync` contexts."""
         self._apart = False
         """True if a `no_sync` context was open since the last optimizer step."""
+        self._until: int | None = None
+        """Backwards at the end of the micro-batches that run in one call; None outside of such a call."""
 
     def count_backward(self) -> None:
         """Counts an outermost backward that has produced a gradient."""
@@ -65,13 +67,17 @@ class GradientAccumulation:
     def is_last(self, accumulation: int, ahead: int = 0) -> bool:
         """Returns True if the backward that runs now is known to be the last before an optimizer step.
 
+        If the user says that a step ends now, and several micro-batches run in one call, this is the last of them.
+
         Args:
             accumulation: micro-batches of an optimizer step.
             ahead: micro-batches before this one that are under way too, and not counted yet.
         """
         if self._no_sync:
             return False
-        return self.count + ahead + 1 >= accumulation if self._declared is None else self._declared
+        if self._declared is None:
+            return self.count + ahead + 1 >= accumulation
+        return self._declared and (self._until is None or self._backwards + ahead + 1 >= self._until)
 
     def remaining(self, accumulation: int) -> int | None:
         """Returns the micro-batches that complete the step, at least one; None if the user decides where it ends."""
@@ -88,17 +94,23 @@ class GradientAccumulation:
             )
 
     @contextlib.contextmanager
-    def several(self) -> Iterator[None]:
+    def several(self, micro_batches: int) -> Iterator[None]:
         """Makes each backward of the context a micro-batch. The next `step()` ends the last one.
 
         After an exception all of them have ended.
+
+        Args:
+            micro_batches: their number, or more.
         """
         before = self._backwards
+        self._until = before + micro_batches
         try:
             yield
         except BaseException:
             self._at_step = self._backwards
             raise
+        finally:
+            self._until = None
         if self._backwards > before:
             self._at_step = self._backwards - 1
 

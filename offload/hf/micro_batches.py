@@ -1,0 +1,168 @@
+"""The micro-batches of a Trainer's step, run by its engine as one call, with the schedule layer_major.
+
+    transformers' loop                 here
+    get_batch_samples ─► batches       they are remembered
+    training_step(first)  ─► loss      `Engine.accumulate` runs all of them; the results wait
+    training_step(second) ─► loss      its result, nothing runs
+    …
+
+Each micro-batch runs through the Trainer's own `training_step`, in which `accelerator.backward` hands the loss over in
+place of a backward. So losses, their division and all that a Trainer does to a micro-batch are its own.
+
+A `training_step` of the user's would run in parts: that of the second micro-batch would begin before that of the first
+ends. So would a `compute_loss` that stores values on the Trainer. With either, micro-batches pass one by one, and a
+line says so.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextvars
+import inspect
+import textwrap
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from transformers import Trainer
+
+from offload.engine.engine import Engine
+from offload.notices import announce
+
+_HANDED: contextvars.ContextVar[list[torch.Tensor] | None] = contextvars.ContextVar("_HANDED", default=None)
+
+
+def losses_to_hand_over() -> list[torch.Tensor] | None:
+    """Returns where `accelerator.backward` appends the loss of the micro-batch; None if it runs the backward itself."""
+    return _HANDED.get()
+
+
+class StepAtOnce:
+    """The step under way of one Trainer."""
+
+    def __init__(self) -> None:
+        """Begins with no step."""
+        self._batches: list[Any] = []
+        """Micro-batches of the step that run as one call, and whose `training_step` comes next."""
+        self._results: list[torch.Tensor] = []
+        """What `training_step` will return for them; empty before they have run."""
+        self._told = False
+
+    def fetched(self, trainer: Any, batches: Sequence[Any]) -> None:
+        """Begins a step.
+
+        Args:
+            trainer: the Trainer.
+            batches: its micro-batches, which the calls of `training_step` receive one by one.
+        """
+        self._batches = list(batches) if len(batches) > 1 and self._is_possible(trainer) else []
+        self._results = []
+
+    def result(self, trainer: Any, inputs: Any, step: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Returns the result of `training_step` for a micro-batch, after running all of the step if it is the first.
+
+        Args:
+            trainer: the Trainer.
+            inputs: the micro-batch.
+            step: the method of the Trainer, which runs forward and backward of a micro-batch.
+        """
+        batches = self._batches
+        if not batches or inputs is not batches[0]:
+            return step(inputs)
+        if not self._results:
+            self._results = _run(trainer.accelerator.engine, batches, step)
+        self._batches = batches[1:]
+        # As `accelerator.backward` would: the loop has said whether this micro-batch is the last of the step.
+        trainer.accelerator.engine.set_gradient_accumulation_boundary(bool(trainer.accelerator.sync_gradients))
+        return self._results.pop(0)
+
+    def _is_possible(self, trainer: Any) -> bool:
+        """Returns True if the engine takes all micro-batches at once, and nothing of the Trainer speaks against it."""
+        engine: Engine | None = trainer.accelerator.engine
+        if engine is None or engine.schedule != "layer_major":
+            return False
+        reason = _own_code(trainer)
+        if reason is not None and not self._told:
+            self._told = True
+            announce(f"micro-batches pass through the model one after the other: {reason}")
+        return reason is None
+
+
+def _run(engine: Engine, batches: Sequence[Any], step: Callable[[Any], torch.Tensor]) -> list[torch.Tensor]:
+    """Runs forward and backward of all micro-batches, and returns what `step` returns for each."""
+    results: dict[int, torch.Tensor] = {}
+
+    def loss_of(number: int) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        token = _HANDED.set(losses)
+        try:
+            results[number] = step(batches[number])
+        finally:
+            _HANDED.reset(token)
+        (loss,) = losses
+        return loss
+
+    # The loop calls the optimizer's step after these micro-batches, be they as many as the config says or, at the end
+    # of an epoch, fewer.
+    engine.set_gradient_accumulation_boundary(True)
+    engine.accumulate(range(len(batches)), loss_of, scale_wrt_gas=False)
+    return [results[number] for number in range(len(batches))]
+
+
+def owner_of(trainer: Any, name: str) -> type:
+    """Returns the class whose method `name` a Trainer runs, other than those of this package.
+
+    Args:
+        trainer: a Trainer, of which a script may have replaced the method.
+        name: the method.
+    """
+    if name in vars(trainer):
+        return type(trainer)
+    return next(kind for kind in type(trainer).__mro__ if name in vars(kind) and not _is_ours(kind))
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(f"{__package__}.")
+
+
+def _own_code(trainer: Any) -> str | None:
+    """Returns which code of the Trainer must not run in parts; None if there is none."""
+    owner = owner_of(trainer, "training_step")
+    # trl's enters a context around it, which does nothing unless its arguments ask for its offload of activations.
+    plain = _is_sft(owner) and isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    if owner is not Trainer and not plain:
+        return f"{owner.__name__} has a training_step of its own, which would run in parts"
+    losses = [kind.__dict__["compute_loss"] for kind in type(trainer).__mro__ if _has_own_loss(kind)]
+    for function in (*losses, *([trainer.compute_loss] if "compute_loss" in vars(trainer) else [])):
+        if (stored := _stored_in(function)) is not None:
+            return f"{function.__qualname__} {stored}, where another micro-batch may replace it before it is read"
+    return None
+
+
+def _is_sft(kind: type) -> bool:
+    return kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer"
+
+
+def _has_own_loss(kind: type) -> bool:
+    """Returns True for a class whose `compute_loss` is neither transformers' nor known to keep nothing."""
+    return "compute_loss" in vars(kind) and kind is not Trainer and not _is_sft(kind)
+
+
+def _stored_in(function: Callable[..., Any]) -> str | None:
+    """Returns what a method stores on its object, as a clause; None if nothing. Decided by the text of the method."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):  # no source: an interactive session, a compiled module
+        return "has no source that can be read, and may store values on the Trainer"
+    for node in ast.walk(tree):
+        # A sum, `self.tokens += n`, is complete before another micro-batch runs.
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, _ASSIGNS) else []
+        for each in (part for target in targets for part in ast.walk(target)):
+            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id == "self":
+                return f"stores self.{each.attr}"
+    return None
+
+
+_ASSIGNS = (ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor)
+"""Nodes that assign to their `target`."""
