@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from offload.aio import Priority
 from offload.errors import BudgetError
+from offload.planner.simulation.clock import Work
 from offload.planner.simulation.entry import Entry
 from offload.planner.simulation.machine import Acting, Machine, until
 from offload.sizes import PAGE, align_up, format_size
@@ -84,6 +85,9 @@ class SimulatedPager:
                 )
                 if host_buffer is None:
                     yield from self.machine.counted("room", self._wait_for_buffer())
+                elif entry.residency is not Residency.DISK:
+                    # During a wait for the buffer another thread has started the read.
+                    self.host.give(host_buffer.offset, host_buffer.nbytes)
                 elif self.streams(entry.index):
                     yield from self._stream(entry, host_buffer)
                 else:
@@ -229,22 +233,28 @@ class SimulatedPager:
         """Completes reads that have ended, and starts those of the next units while host buffers are available."""
         for entry in filter(Entry.read_ended, self.entries):
             yield from self.finish_read(entry)
-
-        def wanting(unit: int) -> bool:
-            entry = self.entries[unit]
-            on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
-            return on_disk and not entry.updating and not self.streams(unit)
-
-        def nbytes(unit: int) -> int:
-            return self.entries[unit].size.shard_nbytes
-
-        while (unit := next_to_fetch(self.access_order, nbytes, wanting, self._limits)) is not None:
-            host_buffer = yield from self.machine.counted(
-                "room", self.host_buffer(unit, nbytes(unit), self.access_order.distance(unit), wait)
-            )
+        while (unit := self._next_read()) is not None:
+            nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
+            host_buffer = yield from self.machine.counted("room", self.host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
                 return
-            self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
+            if self._wants_read(unit):
+                self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
+            else:  # another thread has started the read, during a wait for the buffer
+                self.host.give(host_buffer.offset, host_buffer.nbytes)
+
+    def _next_read(self) -> int | None:
+        """Returns the next unit in the access order to read into a host buffer, or None."""
+        return next_to_fetch(self.access_order, self._shard_nbytes, self._wants_read, self._limits)
+
+    def _wants_read(self, unit: int) -> bool:
+        """Returns True if a unit's weights are on DISK alone, and may be read into a buffer."""
+        entry = self.entries[unit]
+        on_disk = entry.residency is Residency.DISK and entry.host_buffer is None
+        return on_disk and not entry.updating and not self.streams(unit)
+
+    def _shard_nbytes(self, unit: int) -> int:
+        return self.entries[unit].size.shard_nbytes
 
     def _next_upload(self) -> int | None:
         """Returns the next unit in the access order to copy to the device, or None."""
@@ -273,20 +283,25 @@ class SimulatedPager:
 
         Without `wait`, no unit is evicted whose copy to the device is under way.
         """
-        while True:
-            evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
-            going = victims(self.host, nbytes, evictable, self._distance, beyond)
-            if going is None:
-                return None
-            entries = [self.entries[unit] for unit in going]
-            copying = next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)
+        while (going := self._going(nbytes, beyond)) is not None:
+            copying = _copying(going)
             if copying is None:
-                break
+                return self._take(unit, nbytes, going)
             if not wait:
                 return None
             # During the wait the update worker may change the victims' states: choose them again.
             yield from until(copying)
-        for entry in entries:
+        return None
+
+    def _going(self, nbytes: int, beyond: int) -> list[Entry] | None:
+        """Returns the entries whose host buffers have to go to make room; None without room."""
+        evictable = [e.host_buffer for e in self.entries if e.host_buffer is not None and self._is_evictable(e)]
+        going = victims(self.host, nbytes, evictable, self._distance, beyond)
+        return None if going is None else [self.entries[unit] for unit in going]
+
+    def _take(self, unit: int, nbytes: int, going: Sequence[Entry]) -> Block:
+        """Allocates a host buffer once those of `going` are freed."""
+        for entry in going:
             assert entry.host_buffer is not None
             self.host.give(entry.host_buffer.offset, entry.host_buffer.nbytes)
             entry.host_buffer = None
@@ -321,3 +336,8 @@ class SimulatedPager:
         """Waits until the version differs from `seen`, by default from the current version."""
         since = self.version if seen is None else seen
         yield lambda: self.version != since
+
+
+def _copying(entries: Iterable[Entry]) -> Work | None:
+    """Returns a copy from one of the entries' host buffers that has not ended, or None."""
+    return next((e.copied for e in entries if e.copied is not None and not e.copied.done), None)

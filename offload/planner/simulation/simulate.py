@@ -23,7 +23,7 @@ from offload.planner.simulation.clock import Span
 from offload.planner.simulation.kept_inputs import Input, SimulatedInputs
 from offload.planner.simulation.machine import Acting, Machine, Moved, Rates, Waited, Worked
 from offload.planner.simulation.pager import SimulatedPager
-from offload.planner.simulation.updater import NOT_EAGER, Eager, SimulatedUpdater, UpdateCost
+from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
@@ -87,7 +87,7 @@ def simulate(
     overlap: bool = True,
     tile_numel: int | None = None,
     steps: int = 3,
-    eager: Eager = NOT_EAGER,
+    speculate: bool = False,
     counted: int = 1,
 ) -> Simulation:
     """Simulates steps that all make the same uses, and returns the result for the last ones.
@@ -103,7 +103,7 @@ def simulate(
         tile_numel: elements of a tile of the update worker; by default an entire unit.
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
-        eager: work that starts before the thread that runs the model asks for it; only with `overlap`.
+        speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
         counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
 
     Raises:
@@ -111,7 +111,7 @@ def simulate(
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
-    updater = SimulatedUpdater(updates, tile_numel, pager, machine, eager if overlap else NOT_EAGER)
+    updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
     # Counters only grow, so the last steps are the differences of the last marks.

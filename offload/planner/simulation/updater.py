@@ -57,17 +57,6 @@ class _Tile(NamedTuple):
     writes: list[Work]
 
 
-class Eager(NamedTuple):
-    """Work that starts before the thread that runs the model asks for it."""
-
-    speculate: bool = False
-    """True to update a unit as soon as its gradient is complete, where the update is revocable."""
-
-
-NOT_EAGER = Eager()
-"""Nothing starts early."""
-
-
 class SimulatedUpdater:
     """The update worker. `act` runs as the worker; `schedule`, `finish` and `complete` run on the model's thread."""
 
@@ -77,7 +66,7 @@ class SimulatedUpdater:
         tile_numel: int | None,
         pager: SimulatedPager,
         machine: Machine,
-        eager: Eager,
+        speculate: bool,
     ) -> None:
         """Starts idle.
 
@@ -86,10 +75,10 @@ class SimulatedUpdater:
             tile_numel: elements of a tile; None for an entire unit.
             pager: the pager, which shares host buffers with the updates.
             machine: hardware that performs the work.
-            eager: work that starts early.
+            speculate: True to update a unit as soon as its gradient is complete, where the update is revocable.
         """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
-        self._weights, self._eager = SimulatedWeightUpdates(pager), eager
+        self._weights, self._speculate = SimulatedWeightUpdates(pager), speculate
         self.undelivered = 0
         self.speculated: list[int] = []
         """Units of all updates that began before their step(), in order."""
@@ -113,7 +102,7 @@ class SimulatedUpdater:
         if cost is not None and cost.gradient_nbytes:
             nbytes = cost.gradient_nbytes
             self._gradients[unit] = self._machine.write("gradient write", "gradients_written", unit, nbytes)
-        if cost is not None and cost.revocable and self._eager.speculate:
+        if cost is not None and cost.revocable and self._speculate:
             self._complete.append(unit)
             self._pager.notify()
 

@@ -24,7 +24,7 @@ from offload.planner.simulation import machine as simulate_machine
 from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
 from offload.planner.simulation.machine import Moved, Waited
 from offload.planner.simulation.simulate import Simulation, Use, simulate
-from offload.planner.simulation.updater import Eager, UpdateCost
+from offload.planner.simulation.updater import UpdateCost
 from offload.planner.step_time.bound import least
 from offload.planner.step_time.passes import forward
 from offload.planner.step_time.step_order import step_of
@@ -154,7 +154,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         memory.config.offload.debug.overlap,
         _tile_numel(memory),
         _SPECULATIVE_STEPS if early else _STEPS,
-        Eager(speculate=early),
+        early,
         _COUNTED if early else 1,
     )
     compute = sum(use.seconds for one in passes for use in one)
