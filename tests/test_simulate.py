@@ -21,7 +21,6 @@ from offload.planner.simulation.clock import Clock
 from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
 from offload.planner.simulation.simulate import Budgets, Use, simulate
-from offload.planner.simulation.updater import Eager
 from offload.states import Tier
 from offload.swapper.policy import Limits
 from tests.support.oracle import small_pieces
@@ -71,24 +70,21 @@ rates = st.none() | st.builds(
 )
 
 
-eager = st.builds(Eager, st.booleans(), st.booleans())
-
-
 @settings(max_examples=examples(300), deadline=None)
-@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(1, 4), eager)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.integers(1, 4), st.booleans())
 def test_every_run_ends_within_its_budgets(
-    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, steps: int, eager: Eager
+    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, steps: int, speculate: bool
 ) -> None:
     """From two pages of leases and room for two units on; nobody waits in a circle."""
     device = sum(case.moving[-2:]) + more * PAGE
-    found = case.run(host * PAGE, device, rates=rates, overlap=overlap, steps=steps, eager=eager)
+    found = case.run(host * PAGE, device, rates=rates, overlap=overlap, steps=steps, speculate=speculate)
     assert found.host_peak <= host * PAGE and found.device_peak <= device
     assert found.hits <= found.uses <= len(case.uses)
     assert (found.seconds == 0) or rates is not None or any(use.seconds for use in case.uses)
     used = {use.unit for use in case.uses}
     costs = [update for update in case.updates if update is not None]
-    assert len(found.speculated) <= (len(costs) if eager.speculate and overlap else 0)
-    if eager.speculate and overlap:
+    assert len(found.speculated) <= (len(costs) if speculate and overlap else 0)
+    if speculate and overlap:
         return  # an update may be in this step or in the next one, so one step says nothing of their bytes
     if not overlap or steps > 1:
         assert found.moved.updates_written == sum(update.written_nbytes for update in costs)
@@ -103,12 +99,14 @@ def test_every_run_ends_within_its_budgets(
 
 
 @settings(max_examples=examples(150), deadline=None)
-@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), eager)
+@given(cases(), st.integers(2, 60), st.integers(0, 40), rates, st.booleans(), st.booleans())
 def test_the_thread_that_runs_the_model_computes_or_waits(
-    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, eager: Eager
+    case: Case, host: int, more: int, rates: Rates | None, overlap: bool, speculate: bool
 ) -> None:
     rates = (rates or Rates())._replace(on_cpu=False)
-    found = case.run(host * PAGE, sum(case.moving[-2:]) + more * PAGE, rates=rates, overlap=overlap, eager=eager)
+    found = case.run(
+        host * PAGE, sum(case.moving[-2:]) + more * PAGE, rates=rates, overlap=overlap, speculate=speculate
+    )
     compute = sum(use.seconds for use in case.uses)
     assert found.seconds == pytest.approx(compute + sum(found.waited), abs=1e-9)
     computing = [span for span in found.spans if span.row == "model"]
