@@ -12,6 +12,7 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
+from offload.layout.schedule import MICRO_BATCH_MAJOR
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
@@ -31,8 +32,6 @@ def predict(
     recompute: bool = False,
     chunked_loss: bool = False,
     resuming: bool = False,
-    schedule: str = "auto",
-    speculate: bool = True,
 ) -> Planned:
     """Returns the plan of a run on one rank. The model is not yet part of an engine, and stays as it is.
 
@@ -45,8 +44,6 @@ def predict(
         recompute: True if activations are computed again in the backward.
         chunked_loss: True if never all logits are in memory.
         resuming: True if the run's swap files exist already, so that free disk space does not matter.
-        schedule: order of micro-batches and blocks.
-        speculate: True if the run updates units under the backward where it can.
 
     Raises:
         ConfigError: the config has no plan, or the probe is of another device.
@@ -56,8 +53,23 @@ def predict(
     machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
     shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
-    load = Load(batch.micro, batch.accumulation, recompute, chunked_loss, schedule=schedule, speculate=speculate)
+    load = Load(
+        batch.micro,
+        batch.accumulation,
+        recompute,
+        chunked_loss,
+        schedule=_schedule(config, recompute),
+        speculate=config.offload.speculate is not False,
+    )
     return choice.plan(shape, machine, load, content)
+
+
+def _schedule(config: Config, recompute: bool) -> str:
+    """Returns the order that the engine takes of "auto", as far as it is known: it knows no bytes of activations."""
+    asked = config.offload.schedule
+    if asked == "auto" and config.activation_tier is None and not recompute:
+        return MICRO_BATCH_MAJOR
+    return asked
 
 
 def _machine(found: Probed, config: Config, resuming: bool) -> Hardware:

@@ -155,9 +155,15 @@ def _load(step: Step, content: Mapping[str, Any] | None = None) -> Load:
     )
     if content is None:
         return load
-    sizes = resolve_batch(load_config(content), 1)
-    micro, accumulation = step.batch or sizes.micro, step.accumulation or sizes.accumulation
-    return load._replace(batch=micro, accumulation=accumulation, recompute=bool(step.recompute))
+    config = load_config(content)
+    sizes = resolve_batch(config, 1)
+    return load._replace(
+        batch=step.batch or sizes.micro,
+        accumulation=step.accumulation or sizes.accumulation,
+        recompute=bool(step.recompute),
+        schedule=step.schedule or config.offload.schedule,
+        speculate=config.offload.speculate is not False if step.speculate is None else step.speculate,
+    )
 
 
 def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[str, Any]:
@@ -344,6 +350,10 @@ def ready(planned: Planned) -> dict[str, Any]:
         block |= {name: format_exact(block[name]) for name in ("host_memory", "activation_memory") if name in block}
     if planned.hardware.on_cpu or planned.hardware.unified:
         block.setdefault("device_memory", format_exact(planned.memory.device))
+    if planned.load.accumulation > 1:
+        block["schedule"] = planned.choice.schedule
+    if not planned.load.speculate:
+        block["speculate"] = False
     content.setdefault("train_micro_batch_size_per_gpu", planned.load.batch)
     content.setdefault("gradient_accumulation_steps", planned.load.accumulation)
     return content

@@ -187,13 +187,16 @@ def _schedule(
     config: Config, batch: Batch, model: nn.Module, placement: Placement, ranks: Ranks | None
 ) -> tuple[Choice, tuple[str, ...]]:
     """Returns the order of micro-batches and blocks, and lines on it where it matters."""
-    asked, checkpointed = config.offload.schedule, config.activation_tier is not None
+    asked, blocks = config.offload.schedule, blocks_of(model, config.units)
+    # A block of transformers that checkpoints itself has this attribute.
+    by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
+    checkpointed = config.activation_tier is not None or by_itself
     moves = ranks is not None or any(row[State.WEIGHT] is not Tier.DEVICE for row in placement.tiers)
     choice = choose_schedule(
         asked=asked,
         # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
         micro_batches=max(batch.accumulation, 2 if asked == LAYER_MAJOR else 1),
-        blocks=len(blocks_of(model, config.units)),
+        blocks=len(blocks),
         moves=moves,
         checkpointed=checkpointed,
         activation_nbytes=None,
