@@ -133,6 +133,18 @@ def test_gradients_leave_the_device_once_a_step(
     engine.destroy(remove=True)
 
 
+def test_a_part_of_a_step_leaves_no_total_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = LateDevice(0, 0.9)
+    device.spare = DeviceRoom(0, 0)
+    use_device(monkeypatch, device, always=False)
+    engine = start(JOB, DISK, tmp_path, device_memory=room_for(JOB, 3), **LAYERED)
+    for part in (range(2), range(2, 4)):
+        engine.accumulate(part, lambda micro: JOB.loss(engine, 0, micro))
+        assert [*engine._core.components.gradients.totals.ranges()] == []
+        engine.step()
+    engine.destroy(remove=True)
+
+
 def test_losses_are_in_the_order_of_the_micro_batches(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, **LAYERED)
     accumulated_step(engine, JOB, 0)

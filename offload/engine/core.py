@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.callbacks import Edit, EngineCallbacks, Turn
 from offload.engine.checkpoint.manager import Checkpoints
 from offload.engine.memory_report import base_bytes
 from offload.engine.model_io.save_pretrained import PretrainedWriter
@@ -298,9 +298,11 @@ class EngineCore(EngineCallbacks):
         ahead = 0 if layer_major is None else layer_major.turn
         return self.accumulation.is_last(self.state.settings.accumulation, ahead)
 
-    def turn(self) -> int | None:
+    def turn(self) -> Turn | None:
         layer_major = self.components.layer_major
-        return layer_major.turn if layer_major is not None and self.components.hooks.passes.takes_turns else None
+        if layer_major is None or not self.components.hooks.passes.takes_turns:
+            return None
+        return Turn(layer_major.turn, layer_major.turn == layer_major.count - 1)
 
     def gradients_complete(self, unit: int) -> None:
         self.optimizer_step.gradients_complete(unit)

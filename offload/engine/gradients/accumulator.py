@@ -161,28 +161,30 @@ class GradientAccumulator:
             self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
-        elif self.downloads is None:
-            self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
-        elif self._is_added_up(unit, segment, first):
+            return
+        new = self._is_new(unit, segment, first)
+        if self.downloads is None:
+            self._accumulate(unit, segment, first, values, new)
+        # A gradient begins a total on the device, or is added to one, or is copied.
+        elif self.totals.has(unit, (segment, first)) or (new and not self._leaves(unit)):
             self._add_up(self.downloads, unit, segment, first, values)
         else:
-            self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
+            self._send(self.downloads, unit, segment, first, values, new)
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Returns True if no gradient was stored at this position since the last step."""
         return (segment, first) not in self._squares[unit]
 
-    def _is_added_up(self, unit: int, segment: int, first: int) -> bool:
-        """Returns True if a gradient is to begin a total on the device, or to be added to one, and not copied."""
-        if self.totals.has(unit, (segment, first)):
-            return True
-        takes = self.totals.takes(unit) or self._callbacks.turn() is not None
-        return takes and self._is_new(unit, segment, first) and not self._callbacks.is_last_micro_batch()
+    def _leaves(self, unit: int) -> bool:
+        """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
+        turn = self._callbacks.turn()
+        alone = not self.totals.takes(unit) and (turn is None or turn.last)
+        return alone or self._callbacks.is_last_micro_batch()
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Adds `values` to the total on the device; in the last micro-batch, starts its copy to the host."""
+        """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
         self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
-        if self._callbacks.is_last_micro_batch():
+        if self._leaves(unit):
             self._send_total(downloads, unit, segment, first)
 
     def _send_total(self, downloads: DeviceToHost, unit: int, segment: int, first: int) -> None:

@@ -108,6 +108,11 @@ class LayerMajor:
         return self._kept is None and top_saved_tensor_hooks() is None and not under_modes()
 
     @property
+    def count(self) -> int:
+        """Number of the micro-batches of the step under way."""
+        return len(self._waiting)
+
+    @property
     def on_this_thread(self) -> bool:
         """True on the thread of a micro-batch."""
         return self._local.micro_batch is not None

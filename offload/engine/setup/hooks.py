@@ -106,7 +106,12 @@ def activations(
     checkpoints = UnitCheckpoints(
         blocks, plan.device, other_hooks, _is_weight, block.synchronize_checkpoint_boundary, seconds
     )
-    inputs = _kept_inputs(plan, files, len(blocks), callbacks.turn, timeline)
+
+    def turn() -> int | None:
+        now = callbacks.turn()
+        return None if now is None else now.number
+
+    inputs = _kept_inputs(plan, files, len(blocks), turn, timeline)
     return Activations(checkpoints=checkpoints, inputs=inputs, notices=lines)
 
 
