@@ -161,15 +161,13 @@ class GradientAccumulator:
             self._callbacks.await_updates()  # a graph older than step() that needs no weights, such as an embedding's
         if unit in self._on_device:
             self._keep(unit, segment, first, values)
-            return
-        new = self._is_new(unit, segment, first)
-        if self.downloads is None:
-            self._accumulate(unit, segment, first, values, new)
+        elif self.downloads is None:
+            self._accumulate(unit, segment, first, values, self._is_new(unit, segment, first))
         # A gradient begins a total on the device, or is added to one, or is copied.
-        elif self.totals.has(unit, (segment, first)) or (new and not self._leaves(unit)):
+        elif self.totals.has(unit, (segment, first)) or (self._is_new(unit, segment, first) and not self._leaves(unit)):
             self._add_up(self.downloads, unit, segment, first, values)
         else:
-            self._send(self.downloads, unit, segment, first, values, new)
+            self._send(self.downloads, unit, segment, first, values, self._is_new(unit, segment, first))
 
     def _is_new(self, unit: int, segment: int, first: int) -> bool:
         """Returns True if no gradient was stored at this position since the last step."""
@@ -177,9 +175,9 @@ class GradientAccumulator:
 
     def _leaves(self, unit: int) -> bool:
         """Returns True if no further gradient of `unit` is added up on the device in this step, or in its turns."""
-        turn = self._callbacks.turn()
-        alone = not self.totals.takes(unit) and (turn is None or turn.last)
-        return alone or self._callbacks.is_last_micro_batch()
+        if self._callbacks.is_last_micro_batch():
+            return True
+        return not self.totals.takes(unit) and ((turn := self._callbacks.turn()) is None or turn.last)
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
