@@ -168,7 +168,9 @@ MUTANTS = (
         "        last = first + numel == len(sent.source)",
         "part",
     ),
-    _reads("a total", "offload.engine.gradients.device_totals", "            memory.add_(values)", "memory"),
+    _reads(
+        "a total", "offload.engine.gradients.device_totals", "            here[segment_range].add_(values)", "values"
+    ),
     _reads(
         "weights at their acquisition",
         "offload.swapper.pager",

@@ -241,8 +241,8 @@ MUTANTS = (
     Mutant(
         "forget the micro-batches before the last, where the device adds them up",
         "offload.engine.gradients.device_totals",
-        "memory.add_(values)",
-        "memory.copy_(values)",
+        "here[segment_range].add_(values)",
+        "here[segment_range].copy_(values)",
         "tests/test_device_gradient_totals.py",
     ),
     Mutant(
@@ -380,10 +380,45 @@ MUTANTS = (
     ),
     Mutant(
         "take an evaluation for a step",
-        "offload.engine.params.module_hooks",
-        "PassKind.TRAIN if self._trainable and torch.is_grad_enabled() else PassKind.EVAL",
+        "offload.engine.schedule.passes",
+        "PassKind.TRAIN if trains else PassKind.EVAL",
         "PassKind.TRAIN",
         "tests/test_prefetch.py",
+    ),
+    Mutant(
+        "run the micro-batch that has come furthest first",
+        "offload.engine.schedule.layer_major",
+        "min(running, key",
+        "max(running, key",
+        "tests/test_layer_major.py",
+    ),
+    Mutant(
+        "let micro-batches draw from one random generator",
+        "offload.engine.schedule.generators",
+        "            self._put(states)\n        elif",
+        "            pass\n        elif",
+        "tests/test_layer_major_bits.py",
+    ),
+    Mutant(
+        "leave micro-batches at their border when a step ends early",
+        "offload.engine.schedule.layer_major",
+        "            self._waiting[-1].abandon()\n",
+        "",
+        "tests/test_layer_major.py",
+    ),
+    Mutant(
+        "let a model that keeps values between blocks take turns",
+        "offload.engine.schedule.layer_major",
+        "return self._kept is None and",
+        "return",
+        "tests/test_layer_major.py",
+    ),
+    Mutant(
+        "keep totals of all units on the device after a part of a step",
+        "offload.engine.gradients.accumulator",
+        ") is None or turn.last)",
+        ") is None)",
+        "tests/test_layer_major.py",
     ),
     Mutant(
         "leave the gradient of an aborted backward with its parameter",
