@@ -245,10 +245,44 @@ class Keeps(Wide):
         return super().forward(hidden) + self.first
 
 
+class KeepsInside(Wide):
+    """The same in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.context: dict[str, Any] = {"first": None}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.context["first"] = hidden
+        return super().forward(hidden) + self.context["first"]
+
+
+class KeepsBuffer(Wide):
+    """The same in a buffer, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.zeros(4, 64))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.first.copy_(hidden)
+        return super().forward(hidden) + self.first
+
+
+class SetsUp(Wide):
+    """A model that sets something up in its first forward, and keeps nothing afterwards."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "ready"):
+            self.ready = True
+        return super().forward(hidden)
+
+
+@pytest.mark.parametrize("model", [Keeps, KeepsInside, KeepsBuffer])
 def test_a_model_that_keeps_values_on_its_modules_is_run_one_micro_batch_after_the_other(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: type[Wide], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = WIDE._replace(model=Keeps)
+    job = WIDE._replace(model=model)
     plain = start(job, MEMORY, tmp_path / "plain", schedule="micro_batch_major")
     expected = trained(plain, job, accumulated_step)
     plain.destroy(remove=True)
@@ -256,7 +290,31 @@ def test_a_model_that_keeps_values_on_its_modules_is_run_one_micro_batch_after_t
     with caplog.at_level(logging.WARNING, "offload"):
         assert_same(expected, trained(engine, job, accumulated_step))
     told = [each.getMessage() for each in caplog.records if "one after the other" in each.getMessage()]
-    assert len(told) == 1 and "first" in told[0]
+    assert len(told) == 1 and ("first" in told[0] or "context" in told[0])
+    assert engine._core.components.layer_major is not None and not engine._core.components.layer_major.possible
+    engine.destroy(remove=True)
+
+
+def test_a_model_may_set_something_up_in_its_first_forward(tmp_path: Path) -> None:
+    job = WIDE._replace(model=SetsUp)
+    engine = start(job, DISK, tmp_path, **LAYERED)
+    accumulated_step(engine, job, 0)
+    assert engine._core.components.layer_major is not None and engine._core.components.layer_major.possible
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("asked", ["auto", "layer_major"])
+def test_a_forward_hook_of_the_user_ends_turns_that_were_not_asked_for(
+    asked: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(WIDE, DISK, tmp_path, schedule=asked, activations="device")
+    seen: list[torch.Tensor] = []
+    engine.module.blocks[2].register_forward_hook(lambda module, args, output: seen.append(output.detach()))
+    with caplog.at_level(logging.WARNING, "offload"):
+        accumulated_step(engine, WIDE, 0)
+    assert engine._core.components.layer_major is not None
+    assert engine._core.components.layer_major.possible is (asked == "layer_major")
+    assert any("a forward hook of yours on blocks.2" in each.getMessage() for each in caplog.records)
     engine.destroy(remove=True)
 
 

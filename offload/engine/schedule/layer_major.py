@@ -16,7 +16,8 @@ next. So a micro-batch that leaves out a block waits for those that do not, and 
 their order.
 
 In the first step the micro-batches pass one after the other while the modules are watched: a model that keeps values
-on its modules between blocks (`module_state`) stays with that order.
+on its modules between blocks (`module_state`) stays with that order. So does one with forward hooks of the user, unless
+the config asks for turns by name.
 
 Threads. A micro-batch's forward and backward run on its thread: `EngineCore.run_backward` asks torch for that, which
 would run all backwards of a GPU on one thread. All but the hooks belong to the thread that runs the step. Ctrl-C is
@@ -25,6 +26,7 @@ obeyed when a micro-batch has reached its border.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +36,7 @@ from torch import nn
 
 from offload.engine.schedule.generators import MicroBatchGenerators
 from offload.engine.schedule.micro_batch import START, Border, MicroBatch, ThreadSettings
-from offload.engine.schedule.module_state import ModuleState
+from offload.engine.schedule.module_state import ModuleState, foreign_hook
 from offload.engine.schedule.passes import Passes
 from offload.errors import UsageError
 from offload.interrupts import let_deferred_in, uninterrupted
@@ -74,7 +76,14 @@ class _Local(threading.local):
 class LayerMajor:
     """The borders of one model's blocks, and the micro-batches that wait there."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], blocks: Sequence[str], passes: Passes, device: Device) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        blocks: Sequence[str],
+        passes: Passes,
+        device: Device,
+        wanted: bool,
+    ) -> None:
         """Installs a border on each block, outside of all hooks that are installed so far, until `remove`.
 
         Args:
@@ -82,7 +91,9 @@ class LayerMajor:
             blocks: names of the repeated blocks, in the order of the model.
             passes: is told that micro-batches take turns.
             device: the compute device.
+            wanted: True if the user asks for turns by name.
         """
+        self._wanted = wanted
         self._passes, self._device, self._modules = passes, device, modules
         self._local = _Local()
         self._waiting: list[MicroBatch[Any]] = []
@@ -136,6 +147,7 @@ class LayerMajor:
             try:
                 if not self._watched:
                     self._run_one_by_one(generators)
+                    self._mind_hooks()
                 while running := [each for each in enumerate(waiting) if not each[1].ended]:
                     number, micro_batch = min(running, key=lambda each: (each[1].border, each[0]))
                     self._resume(number, micro_batch, generators)
@@ -143,16 +155,32 @@ class LayerMajor:
             finally:
                 self.abandon()
 
+    def _mind_hooks(self) -> None:
+        """Reports a forward hook of the user, which may keep values where other micro-batches find them."""
+        name = None if self._kept is not None else foreign_hook(self._modules)
+        if name is None:
+            return
+        what = f"a forward hook of yours on {name} may keep values between two blocks, where another micro-batch finds"
+        if self._wanted:
+            announce(f'{what} them: if it does, set "schedule" to "micro_batch_major"')
+        else:
+            self._kept = "a hook"
+            announce(
+                f"micro-batches pass through the model one after the other: {what} them. If it keeps none, set "
+                '"schedule" to "layer_major"'
+            )
+
     def _run_one_by_one(self, generators: MicroBatchGenerators) -> None:
-        """Runs the micro-batches one after the other, and watches the modules during the first one's forward."""
-        state: ModuleState | None = ModuleState(self._modules)
+        """Runs the micro-batches one after the other, and watches the modules during the second one's forward."""
+        state = ModuleState(self._modules)
         for number, micro_batch in enumerate(list(self._waiting)):
+            with state.watching() if number == 1 else contextlib.nullcontext():
+                while not micro_batch.ended and not micro_batch.border.backward:
+                    self._resume(number, micro_batch, generators)
+                    if number == 1 and not (micro_batch.ended or micro_batch.border.backward) and self._kept is None:
+                        self._kept = state.changed()
             while not micro_batch.ended:
                 self._resume(number, micro_batch, generators)
-                if state is not None and (micro_batch.ended or micro_batch.border.backward):
-                    state = None  # other engines of the model's parts may run between here and the end
-                if state is not None and self._kept is None:
-                    self._kept = state.changed()
         self._watched = True
         if self._kept is not None:
             announce(

@@ -82,7 +82,8 @@ def module_hooks(
     if plan.schedule.schedule != LAYER_MAJOR:
         return hooks, None
     blocks = blocks_of(model, plan.config.units)
-    return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device)
+    wanted = plan.config.offload.schedule == LAYER_MAJOR
+    return hooks, LayerMajor(dict(model.named_modules()), blocks, hooks.passes, plan.device, wanted)
 
 
 def activations(
