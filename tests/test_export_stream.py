@@ -199,7 +199,7 @@ def test_each_byte_of_a_chunk_goes_to_its_place_in_each_file(
     }
     assert found == expected
     firsts = [run for run in runs if any(run.at <= piece.at < run.at + run.nbytes for piece in pieces)]
-    assert firsts and all(run.at + run.nbytes <= room for run in runs)
+    assert bool(firsts) == bool(pieces) and all(run.at + run.nbytes <= room for run in runs)
     if len(runs) <= weight_stream._GAPS // PAGE and not written_twice:
         assert all((run.at - run.place.offset) % PAGE == 0 for run in runs), "O_DIRECT can write them"
 

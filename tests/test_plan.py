@@ -166,7 +166,7 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
 # -- time ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("speculate", "near"), [(False, 0.02), (True, 0.07)])
+@pytest.mark.parametrize(("speculate", "near"), [(False, 0.02), (True, 0.15)])
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
 def test_a_step_on_drives_follows_the_formula(billions: int, layers: int, speculate: bool, near: float) -> None:
     shape = from_count(billions * 10**9, layers, 2048)

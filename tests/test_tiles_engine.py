@@ -190,14 +190,19 @@ def test_checkpointing_costs_no_further_forward(kind: str, tmp_path: Path) -> No
 
 
 def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
-    calls, add = list[tuple[int, int]](), GradientAccumulator.add
+    calls, adder = list[tuple[int, int]](), GradientAccumulator.adder
 
-    def counted(self: GradientAccumulator, unit: int, at: int, gradient: torch.Tensor) -> None:
-        calls.append((unit, at))
-        add(self, unit, at, gradient)
+    def counting(self: GradientAccumulator, unit: int, at: int) -> Callable[[torch.Tensor], None]:
+        add = adder(self, unit, at)
+
+        def counted(gradient: torch.Tensor) -> None:
+            calls.append((unit, at))
+            add(gradient)
+
+        return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GradientAccumulator, "add", counted)  # before hooks bind it
+        patch.setattr(GradientAccumulator, "adder", counting)  # before hooks bind it
         engine = start(JOBS["llama"], DISK, tmp_path, tile_mlp=4)
         engine.backward(models.language_loss(engine, 0, 0))
     assert len(calls) == len(set(calls)) == len(list(engine.module.parameters()))

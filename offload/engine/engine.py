@@ -225,6 +225,8 @@ class Engine(MicroBatchesApi):
                 f"accumulate expects the micro-batches of a step, as a list, got {type(micro_batches).__name__}"
             )
         taken = list(micro_batches)
+        if not taken:
+            return []
         self._core.accumulation.check_room(len(taken), self._settings.accumulation)
         return self._accumulate(taken, len(taken), loss or (lambda each: batch.run(self, each)), scale_wrt_gas)
 

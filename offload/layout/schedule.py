@@ -31,6 +31,18 @@ class Choice(NamedTuple):
     """A clause for a message, without a full stop."""
 
 
+def makes_early_updates(speculate: object, on_cpu: bool) -> bool:
+    """Returns whether a run tries updates under the backward.
+
+    On a CPU the kernels of updates take cores from the backward, where on a GPU they are idle: "auto" leaves it out.
+
+    Args:
+        speculate: the key "speculate": "auto", True or False.
+        on_cpu: True if the model computes on the CPU.
+    """
+    return speculate is True or (speculate == "auto" and not on_cpu)
+
+
 def choose_schedule(
     *,
     asked: str,

@@ -12,7 +12,7 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
-from offload.layout.schedule import MICRO_BATCH_MAJOR
+from offload.layout.schedule import MICRO_BATCH_MAJOR, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, probed
@@ -59,7 +59,7 @@ def predict(
         recompute,
         chunked_loss,
         schedule=_schedule(config, recompute),
-        speculate=config.offload.speculate is not False,
+        speculate=makes_early_updates(config.offload.speculate, machine.on_cpu),
     )
     return choice.plan(shape, machine, load, content)
 

@@ -19,7 +19,7 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
-from offload.layout.schedule import SCHEDULES
+from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.formulas import need
 from offload.planner.activations.kept import with_host_memory
@@ -111,11 +111,11 @@ def planned(
     units = config.offload.units if config is not None else ()
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
-        load = _load(step)
+        load = _load(step, on.on_cpu)
         on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
         options = _options(machine, on, step, dtype)
         return choice.choose(of, on, load, step.recompute, activations=step.activations, **options)
-    load = _load(step, content)
+    load = _load(step, on.on_cpu, content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
     return choice.plan(of, on, load, content)
 
@@ -134,8 +134,8 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
     of = shape(model, step.sequence, DTYPES[dtype], config.offload.units if config is not None else ())
     if content is not None:
-        return search(of, on, _load(step, content), [content], step.chunked_loss)
-    load, options = _load(step), _options(machine, on, step, dtype)
+        return search(of, on, _load(step, on.on_cpu, content), [content], step.chunked_loss)
+    load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in choice.PLACEMENTS
@@ -144,14 +144,14 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     return search(of, on, load, contents, step.chunked_loss)
 
 
-def _load(step: Step, content: Mapping[str, Any] | None = None) -> Load:
+def _load(step: Step, on_cpu: bool, content: Mapping[str, Any] | None = None) -> Load:
     """Returns the work of a step; a config has the numbers that no option gives, and is planned for one rank."""
     load = Load(
         step.batch or 1,
         step.accumulation or 1,
         chunked_loss=bool(step.chunked_loss),
         schedule=step.schedule or "auto",
-        speculate=step.speculate is not False,
+        speculate=makes_early_updates("auto", on_cpu) if step.speculate is None else step.speculate,
     )
     if content is None:
         return load
@@ -162,7 +162,9 @@ def _load(step: Step, content: Mapping[str, Any] | None = None) -> Load:
         accumulation=step.accumulation or sizes.accumulation,
         recompute=bool(step.recompute),
         schedule=step.schedule or config.offload.schedule,
-        speculate=config.offload.speculate is not False if step.speculate is None else step.speculate,
+        speculate=load.speculate
+        if step.speculate is not None
+        else makes_early_updates(config.offload.speculate, on_cpu),
     )
 
 

@@ -228,6 +228,12 @@ class DeviceCache:
         else:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
+    def close(self) -> None:
+        """Waits for copies in flight: both ends of them are about to be freed, and no use may have waited for them."""
+        for entry in self._table.entries:
+            entry.copied.wait()
+            entry.uploaded.wait()
+
     # -- copies -------------------------------------------------------------------------------------
 
     def upload(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:

@@ -383,10 +383,13 @@ class Pager:
 
     @uninterrupted
     def close(self) -> None:
-        """Waits for reads in flight and frees all buffers. The update worker must have ended."""
+        """Waits for reads and uploads in flight and frees all buffers. The update worker must have ended."""
         with self.lock:
+            sound = self.table.failure is None
             # First, so that no read that ends from now on starts anything.
             self.table.failure = self.table.failure or EngineFailed("the engine was destroyed")
             with self._prefetcher.stopped():
                 self._host_cache.close()
+                if sound:
+                    self._device_cache.close()
             self.notify()

@@ -88,8 +88,9 @@ class OffloadBlock(Block):
     speculate: Literal["auto"] | bool = Field(
         "auto",
         description="update a unit under the backward, as soon as its gradients are complete, before the norm is "
-        "known; a step that clips makes the update again, with the same result. auto: until a step clips, and again "
-        "after 8 steps that did not; needs two slots and states on nvme; see concepts/updates-and-commits.md",
+        "known; a step that clips makes the update again, with the same result. auto: on a GPU, until a step clips, "
+        "and again after 8 steps that did not; true: on a CPU too. Needs two slots and states on nvme; see "
+        "concepts/updates-and-commits.md",
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(

@@ -218,8 +218,9 @@ class UpdateWorker:
         # sleep through the change.
         seen = self._pager.version
         self._pager.check()  # after an error anywhere no work may begin, and no commit
-        self._carry_out_verdicts()
+        # Tiles first: a dropped update ends with its last tile, and nobody tells this thread of it later.
         self._retire(wait=False)
+        self._carry_out_verdicts()
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
         while self._pipeline.free_buffers and (job := self._current_job()) is not None:
             self._pipeline.begin(job)

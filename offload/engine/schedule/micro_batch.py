@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from offload.errors import UsageError
 from offload.swapper.memory.device import Device
 
 _T = TypeVar("_T")
@@ -126,7 +127,14 @@ class MicroBatch(Generic[_T]):
 
         Raises:
             Abandoned: the micro-batch must end here.
+            UsageError: the calling thread is another micro-batch's, whose backward has come into this one's graph.
         """
+        if threading.current_thread() is not self._thread:
+            raise UsageError(
+                "the backward of one micro-batch has come to a block of another, whose values it uses: something, such "
+                "as a forward hook of yours, keeps values where other micro-batches find them. Set "
+                '"schedule": "micro_batch_major" in the "offload" block, or keep them by thread (threading.local)'
+            )
         self.border = border
         if not self._abandoned:
             self._has_stopped.release()

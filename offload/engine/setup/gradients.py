@@ -20,6 +20,7 @@ from offload.engine.optim.speculation.rules import RunFacts, run_may_speculate
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.layout.placement import STAGING_BUFFERS, WINDOWS
+from offload.layout.schedule import makes_early_updates
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -116,12 +117,13 @@ def _gradient_places(
 def _run_facts(plan: Plan) -> RunFacts:
     """Returns the facts that decide whether updates may be made under the backward."""
     return RunFacts(
-        wanted=plan.config.offload.speculate is not False and plan.config.offload.debug.overlap,
+        wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
+        and plan.config.offload.debug.overlap,
         ranks=1 if plan.ranks is None else plan.ranks.size,
         one_pass=plan.mode.optimizer not in (LAMB, TORCH),
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
-            part and all(row[state] is Tier.DISK for state in plan.mode.states)
+            part and all(row.get(state) is Tier.DISK for state in plan.mode.states)
             for part, row in zip(plan.trainable, plan.placement.tiers, strict=True)
         ),
     )

@@ -85,7 +85,7 @@ class GradientAccumulation:
 
     def check_room(self, micro_batches: int, accumulation: int) -> None:
         """Raises `UsageError` if `micro_batches` more are too many for the step."""
-        remaining = self.remaining(accumulation)
+        remaining = None if self.remaining(accumulation) is None else max(accumulation - self.count, 0)
         if remaining is not None and micro_batches > remaining:
             raise UsageError(
                 f"accumulate got {count_of(micro_batches, 'micro-batch', 'micro-batches')}, and the step needs "

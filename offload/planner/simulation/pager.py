@@ -81,7 +81,7 @@ class SimulatedPager:
                 yield from self.machine.counted("update", self._wait_for_update(entry))
             elif entry.residency is Residency.DISK:
                 host_buffer = yield from self.machine.counted(
-                    "room", self.host_buffer(entry.index, self._buffer_nbytes(entry))
+                    "room", self.take_host_buffer(entry.index, self._buffer_nbytes(entry))
                 )
                 if host_buffer is None:
                     yield from self.machine.counted("room", self._wait_for_buffer())
@@ -146,7 +146,7 @@ class SimulatedPager:
 
     def _stream(self, entry: Entry, host_buffer: Block) -> Acting[None]:
         """Moves a unit from DISK to the device in chunks; each but the last is copied while the next is read."""
-        second = yield from self.machine.counted("room", self.host_buffer(entry.index, host_buffer.nbytes))
+        second = yield from self.machine.counted("room", self.take_host_buffer(entry.index, host_buffer.nbytes))
         place = self._allocate_on_device(entry)
         if place is None:
             raise self._no_room(entry)
@@ -235,7 +235,7 @@ class SimulatedPager:
             yield from self.finish_read(entry)
         while (unit := self._next_read()) is not None:
             nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
-            host_buffer = yield from self.machine.counted("room", self.host_buffer(unit, nbytes, beyond, wait))
+            host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
             if host_buffer is None:
                 return
             if self._wants_read(unit):
@@ -278,7 +278,7 @@ class SimulatedPager:
 
     # -- host buffers of weights ------------------------------------------------------------------
 
-    def host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[Block | None]:
+    def take_host_buffer(self, unit: int, nbytes: int, beyond: int = -1, wait: bool = True) -> Acting[Block | None]:
         """Allocates a host buffer, evicting units whose next use is later than `beyond`; None without room.
 
         Without `wait`, no unit is evicted whose copy to the device is under way.

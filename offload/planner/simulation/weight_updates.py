@@ -36,7 +36,7 @@ class SimulatedWeightUpdates:
             yield from self._pager.finish_read(entry)
         if not entry.at_hand and not self._pager.waiting_for_buffer:
             beyond = -1 if entry.index in self._pager.wanted else self._pager.access_order.distance(entry.index)
-            entry.host_buffer = yield from self._pager.host_buffer(entry.index, entry.size.shard_nbytes, beyond)
+            entry.host_buffer = yield from self._pager.take_host_buffer(entry.index, entry.size.shard_nbytes, beyond)
         entry.in_update = entry.at_hand
         return entry.in_update
 
