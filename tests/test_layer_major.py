@@ -362,3 +362,33 @@ def test_a_model_without_blocks_says_that_the_order_has_no_effect(tmp_path: Path
     engine = start(WIDE._replace(model=lambda: nn.Linear(64, 64)), DISK, tmp_path, **LAYERED)
     assert any("has no effect: the model is no chain of repeated blocks" in notice for notice in engine.notices)
     engine.destroy(remove=True)
+
+
+def test_calls_of_the_engine_in_the_loss_are_refused(tmp_path: Path) -> None:
+    engine = start(WIDE, DISK, tmp_path, **LAYERED)
+    for call in (engine.step, engine.zero_grad, lambda: engine.backward(WIDE.loss(engine, 0, 0))):
+
+        def loss(micro: int, call: Any = call) -> torch.Tensor:
+            call()
+            return WIDE.loss(engine, 0, micro)
+
+        with pytest.raises(UsageError, match="in the loss function of accumulate"):
+            engine.accumulate(range(3), loss)
+    assert engine.accumulate([]) == []
+    accumulated_step(engine, WIDE, 0)
+    engine.destroy(remove=True)
+
+
+def test_a_backward_that_comes_into_another_micro_batch_is_an_error(tmp_path: Path) -> None:
+    engine = start(WIDE, DISK, tmp_path, **LAYERED)
+    kept: dict[str, torch.Tensor] = {}
+    engine.module.blocks[2].register_forward_hook(lambda module, args, output: kept.update(feature=output))
+
+    def loss(micro: int) -> torch.Tensor:
+        return WIDE.loss(engine, 0, micro) + kept["feature"].float().pow(2).mean()
+
+    engine.accumulate(range(3), loss)
+    engine.step()
+    with pytest.raises(UsageError, match="has come to a block of another"):
+        engine.accumulate(range(3), loss)
+    engine.destroy(remove=True)

@@ -245,6 +245,13 @@ class EngineCore(EngineCallbacks):
 
     # -- steps --------------------------------------------------------------------------------------
 
+    def refuse_in_turn(self, call: str) -> None:
+        """Raises `UsageError` within the loss function of `accumulate`."""
+        if self._in_turn:
+            raise UsageError(
+                f"{call} must not be called in the loss function of accumulate, which runs the backward itself"
+            )
+
     @uninterrupted
     def end_step(self) -> None:
         """Performs an optimizer step. `Engine.step` and the user's `optimizer.step()` both call this method."""

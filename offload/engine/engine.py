@@ -151,6 +151,7 @@ class Engine(MicroBatchesApi):
             EngineFailed: if an error has stopped the engine.
         """
         refuse(allreduce_gradients=allreduce_gradients, release_loss=release_loss)
+        self._core.refuse_in_turn("backward")
         divided = self._run_backward(loss, retain_graph, scale_wrt_gas)
         self._add_losses([divided], first=self.micro_batches <= 1)
         return divided
@@ -169,6 +170,7 @@ class Engine(MicroBatchesApi):
             EngineFailed: if an error has stopped the engine.
         """
         refuse(lr_kwargs=lr_kwargs)
+        self._core.refuse_in_turn("step")
         self._core.enter()
         self._core.accumulation.end(self._settings.accumulation)
         if not self._core.accumulation.ends_step(self._settings.accumulation):
@@ -295,6 +297,7 @@ class Engine(MicroBatchesApi):
         Args:
             set_to_none: accepted for compatibility with torch; has no effect.
         """
+        self._core.refuse_in_turn("zero_grad")
         self._core.forget_gradients()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
