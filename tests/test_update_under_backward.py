@@ -517,3 +517,17 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
     # weights a step finds in host memory depends on the moments at which threads run: a few of a step's, either way.
     weights = 8 * sum(parameter.numel() * parameter.element_size() for parameter in Stack(first).parameters())
     assert moved[1][0] <= moved[0][0] + weights / 4
+
+
+def test_weights_that_an_early_update_copies_keep_their_place_on_the_device(tmp_path: Path) -> None:
+    engine = start(JOB, DISK, tmp_path, speculate=True)
+    JOB.loss(engine, 0, 0)
+    pager = engine._core.components.pager
+    with pager.lock:
+        cache = pager._device_cache
+        units = [block.unit for block in cache._droppable()]
+        assert units
+        pager._entries[units[0]].copying += 1
+        assert [block.unit for block in cache._droppable()] == units[1:] and not cache.idle(pager._entries[units[0]])
+        pager._entries[units[0]].copying -= 1
+    engine.destroy(remove=True)

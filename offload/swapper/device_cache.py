@@ -206,7 +206,8 @@ class DeviceCache:
         entries, found = self._table.entries, []
         for unit in sorted(self._table.on_device):
             entry = entries[unit]
-            if not entry.pins and not entry.size.stays and (buffer := entry.device_buffer) is not None:
+            in_use = entry.pins or entry.copying
+            if not in_use and not entry.size.stays and (buffer := entry.device_buffer) is not None:
                 found.append(Block(unit, buffer.offset, buffer.nbytes))
         return found
 
