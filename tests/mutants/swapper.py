@@ -99,8 +99,8 @@ MUTANTS = (
     Mutant(
         "close the pager under an upload ahead",
         "offload.swapper.pager",
-        "            with self._prefetcher.stopped():\n                self._host_cache.close()\n                if sound:\n"
-        "                    self._device_cache.close()",
+        "            with self._prefetcher.stopped():\n                self._host_cache.close()\n"
+        "                if sound:\n                    self._device_cache.close()",
         "            self._host_cache.close()",
         "tests/test_early_start.py",
     ),
