@@ -291,7 +291,7 @@ def test_a_model_that_keeps_values_on_its_modules_is_run_one_micro_batch_after_t
         assert_same(expected, trained(engine, job, accumulated_step))
     told = [each.getMessage() for each in caplog.records if "one after the other" in each.getMessage()]
     assert len(told) == 1 and ("first" in told[0] or "context" in told[0])
-    assert engine._core.components.layer_major is not None and not engine._core.components.layer_major.possible
+    assert engine.schedule == "micro_batch_major"
     engine.destroy(remove=True)
 
 

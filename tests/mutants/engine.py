@@ -409,7 +409,7 @@ MUTANTS = (
     Mutant(
         "let a model that keeps values between blocks take turns",
         "offload.engine.schedule.layer_major",
-        "return self._kept is None and",
+        "return self.takes_turns and",
         "return",
         "tests/test_layer_major.py",
     ),

@@ -206,7 +206,7 @@ class LateDevice(Device):
     def updated(self) -> Event:
         return _Kernels(self)
 
-    def enter_thread(self) -> None:
+    def enter_thread(self, *, computes: bool = False) -> None:
         # The library's threads may copy by torch, as `squares` to the host. The thread ends before the device, or works
         # for engines on other devices as well, one after the other.
         if getattr(self._entered, "mode", None) is None:

@@ -39,10 +39,10 @@ class MicroBatchesApi(PersistenceApi):
     def schedule(self) -> Schedule:
         """Order in which `accumulate` and `train_batch` run micro-batches: "layer_major" or "micro_batch_major".
 
-        A model that turns out in the first step to keep values on its modules between blocks runs its micro-batches one
-        after the other in either order.
+        It changes after the first step if the model turns out to keep values on its modules between blocks.
         """
-        return MICRO_BATCH_MAJOR if self._core.components.layer_major is None else LAYER_MAJOR
+        layer_major = self._core.components.layer_major
+        return MICRO_BATCH_MAJOR if layer_major is None or not layer_major.takes_turns else LAYER_MAJOR
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Returns `loss` times the loss scale in fp16, and `loss` itself otherwise.

@@ -111,12 +111,17 @@ class LayerMajor:
                 self._add_border(modules[name], number, _Ends(members[0][0], members[-1][0]))
 
     @property
+    def takes_turns(self) -> bool:
+        """False once a step has shown that the model, or a hook of the user, may keep values between blocks."""
+        return self._kept is None
+
+    @property
     def possible(self) -> bool:
-        """False for a model that keeps values between blocks.
+        """False where micro-batches do not take turns.
 
         Also where the calling thread has hooks or modes of the user, which other threads would not have.
         """
-        return self._kept is None and top_saved_tensor_hooks() is None and not under_modes()
+        return self.takes_turns and top_saved_tensor_hooks() is None and not under_modes()
 
     @property
     def count(self) -> int:

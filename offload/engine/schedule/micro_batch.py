@@ -21,6 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from offload.engine.schedule.openmp import end_team
 from offload.errors import UsageError
 from offload.swapper.memory.device import Device
 
@@ -50,7 +51,7 @@ class ThreadSettings:
     @contextlib.contextmanager
     def on_this_thread(self) -> Iterator[None]:
         """Applies the settings to the calling thread, which is a new one."""
-        self._device.enter_thread()
+        self._device.enter_thread(computes=True)
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)
         with contextlib.ExitStack() as entered:
@@ -107,6 +108,7 @@ class MicroBatch(Generic[_T]):
         if not self._started:
             self._thread.start()
             self._started = True
+        end_team()
         self._may_run.release()
         self._has_stopped.acquire()
         if self.ended:
@@ -137,6 +139,7 @@ class MicroBatch(Generic[_T]):
             )
         self.border = border
         if not self._abandoned:
+            end_team()
             self._has_stopped.release()
             self._may_run.acquire()
         if self._abandoned:

@@ -40,9 +40,9 @@ def run(model: Callable[..., Any], batch: Any) -> torch.Tensor:
     loss = _loss(output)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UsageError(
-            "train_batch expects a model that returns its loss, a tensor of one element, or an output with .loss; got "
-            f"{type(output).__name__}. For other models write the loop yourself: backward(loss) and step() for each "
-            "micro-batch"
+            "a micro-batch expects a model that returns its loss, a tensor of one element, or an output with .loss; "
+            f"got {type(output).__name__}. For other models call accumulate(micro_batches, loss) with a function that "
+            "returns the loss, and then step()"
         )
     return loss
 

@@ -251,7 +251,7 @@ class AcceleratorDevice(Device):
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.torch)
 
-    def enter_thread(self) -> None:
+    def enter_thread(self, *, computes: bool = False) -> None:
         # The current device is a setting of each thread. Without this call the thread would use device 0.
         set_index(self.torch.index)
 
