@@ -11,7 +11,17 @@ import pytest
 from tests.support import models
 from tests.support.early_updates import await_early_updates, finish_step_before, train_step
 from tests.support.fault_injection import die, die_after_writes
-from tests.support.oracle import Job, Result, assert_same, dies, kill_and_resume, run, start, weights_of
+from tests.support.oracle import (
+    Job,
+    Result,
+    accumulated_step,
+    assert_same,
+    dies,
+    kill_and_resume,
+    run,
+    start,
+    weights_of,
+)
 
 DISK = ("nvme", "nvme")
 JOB = models.DROPOUT._replace(dtype="bf16", steps=6, clip=0.0)
@@ -72,10 +82,15 @@ def test_kills_at_random_moments_change_nothing(tmp_path: Path, dtype: str, clip
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
 @pytest.mark.parametrize("seed", range(5))
-def test_fifty_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int) -> None:
+def test_fifty_kills_at_random_moments_change_nothing(tmp_path: Path, seed: int, schedule: str) -> None:
     """Ten for each seed; a part of the steps clips."""
-    job = models.DROPOUT._replace(dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2)
-    unbroken = run(job, DISK, tmp_path / "whole", speculate=False)
-    killed = kill_and_resume(job, DISK, tmp_path, kills=10, seed=seed, late=0.003, speculate=True)
+    job = models.DROPOUT._replace(
+        dtype=("bf16", "fp32")[seed % 2], steps=240, clip=1.2, accumulation=1 + 2 * (seed > 1)
+    )
+    plain = {"by": accumulated_step, "schedule": "micro_batch_major", "speculate": False}
+    unbroken = run(job, DISK, tmp_path / "whole", **plain)
+    early = {"by": accumulated_step, "schedule": schedule, "speculate": True}
+    killed = kill_and_resume(job, DISK, tmp_path, kills=10, seed=seed, late=0.003, **early)
     assert_same(unbroken, killed)

@@ -149,6 +149,7 @@ class OptimizerStep:
             norm,
             state.skipped_steps,
             None if state.scaler is None else state.scaler.scale,
+            None if self._early is None else (self._early.last.hits, self._early.last.misses),
         )
 
     def _known(self) -> GradientStats:

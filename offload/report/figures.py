@@ -45,6 +45,8 @@ def figures(log: Log, plan: Mapping[str, float] | None = None, window: Window | 
         "grad_norm": _ends(column(log.steps, "grad_norm")),
         "lr": _ends(column(log.steps, "lr")),
         "skipped_steps": int(max(column(log.steps, "skipped_steps"), default=0)),
+        "early_updates": int(sum(column(log.steps, "early_updates"))),
+        "early_updates_dropped": int(sum(column(log.steps, "early_updates_dropped"))),
         "seconds": sum(column(log.steps, "seconds")),
         "step_seconds": _spread(seconds),
         "tokens_per_second": _rate(steady, "tokens"),

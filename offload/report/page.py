@@ -354,4 +354,11 @@ def _notes(found: Mapping[str, Any]) -> list[str]:
         *([f"{truncated_lines} cut short."] if found["torn_lines"] else []),
         *([f"{again} trained again; the later time counts."] if found["repeated_steps"] else []),
         *([f"{skipped} skipped."] if found["skipped_steps"] else []),
+        *([_early_updates(found)] if found["early_updates"] or found["early_updates_dropped"] else []),
     ]
+
+
+def _early_updates(found: Mapping[str, Any]) -> str:
+    """Returns a sentence on updates under the backward."""
+    held, dropped = found["early_updates"], found["early_updates_dropped"]
+    return f"Of updates under the backward, {held} held and {dropped} came to nothing."

@@ -375,7 +375,13 @@ def dies(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _until_killed(
-    job: Job, placement: tuple[str, str], folder: Path, log: Path, late: float, options: dict[str, Any]
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    log: Path,
+    by: Callable[..., float],
+    late: float,
+    options: dict[str, Any],
 ) -> None:
     """Trains in a process that may be killed, and writes a line of JSON for each step that `step()` has ended."""
     logging.disable(logging.CRITICAL)
@@ -385,14 +391,21 @@ def _until_killed(
     with log.open("a") as lines:
         while engine.global_steps < job.steps:
             step = engine.global_steps
-            loss = train_step(engine, job, step)
+            loss = by(engine, job, step)
             print(json.dumps([step, loss, engine.get_global_grad_norm()]), file=lines, flush=True)
     torch.save(weights_of(engine), log.with_suffix(".weights"))
     engine.destroy(remove=True)
 
 
 def kill_and_resume(
-    job: Job, placement: tuple[str, str], folder: Path, kills: int, seed: int = 0, late: float = 0.0, **options: Any
+    job: Job,
+    placement: tuple[str, str],
+    folder: Path,
+    kills: int,
+    seed: int = 0,
+    late: float = 0.0,
+    by: Callable[..., float] = train_step,
+    **options: Any,
 ) -> Result:
     """Runs `job` in a process that is SIGKILLed `kills` times at random moments of its steps, and resumed.
 
@@ -403,7 +416,7 @@ def kill_and_resume(
     chance = random.Random(seed)
     log = folder / "steps.jsonl"
     for attempt in range(kills + 1):
-        process = processes().Process(target=_until_killed, args=(job, placement, folder, log, late, options))
+        process = processes().Process(target=_until_killed, args=(job, placement, folder, log, by, late, options))
         seen = log.stat().st_size if log.exists() else 0
         process.start()
         if attempt < kills:

@@ -68,6 +68,8 @@ class Stepped(NamedTuple):
     skipped_steps: int
     loss_scale: float | None = None
     """None in a mode without a loss scale."""
+    early_updates: tuple[int, int] | None = None
+    """Units updated under the backward whose update the step confirmed, and dropped; None if the run makes none."""
 
 
 class StepMeter:
@@ -155,6 +157,8 @@ class StepMeter:
             values["loss"] = float(loss)  # no wait: the norm is known, and the device computed the loss before
         if stepped.loss_scale is not None:
             values["loss_scale"] = stepped.loss_scale
+        if stepped.early_updates is not None:
+            values["early_updates"], values["early_updates_dropped"] = map(float, stepped.early_updates)
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
         values |= self._peaks()
         if self._breakdown:

@@ -53,6 +53,8 @@ class EarlyUpdates:
         self._changed = False
         """True if a gradient has changed since the last step after its unit was complete."""
         self._before = SpeculationCounts()
+        self.last = SpeculationCounts()
+        """Counts of the last step."""
 
     def complete(self, unit: int, counts: Sequence[int], loss_scale: float) -> None:
         """Offers the update of a unit whose gradients are complete.
@@ -98,6 +100,7 @@ class EarlyUpdates:
         self._worker.offers.drop_all()  # of a step that schedules nothing
         now, before, changed = self._worker.offers.counts, self._before, self._changed
         hits, misses = now.hits - before.hits, now.misses - before.misses
+        self.last = SpeculationCounts(hits=hits, misses=misses)
         was_on = self._auto.on
         self._auto = self._auto.after(reason is None and not changed and not misses)
         self._before = now
