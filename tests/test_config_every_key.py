@@ -61,6 +61,7 @@ HONOURED: dict[str, Any] = {
     "fp16.min_loss_scale": 2,
     "bf16.enabled": True,
     "bfloat16.enabled": True,
+    "bf16.bf16_optimizer_states": True,
     "dataloader_drop_last": True,
     "torch_autocast.enabled": True,
     "data_types.grad_accum_dtype": "fp32",
@@ -163,7 +164,7 @@ REFUSED: dict[str, Any] = {
     "tensor_parallel_size": 2,
     "data_parallel_size": 2,
     "fp16.fp16_master_weights_and_grads": True,
-    **_each("bf16.", "bf16_master_weights_and_grads bf16_optimizer_states"),
+    "bf16.bf16_master_weights_and_grads": True,
     **_each(
         "activation_checkpointing.",
         "unheard_of",

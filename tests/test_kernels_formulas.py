@@ -217,7 +217,7 @@ def test_cuts_into_calls_change_no_bit(
     _native.configure(isa, threads)
     parts = clone(start)
     for low, high in zip([0, *cuts], [*cuts, numel], strict=True):
-        inside = [Segment(max(a, low) - low, min(b, high) - low, s) for a, b, s in segments if a < high and b > low]
+        inside = [Segment(max(a, low) - low, min(b, high) - low, s) for a, b, s, _ in segments if a < high and b > low]
         view = Partition(
             parts.weight[low:high],
             parts.grad[low:high],
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=words):
             update(wrong, [Segment(0, 8, step)])
-    lion = partition(8, STEPS["lion"], torch.float32, torch.float32, torch.bfloat16)
+    lion = partition(8, STEPS["lion"], torch.float32, torch.float32, torch.float16)
     with pytest.raises(TypeError, match=r"moments\[0\]"):
         update(lion, [Segment(0, 8, STEPS["lion"])])
     update(part, [])

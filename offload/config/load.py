@@ -59,6 +59,11 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
         )
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.offload.moments == "fp32":
+        raise ConfigError(
+            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for fp32; leave '
+            "one of them out"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'

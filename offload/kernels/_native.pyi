@@ -17,16 +17,17 @@ def update(
     moment_type: int,
     grad: tuple[int, int],
     numel: int,
-    segments: Sequence[tuple[int, int, Sequence[float]]],
+    segments: Sequence[tuple[int, int, Sequence[float], tuple[bool, int, int]]],
     /,
 ) -> None: ...
 def lamb_moments(
     weight: tuple[int, int],
     beside: int,
     moments: Sequence[int],
+    moment_type: int,
     grad: tuple[int, int],
     numel: int,
-    segment: tuple[int, int, Sequence[float]],
+    segment: tuple[int, int, Sequence[float], tuple[bool, int, int]],
     sums: int,
     /,
 ) -> None: ...

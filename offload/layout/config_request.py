@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from offload.config import Config, OptimizerBlock
+from offload.errors import ConfigError
 from offload.layout.tiers import PlacementRequest
 from offload.states import Tier
-from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
+from offload.swapper.modes import ADAM, DTYPES, TORCH, Mode, make_mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -72,8 +73,18 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
 
 
 def mode_of(config: Config, optimizer: str) -> Mode:
-    """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule."""
-    return Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
+    """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
+
+    Raises:
+        ConfigError: the moments are to be bf16, and the optimizer has no kernel.
+    """
+    if optimizer == TORCH and config.moments != "fp32":
+        raise ConfigError(
+            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, which keeps states of its '
+            'own dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
+            "Lamb, Lion, Adagrad, SGD)"
+        )
+    return make_mode(config.dtype, optimizer, config.moments)
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:

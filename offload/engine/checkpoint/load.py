@@ -186,7 +186,8 @@ def check_fits(
     theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
-    if options.states and found.mode != held.mode:
+    # Moments of another dtype are converted.
+    if options.states and found.mode._replace(moment_dtype=held.mode.moment_dtype) != held.mode:
         raise StoreError(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"

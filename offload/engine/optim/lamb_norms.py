@@ -38,6 +38,7 @@ class _Chunk:
     start: int
     stop: int
     step: kernels.LambStep
+    noise: kernels.Noise | None
 
 
 def with_ratios(
@@ -111,6 +112,7 @@ def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Ch
                     start=start,
                     stop=min(start + numel, last),
                     step=_step(segment),
+                    noise=_noise(segment, start),
                 )
 
 
@@ -154,8 +156,14 @@ def _sums(
     gradients.look(unit, parameter, in_parameter, gradient)
     # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
     partition = partition_of(shards.mode, states, gradient)
-    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step)])
+    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step, chunk.noise)])
     return [(weight, direction) for weight, direction in sums.tolist()]
+
+
+def _noise(segment: kernels.Segment | TorchSegment, start: int) -> kernels.Noise | None:
+    """Returns the noise of a segment from element `start` of the partition on."""
+    assert isinstance(segment, kernels.Segment)
+    return segment.noise and segment.noise.after(start - segment.start)
 
 
 def _step(segment: kernels.Segment | TorchSegment) -> kernels.LambStep:

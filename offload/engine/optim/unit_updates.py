@@ -68,7 +68,13 @@ class UpdateBuilder:
     """Builder of an optimizer step's updates. Steps are counted for each parameter, as torch does."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], trainable: Sequence[range], module: nn.Module, optimizer: Optimizer
+        self,
+        *,
+        layouts: Sequence[UnitLayout],
+        trainable: Sequence[range],
+        module: nn.Module,
+        optimizer: Optimizer,
+        noise_seed: int | None,
     ) -> None:
         """Looks up the parameters of each unit.
 
@@ -77,8 +83,10 @@ class UpdateBuilder:
             trainable: elements of each unit that this rank updates.
             module: the model.
             optimizer: its groups give the numbers of each step.
+            noise_seed: seed of the stochastic rounding of moments; None if they are fp32.
         """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
+        self._noise_seed = noise_seed
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
 
     def updates(
@@ -139,6 +147,16 @@ class UpdateBuilder:
                     attributes = attributes_of(self._parameters[unit][position])
                     segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
                 else:
-                    segments.append(kernels.Segment(start, stop, step))
+                    segments.append(kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start)))
                 parameters.append(position)
         return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))
+
+    def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
+        """Returns the noise that rounds the moments from element `start` of `part` on; None for fp32 moments.
+
+        Elements are numbered in the whole unit, and updates are counted for each parameter and committed. So neither
+        ranks nor tiles nor a resume change a bit.
+        """
+        if self._noise_seed is None:
+            return None
+        return kernels.Noise(kernels.noise_stream(self._noise_seed, unit, count), part.start + start)

@@ -49,11 +49,14 @@ Rule rule(const std::string& name) {
     throw std::invalid_argument("there is no rule " + name);
 }
 
-using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>>;  // start, stop, …
+// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in it
+using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
+                            std::tuple<bool, std::uint64_t, std::uint64_t>>;
 
 Segment segment(const Settings& given) {
-    const auto& [start, stop, settings] = given;
-    Segment made{start, stop, {}};
+    const auto& [start, stop, settings, noise] = given;
+    const auto& [stochastic, stream, element] = noise;
+    Segment made{start, stop, {}, stochastic, stream, element};
     std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
     return made;
 }
@@ -86,9 +89,10 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
 }
 
 void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-                  const std::vector<std::uintptr_t>& moments, std::pair<std::uintptr_t, int> grad,
-                  std::size_t numel, const Settings& given, std::uintptr_t sums) {
-    const Buffers arrays = buffers(weight, beside, moments, 0, grad, numel);
+                  const std::vector<std::uintptr_t>& moments, int moment_type,
+                  std::pair<std::uintptr_t, int> grad, std::size_t numel, const Settings& given,
+                  std::uintptr_t sums) {
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
     const offload::DefaultRounding rounding;

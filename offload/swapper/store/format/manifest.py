@@ -278,12 +278,25 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 
 def _advice_of_modes(there: str, here: str) -> str:
-    """Returns advice for a resume in another mode. A mode's name is a dtype, then an optimizer unless it is Adam."""
-    (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
+    """Returns advice for a resume in another mode; see `Mode.name`."""
+    (dtype, optimizer, moments), (other_dtype, other_optimizer, other_moments) = _words(there), _words(here)
+    if (dtype, optimizer) == (other_dtype, other_optimizer) and moments != other_moments:
+        return (
+            f'resume with "moments": "{moments}" in the block "offload", as the run had; to convert them, call '
+            "save_checkpoint in the run and load_checkpoint in a new one"
+        )
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
     both = " and with the optimizer" if optimizer != other_optimizer else ""
     return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
+
+
+def _words(mode: str) -> tuple[str, str, str]:
+    """Returns dtype, optimizer and moments of a mode's name, in which Adam and moments in fp32 have no word."""
+    dtype, *others = mode.split(" ")
+    moments = [word.removesuffix("-moments") for word in others if word.endswith("-moments")]
+    optimizer = [word for word in others if not word.endswith("-moments")]
+    return dtype, "".join(optimizer), "".join(moments) or "fp32"
 
 
 def _plain(value: Any) -> Any:
