@@ -18,7 +18,7 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """States of the optimizer, fp32, in the kernel's order of arguments. TORCH has no kernel: PACKED contains all."""
+    """States of the optimizer, fp32, in the kernel's order of arguments; PACKED if parameters differ in theirs."""
 
     @property
     def name(self) -> str:
@@ -29,6 +29,11 @@ class Mode(NamedTuple):
     def states(self) -> dict[State, torch.dtype]:
         """Returns the dtype of every state, in the order of the states in a tile."""
         return {**self.weights, **dict.fromkeys(self.moments, torch.float32)}
+
+    @property
+    def whole_units(self) -> bool:
+        """True if a tile of an update is an entire unit: a step needs whole parameters, whose states are packed."""
+        return State.PACKED in self.moments
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -54,6 +59,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
+MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
@@ -70,6 +76,9 @@ MOMENTS: dict[str, tuple[State, ...]] = {
     "momentum": (State.MOMENTUM_BUFFER,),
     "sgd": (),
     TORCH: (State.PACKED,),
+    # A matrix has one moment or none, and every other parameter has the two of AdamW.
+    MUON: (State.PACKED,),
+    SINKGD: (State.PACKED,),
 }
 MODES = {
     mode.name: mode
