@@ -42,7 +42,7 @@ def words_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     """Returns the cross-entropy of a batch that step and micro-batch determine."""
     ids = torch.randint(0, TOKENS, (4, 9), generator=torch.Generator().manual_seed(100 * step + micro))
     logits = model(ids).float()
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten().to(logits.device))
 
 
 class _Plain:
