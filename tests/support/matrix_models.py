@@ -77,7 +77,7 @@ class SinkGD(torch.optim.Optimizer):
                 for _ in range(group["iterations"]):
                     x = x * (math.sqrt(columns) / x.norm(dim=1, keepdim=True).clamp(min=1e-20))
                     x = x * (math.sqrt(rows) / x.norm(dim=0, keepdim=True).clamp(min=1e-20))
-                p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * x)
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(x, alpha=-group["lr"])
 
 
 def _divided(params: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
