@@ -241,7 +241,6 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
             '"optimizer.type" OneBitAdam compresses what ranks send each other.*use AdamW or Lamb.*freeze_step',
         ),
         ({"optimizer": {"type": "ZeroOneAdam", "params": {"var_freeze_step": 1}}}, "ZeroOneAdam compresses"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1}}}, r"Muon is an optimizer of DeepSpeed.*optimizer= to"),
         ({"data_parallel_size": 4}, "the number of processes, which the launcher sets"),
         ({"compile": {"deepcompile": True}}, "torch.compile on the model"),
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),

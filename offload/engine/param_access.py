@@ -181,7 +181,8 @@ class ParamAccess:
         self._check_room(handle, self._numel(handle))
         if state is State.PACKED:
             raise UsageError(
-                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
+                "engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             # No update may still read the gradient of the step before while that gradient is replaced.

@@ -13,8 +13,8 @@ import torch
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
 from offload.layout.tiers import PlacementRequest
-from offload.states import Tier
-from offload.swapper.modes import ADAM, DTYPES, TORCH, Mode, make_mode
+from offload.states import State, Tier
+from offload.swapper.modes import ADAM, DTYPES, MOMENTS, Mode, make_mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -78,10 +78,10 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     Raises:
         ConfigError: the moments are to be bf16, and the optimizer has no kernel.
     """
-    if optimizer == TORCH and config.moments != "fp32":
+    if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
         raise ConfigError(
-            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, which keeps states of its '
-            'own dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
+            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, or steps matrices as a whole, '
+            'and keeps states of its own dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
             "Lamb, Lion, Adagrad, SGD)"
         )
     return make_mode(config.dtype, optimizer, config.moments)

@@ -44,9 +44,11 @@ class Segment(NamedTuple):
     numel: int
     trainable: bool
     kept: tuple[StateField, ...] = ()
-    """States that an optimizer of torch keeps for the parameter."""
+    """States of the parameter, for an optimizer whose states are packed."""
     packed_start: int = 0
     """Start of those states in the unit's PACKED partition, in words of four bytes."""
+    matrix: bool = False
+    """True if Muon and SinkGD step the parameter as a matrix; set by the planner, where a run has groups."""
 
     @property
     def packed(self) -> range:

@@ -22,6 +22,7 @@ from offload.layout.memory_plan import (
     plan_memory,
     wanted_slots,
 )
+from offload.layout.optimizers.matrices import with_states
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
@@ -134,6 +135,9 @@ def settle(
         BudgetError: a budget is too small.
     """
     config = load_config(content)
+    # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
+    rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
+    layouts = with_states(layouts, rule)
     # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
@@ -145,9 +149,8 @@ def settle(
     placed = place_states(
         MemoryRequest(
             config=config,
-            layouts=tuple(layouts),
-            # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
-            optimizer=ADAM if config.optimizer is None else rule_name(config.optimizer),
+            layouts=layouts,
+            optimizer=rule,
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
@@ -159,7 +162,7 @@ def settle(
     return Memory(
         config=config,
         mode=plan.mode,
-        layouts=tuple(layouts),
+        layouts=layouts,
         parts=plan.parts,
         placement=plan.placement,
         slots=plan.slots,

@@ -18,7 +18,7 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """States of the optimizer in the kernel's order of arguments. TORCH has no kernel: PACKED contains all."""
+    """States of the optimizer, in the kernel's order of arguments; PACKED if parameters differ in theirs."""
     moment_dtype: torch.dtype = torch.float32
     """Dtype of the moments: fp32, or bf16, which the kernels round stochastically."""
 
@@ -36,6 +36,11 @@ class Mode(NamedTuple):
     def states(self) -> dict[State, torch.dtype]:
         """Returns the dtype of every state, in the order of the states in a tile."""
         return {**self.weights, **dict.fromkeys(self.moments, self.moment_dtype)}
+
+    @property
+    def whole_units(self) -> bool:
+        """True if a tile of an update is an entire unit: a step needs whole parameters, whose states are packed."""
+        return State.PACKED in self.moments
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -61,6 +66,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
+MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
@@ -77,6 +83,9 @@ MOMENTS: dict[str, tuple[State, ...]] = {
     "momentum": (State.MOMENTUM_BUFFER,),
     "sgd": (),
     TORCH: (State.PACKED,),
+    # A matrix has one moment or none, and every other parameter has the two of AdamW.
+    MUON: (State.PACKED,),
+    SINKGD: (State.PACKED,),
 }
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes of moments, by their names in configs."""
@@ -88,10 +97,10 @@ def make_mode(precision: str, optimizer: str, moments: str = "fp32") -> Mode:
     Args:
         precision: one of `PRECISIONS`.
         optimizer: one of `MOMENTS`.
-        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no kernel, or no moments.
+        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or packed ones.
     """
     states = MOMENTS[optimizer]
-    dtype = MOMENT_DTYPES[moments] if states and optimizer != TORCH else torch.float32
+    dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32
     return Mode(precision, optimizer, PRECISIONS[precision], states, dtype)
 
 

@@ -18,6 +18,7 @@ from offload import kernels
 from offload.aio.protocols import Future
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.optim.matrices.steps import MatrixSegment
 from offload.engine.optim.torch_fallback import TorchSegment
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import partition_of
@@ -160,13 +161,13 @@ def _sums(
     return [(weight, direction) for weight, direction in sums.tolist()]
 
 
-def _noise(segment: kernels.Segment | TorchSegment, start: int) -> kernels.Noise | None:
+def _noise(segment: kernels.Segment | TorchSegment | MatrixSegment, start: int) -> kernels.Noise | None:
     """Returns the noise of a segment from element `start` of the partition on."""
     assert isinstance(segment, kernels.Segment)
     return segment.noise and segment.noise.after(start - segment.start)
 
 
-def _step(segment: kernels.Segment | TorchSegment) -> kernels.LambStep:
+def _step(segment: kernels.Segment | TorchSegment | MatrixSegment) -> kernels.LambStep:
     """Returns the step of a segment, which is one of LAMB."""
     assert isinstance(segment.step, kernels.LambStep)
     return segment.step

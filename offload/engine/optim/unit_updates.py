@@ -11,6 +11,7 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.callbacks import Edit
+from offload.engine.optim.matrices.steps import MatrixSegment, MuonStep, SinkGDStep
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, attributes_of
 from offload.layout.flat_layout import UnitLayout
@@ -23,7 +24,7 @@ class UnitUpdate:
     unit: int
     numel: int
     """Elements of the trainable shard of this rank's partition."""
-    segments: tuple[kernels.Segment | TorchSegment, ...] = ()
+    segments: tuple[kernels.Segment | TorchSegment | MatrixSegment, ...] = ()
     edits: tuple[Edit, ...] = ()
     """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
     parameters: tuple[int, ...] = ()
@@ -135,7 +136,7 @@ class UpdateBuilder:
             settings: the group of each parameter.
         """
         part = self._trainable[unit]
-        segments: list[kernels.Segment | TorchSegment] = []
+        segments: list[kernels.Segment | TorchSegment | MatrixSegment] = []
         parameters: list[int] = []
         for position in sorted(present):
             segment = self._layouts[unit].segments[position]
@@ -146,6 +147,8 @@ class UpdateBuilder:
                 if isinstance(step, TorchStep):
                     attributes = attributes_of(self._parameters[unit][position])
                     segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
+                elif isinstance(step, MuonStep | SinkGDStep):
+                    segments.append(MatrixSegment(start, stop, step))
                 else:
                     segments.append(kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start)))
                 parameters.append(position)

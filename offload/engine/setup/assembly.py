@@ -19,6 +19,7 @@ from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
+from offload.engine.optim.matrices.updates import MatrixUpdates
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
@@ -38,6 +39,7 @@ from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -261,6 +263,10 @@ def _strategy(
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
         return TorchUpdates(optimizer=optimizer.replaced, layouts=plan.layouts, scratch=scratch.tensor(torch.float32))
+    if plan.mode.optimizer in MATRIX_RULES:
+        scratch = host.tiles.take(plan.placement.scratch_nbytes)
+        assert scratch is not None
+        return MatrixUpdates(layouts=plan.layouts, scratch=scratch.tensor(torch.float32), device=held.device)
     if plan.mode.optimizer == LAMB:
         return LambUpdates(mode=plan.mode)
     return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)

@@ -10,20 +10,29 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.optim.algorithms import RULES
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.sizes import count_of
 from offload.swapper.modes import TORCH, Mode, dtype_name
 
 
 def check_alone(optimizer: str, world_size: int) -> None:
-    """Raises `ConfigError` if an optimizer without a kernel would have to work on partitions of parameters."""
-    if optimizer == TORCH and world_size > 1:
+    """Raises `ConfigError` if an optimizer that needs whole parameters would have to work on partitions of them."""
+    if world_size == 1:
+        return
+    if optimizer == TORCH:
         raise ConfigError(
             f"an optimizer without a kernel needs complete parameters, but {world_size} ranks store shards of them; "
             "train on one rank, or with AdamW"
+        )
+    if optimizer in MATRIX_RULES:
+        raise ConfigError(
+            f"{RULES[optimizer].title({})} needs whole matrices, but {world_size} ranks store shards of them, and "
+            "gathering matrices for an update is not built; train on one rank, or with AdamW"
         )
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.flat_layout import layouts_of
+from offload.layout.optimizers.matrices import with_matrices
 from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
 from offload.planner.model_shape.shape import Shape
@@ -230,7 +231,7 @@ def _counted(
     itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
         name,
-        layouts_of(model, units),
+        with_matrices(layouts_of(model, units), model),
         tuple(counter.uses()),
         counter.largest,
         sequence,
