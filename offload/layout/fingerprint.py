@@ -44,6 +44,9 @@ def _described(segment: Segment) -> dict[str, Any]:
     # Written for optimizers of torch alone: descriptions of other stores have no such key.
     if segment.kept:
         found["packed"] = [[each.name, each.kind, list(each.shape)] for each in segment.kept]
+    # Likewise: written for frozen weights that are stored as blocks alone.
+    if segment.form:
+        found |= {"blocks": segment.form, "numel": segment.numel}
     return found
 
 
@@ -65,7 +68,14 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
     return UnitLayout(
         unit["name"],
         tuple(
-            Segment(each["name"], tuple(each["shape"]), each["start"], math.prod(each["shape"]), each["trainable"])
+            Segment(
+                each["name"],
+                tuple(each["shape"]),
+                each["start"],
+                each.get("numel", math.prod(each["shape"])),
+                each["trainable"],
+                form=each.get("blocks", ""),
+            )
             for each in unit["parameters"]
         ),
         unit["numel"],
