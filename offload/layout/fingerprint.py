@@ -18,9 +18,12 @@ from offload.swapper.modes import Mode
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
     """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit."""
+    forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     return {
         "mode": mode.name,
         "world_size": world_size,
+        # Written for a message, and only where there are blocks: descriptions of other stores have no such key.
+        **({"frozen": "+".join(sorted(forms))} if forms else {}),
         "units": [
             {
                 "name": layout.name,
