@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import Json
+from offload.cli.console import BAD_INPUT, Json, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.errors import ConfigError
 
@@ -335,8 +335,9 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     # `Options` has no such field: the form of the output is decided by this command, not by the job.
     del values["json_output"]
     four, eight = values.pop("load_in_4bit"), values.pop("load_in_8bit")
-    if four and eight:
-        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
+    with errors(BAD_INPUT):
+        if four and eight:
+            raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
     values["frozen"] = "nf4" if four else "int8" if eight else None
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())

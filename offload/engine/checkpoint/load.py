@@ -211,8 +211,8 @@ def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
         if place is not None and (place[1].form, place[1].numel) != (segment.form, segment.numel):
             raise StoreError(
                 f"{what} contains {segment.name} as {_form(place[1], found.mode)}, this engine as "
-                f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it with '
-                "exclude_frozen_parameters=True and load that"
+                f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
+                "with exclude_frozen_parameters=True and load that"
             )
 
 

@@ -107,7 +107,8 @@ def check_model(model: nn.Module) -> None:
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
-            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization"
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization, and store "
+            'its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
         )
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}

@@ -176,6 +176,30 @@ struct DequantizeInt8 {
 };
 
 #if OFFLOAD_X86
+// The 16 values of a block, in registers: a store of each and a load of all would wait for each
+// other.
+OFFLOAD_AVX2 inline __m256i nf4_book(const std::uint8_t* from, Bf16) {
+    const __m256 scale = _mm256_set1_ps(load_scale(from + kNf4Block / 2));
+    __m256i halves[2];
+    for (int half = 0; half < 2; ++half) {
+        const __m256 value = _mm256_mul_ps(_mm256_load_ps(kNf4 + 8 * half), scale);
+        const __m256i bits = _mm256_castps_si256(value);
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+        const __m256i rounded =
+            _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7FFF));
+        const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+        halves[half] = _mm256_srli_epi32(
+            _mm256_blendv_epi8(rounded, _mm256_set1_epi32(kNanBf16 << 16), nan), 16);
+    }
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(halves[0], halves[1]), 0xD8);
+}
+
+OFFLOAD_AVX2 inline __m256i nf4_book(const std::uint8_t* from, Fp16) {
+    alignas(32) Fp16 found[16];
+    DequantizeNf4<Fp16>::book(from, found);
+    return _mm256_load_si256(reinterpret_cast<const __m256i*>(found));
+}
+
 // Values of 16 bits: a shuffle of bytes looks up 16 codes at once, in the low bytes of the block's
 // 16 values and in their high bytes.
 template <class Value>
@@ -189,10 +213,9 @@ OFFLOAD_AVX2 void nf4_by_shuffles(const DequantizeArgs<Value>& args, std::size_t
             DequantizeNf4<Value>::block(from, args.values + begin, end - begin);
             return;
         }
-        alignas(16) Value found[16];
-        DequantizeNf4<Value>::book(from, found);
-        const __m128i one = _mm_load_si128(reinterpret_cast<const __m128i*>(found));
-        const __m128i two = _mm_load_si128(reinterpret_cast<const __m128i*>(found + 8));
+        const __m256i book = nf4_book(from, Value{});
+        const __m128i one = _mm256_castsi256_si128(book);
+        const __m128i two = _mm256_extracti128_si256(book, 1);
         const __m128i low =
             _mm_packus_epi16(_mm_and_si128(one, low_byte), _mm_and_si128(two, low_byte));
         const __m128i high = _mm_packus_epi16(_mm_srli_epi16(one, 8), _mm_srli_epi16(two, 8));
