@@ -115,7 +115,7 @@ class Memory:
     @property
     def export(self) -> int:
         """Returns the bytes that an export of the weights takes in addition."""
-        return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
+        return sum(s.value_numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
 def settle(

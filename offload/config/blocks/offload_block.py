@@ -72,6 +72,12 @@ class OffloadBlock(Block):
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
+    frozen: Literal["int8", "nf4"] | None = Field(
+        None,
+        description="store the frozen matrices of linear layers and of stacked experts as blocks of codes, int8 or nf4 "
+        "(4 bits): a half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of "
+        "them for each use. Default: in the dtype of the model; see guides/frozen-weights.md",
+    )
     activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
         None,
         description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "

@@ -320,10 +320,14 @@ class CheckpointRestorer:
             return
         saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
         mine = {s: torch.frombuffer(m, dtype=self._shards.mode.states[s]) for s, m in targets.items()}
+        blocks = self._shards.layouts[chunk.unit].blocks_start
         for run in self._overlaps(chunk):
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
+                if run.start >= blocks:  # bytes of codes and scales, not values
+                    copy_bits(there[State.WEIGHT][part], mine[State.WEIGHT][part])
+                    continue
                 saved_part, mine_part = ({s: t[part] for s, t in side.items()} for side in (there, mine))
                 if State.WEIGHT in mine:
                     convert(saved_part, mine_part)
@@ -358,6 +362,11 @@ class CheckpointRestorer:
         work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
+
+
+def copy_bits(saved: torch.Tensor, mine: torch.Tensor) -> None:
+    """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
+    mine.view(torch.uint8).copy_(saved.view(torch.uint8))
 
 
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:

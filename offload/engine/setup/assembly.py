@@ -38,6 +38,7 @@ from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
+from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.tiers import copied_memory
@@ -152,7 +153,17 @@ def _pager(
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
+    return Pager(
+        sizes,
+        host,
+        arena,
+        plan.device,
+        store,
+        limits(plan.config, plan.mode),
+        rounds,
+        expand=expander(plan.layouts, plan.mode.weight_dtype),
+        timeline=timeline,
+    )
 
 
 # -- weights ------------------------------------------------------------------------------------------
@@ -180,7 +191,7 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, files: RunFiles, resume: bool) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
+    filler = InitialFill(held, max(layout.numel for layout in plan.layouts), plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)

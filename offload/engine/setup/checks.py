@@ -86,6 +86,7 @@ def check_same(
         ],
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "frozen": config.offload.frozen,
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [
@@ -115,7 +116,8 @@ def check_model(model: nn.Module) -> None:
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
-            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization"
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization, and store "
+            'its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
         )
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "blocks.h"
 #include "elementwise.h"
 #include "isa.h"
 #include "numa.h"
@@ -139,6 +140,24 @@ double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
                      [&](const auto* typed) { return offload::sum_squares(typed, numel); });
 }
 
+void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks,
+              std::size_t numel) {
+    with_type(values, type, [&](const auto* typed) {
+        offload::quantize(static_cast<offload::Format>(format), typed, at<std::uint8_t>(blocks),
+                          numel);
+        return 0.0;
+    });
+}
+
+void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int type,
+                std::size_t numel) {
+    with_type(values, type, [&](auto* typed) {
+        offload::dequantize(static_cast<offload::Format>(format), at<const std::uint8_t>(blocks),
+                            typed, numel);
+        return 0.0;
+    });
+}
+
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
 nb::object owned(PyObject* found) {
@@ -255,6 +274,8 @@ NB_MODULE(_native, m) {
     m.def("lamb_moments", &lamb_moments);
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
+    m.def("quantize", &quantize, no_gil);
+    m.def("dequantize", &dequantize, no_gil);
     m.def("accumulate", &accumulate, no_gil);
     nb::class_<Sum>(m, "Sum")
         .def(nb::init<std::uintptr_t, int, std::size_t, nb::object, nb::object, nb::dict>())

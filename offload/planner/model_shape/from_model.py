@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.flat_layout import layouts_of
+from offload.layout.flat_layout import Stored, layouts_of
+from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.optimizers.matrices import with_matrices
 from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
@@ -71,7 +72,12 @@ def from_name(
 
 
 def from_training(
-    model: nn.Module, sequence: int, dtype: torch.dtype, units: Sequence[str], always: Mapping[str, Any]
+    model: nn.Module,
+    sequence: int,
+    dtype: torch.dtype,
+    units: Sequence[str],
+    always: Mapping[str, Any],
+    frozen: str | None = None,
 ) -> Shape:
     """Returns the shape of a model that is about to be trained. The model itself stays as it is.
 
@@ -83,6 +89,7 @@ def from_training(
         dtype: dtype of the weights during training.
         units: names of the units, as in the config.
         always: keyword arguments of each forward, beside the batch.
+        frozen: block format of frozen matrices, as in the config.
 
     Raises:
         ConfigError: the model's code needs the values of its tensors.
@@ -96,7 +103,8 @@ def from_training(
                 return torch.func.functional_call(model, made, (), {**inputs, **always})
 
             weights = [made[name] for name, _ in model.named_parameters()]
-            return _counted(model, forward, weights, title, sequence, units)
+            stored = stored_as_blocks(model, frozen, dtype)
+            return _counted(model, forward, weights, title, sequence, units, stored)
     except Exception as error:  # a model's own code may raise any error
         raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
 
@@ -197,6 +205,7 @@ def _counted(
     name: str,
     sequence: int,
     named: Sequence[str],
+    stored: Mapping[str, Stored] = {},
 ) -> Shape:
     """Returns the shape of a causal language model, counted during one call of `forward`.
 
@@ -207,6 +216,7 @@ def _counted(
         name: the shape's name.
         sequence: tokens of a sequence.
         named: names of the units, as in the config.
+        stored: frozen parameters that are stored as blocks, by name.
     """
     units = find_units(model, named)
     ids = torch.zeros(1, sequence, dtype=torch.long)
@@ -231,7 +241,7 @@ def _counted(
     itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
         name,
-        with_matrices(layouts_of(model, units), model),
+        with_matrices(layouts_of(model, units, stored=stored), model),
         tuple(counter.uses()),
         counter.largest,
         sequence,

@@ -267,6 +267,12 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             advice = 'resume with the durability that the run had, or leave "durability" out'
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
             difference = f'"durability" was {there} in the run and is {here} here'
+        if difference.startswith("layout/frozen "):
+            advice = f'resume with the "frozen" that the run had (or the option --load-in-4bit or -8bit), or {advice}'
+            difference = " and ".join(
+                f'"frozen" {verb} {spec.get("frozen", "not set")} {place}'
+                for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
+            )
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
         if "world_size" in difference:
