@@ -150,7 +150,9 @@ class UpdateBuilder:
                 elif isinstance(step, MuonStep | SinkGDStep):
                     segments.append(MatrixSegment(start, stop, step))
                 else:
-                    segments.append(kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start)))
+                    segments.append(
+                        kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
+                    )
                 parameters.append(position)
         return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))
 

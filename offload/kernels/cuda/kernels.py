@@ -11,7 +11,18 @@ import numpy as np
 import torch
 
 from offload.kernels.cuda.compiled import machine_code
-from offload.kernels.cuda.driver import ADDRESS, COUNT, FLOAT, INT, WORD, Arguments, Context, Function, Module, Signature
+from offload.kernels.cuda.driver import (
+    ADDRESS,
+    COUNT,
+    FLOAT,
+    INT,
+    WORD,
+    Arguments,
+    Context,
+    Function,
+    Module,
+    Signature,
+)
 from offload.kernels.cuda.nvrtc import Compiler, target
 from offload.kernels.noise import Keyed, keyed
 from offload.kernels.steps import AdamWStep, Segment
@@ -136,9 +147,7 @@ class Kernels:
                     numbers = (*scalars.numbers, *scalars.choices)
                 for start, stop, *key in _keyed(segment):
                     noise = (*key, segment.noise is not None)
-                    arguments.set(
-                        *(address + start * size for address, size in places), stop - start, *noise, *numbers
-                    )
+                    arguments.set(*(address + start * size for address, size in places), stop - start, *noise, *numbers)
                     kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:

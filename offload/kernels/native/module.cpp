@@ -50,7 +50,8 @@ Rule rule(const std::string& name) {
     throw std::invalid_argument("there is no rule " + name);
 }
 
-// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in it
+// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in
+// it
 using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
                             std::tuple<bool, std::uint64_t, std::uint64_t>>;
 

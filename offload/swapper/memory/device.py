@@ -131,7 +131,7 @@ class Device:
         # threads than there are cores, libgomp lets none wait actively any longer, and each parallel region of the
         # compute wakes its threads from sleep: a step of gpt2-small on two cores took 7 % longer.
         if self._thread.copies_alone:
-            np.copyto(destination.numpy(), source.numpy())
+            np.copyto(destination.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())  # numpy has no bf16
         else:
             destination.copy_(source)
 
