@@ -248,7 +248,7 @@ def test_an_optimizer_of_torch_refuses_them(tmp_path: Path) -> None:
     model = JOB.model()
     given = config(JOB, DISK, tmp_path, **BF16)
     del given["optimizer"]
-    with pytest.raises(ConfigError, match="runs by torch's own code.*leave"):
+    with pytest.raises(ConfigError, match=r"runs by torch's own code.*leave"):
         offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=given)
 
 

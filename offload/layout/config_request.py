@@ -81,8 +81,8 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     if optimizer == TORCH and config.moments != "fp32":
         raise ConfigError(
             f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, which keeps states of its '
-            'own dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
-            "Lamb, Lion, Adagrad, SGD)"
+            'own dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, '
+            "Adam, Lamb, Lion, Adagrad, SGD)"
         )
     return make_mode(config.dtype, optimizer, config.moments)
 

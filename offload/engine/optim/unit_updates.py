@@ -147,7 +147,9 @@ class UpdateBuilder:
                     attributes = attributes_of(self._parameters[unit][position])
                     segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
                 else:
-                    segments.append(kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start)))
+                    segments.append(
+                        kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
+                    )
                 parameters.append(position)
         return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))
 
