@@ -15,11 +15,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.planner.activations.load import Load
-from offload.planner.hardware import KERNEL_BYTES, Hardware
+from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
@@ -105,18 +103,10 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
         hardware.written or math.inf,
         hardware.mixed or math.inf,
         hardware.upload,
-        hardware.optimizer / _kernel_share(memory) if hardware.on_cpu else _updated(memory, hardware),
+        hardware.optimizer if hardware.on_cpu else _updated(memory, hardware),
         hardware.on_cpu,
         hardware.download,
     )
-
-
-def _kernel_share(memory: Memory) -> float:
-    """Returns the bytes that an update with this run's moments moves, as a fraction of those with fp32 moments."""
-    whole = KERNEL_BYTES[memory.mode.precision]
-    # The rates are those of AdamW, whose two moments are read and written.
-    saved = 2 * 2 * (torch.float32.itemsize - memory.mode.moment_dtype.itemsize)
-    return (whole - saved) / whole
 
 
 def _updated(memory: Memory, hardware: Hardware) -> float:
@@ -125,15 +115,15 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
     A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied
     to the host and back.
     """
-    seconds, share = 0.0, _kernel_share(memory)
+    seconds = 0.0
     for row, nbytes, numel in zip(
         memory.placement.tiers, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
     ):
         there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
         if numel and all(tier is Tier.DEVICE for tier in row.values()):
-            seconds += share * numel / hardware.device_optimizer
+            seconds += numel / hardware.device_optimizer
         elif numel:
-            seconds += share * numel / hardware.optimizer + there / hardware.download + there / hardware.upload
+            seconds += numel / hardware.optimizer + there / hardware.download + there / hardware.upload
     return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
 
 
