@@ -211,8 +211,14 @@ def test_a_segment_is_cut_where_its_key_changes() -> None:
     assert not list(keyed(10, 10, Noise(5, 0))) and len(list(keyed(0, 7, Noise(5, 1 << 40)))) == 1
 
 
-def test_without_noise_moments_are_rounded_to_nearest() -> None:
-    exact = normal(5000, 1)
-    moment = torch.zeros(5000).bfloat16()
-    update(Partition(torch.zeros(5000), exact, (moment,)), [Segment(0, 5000, COPY)])
-    assert torch.equal(moment, exact.bfloat16())
+def test_bf16_moments_need_a_noise() -> None:
+    """Rounded to nearest they would stay where they are in most steps."""
+    part = partition(8, STEPS["adamw"], torch.float32, torch.float32, torch.bfloat16)
+    before = clone(part)
+    for call, segment in (
+        (update, Segment(0, 8, STEPS["adamw"])),
+        (kernels.lamb, LambSegment(0, 8, LAMB)),
+    ):
+        with pytest.raises(ValueError, match="noise: expected one in each segment"):
+            call(part, [segment])
+    assert same(part, before)

@@ -17,7 +17,7 @@ def update(
     moment_type: int,
     grad: tuple[int, int],
     numel: int,
-    segments: Sequence[tuple[int, int, Sequence[float], tuple[bool, int, int]]],
+    segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int]]],
     /,
 ) -> None: ...
 def lamb_moments(
@@ -27,7 +27,7 @@ def lamb_moments(
     moment_type: int,
     grad: tuple[int, int],
     numel: int,
-    segment: tuple[int, int, Sequence[float], tuple[bool, int, int]],
+    segment: tuple[int, int, Sequence[float], tuple[int, int]],
     sums: int,
     /,
 ) -> None: ...

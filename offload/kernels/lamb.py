@@ -11,7 +11,7 @@ import torch
 from offload.kernels import _native
 from offload.kernels.noise import Noise
 from offload.kernels.steps import LambStep
-from offload.kernels.update import Partition, addresses, native_segment, run
+from offload.kernels.update import Partition, addresses, check_noise, native_segment, run
 
 BLOCK = 4096
 """Elements of a block of the sums."""
@@ -24,7 +24,7 @@ class LambSegment(NamedTuple):
     stop: int
     step: LambStep
     noise: Noise | None = None
-    """Rounds bf16 moments stochastically; None rounds them to nearest."""
+    """Rounds bf16 moments; None for fp32 moments."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -63,6 +63,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     """
     arrays = addresses("lamb", 2, partition)
     _check(segments, arrays.numel)
+    check_noise(partition, segments)
     found = []
     for start, stop, step, noise in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.

@@ -22,16 +22,6 @@ class Noise(NamedTuple):
         """Returns the noise from `count` elements on."""
         return Noise(self.stream, self.element + count)
 
-    @property
-    def native(self) -> tuple[bool, int, int]:
-        """Returns the noise in the form of the native code."""
-        return True, self.stream, self.element
-
-
-NEAREST = (False, 0, 0)
-"""What the native code takes in place of a noise for moments that are rounded to nearest."""
-
-
 class Keyed(NamedTuple):
     """Elements [start, stop) whose numbers in their stream agree in all but the lower 32 bits, and their key."""
 

@@ -104,4 +104,4 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 moments stochastically; None rounds them to nearest. Without effect on fp32 moments."""
+    """Rounds bf16 moments; None for fp32 moments, on which a noise has no effect."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from offload.kernels import _native
 from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
-from offload.kernels.noise import NEAREST, Noise
+from offload.kernels.noise import Noise
 from offload.kernels.steps import RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
 
 
@@ -39,12 +39,13 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
     Raises:
         TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
-        ValueError: segments out of order, or a tensor of a wrong shape, stride or device.
+        ValueError: segments out of order, a tensor of a wrong shape, stride or device, or bf16 moments without noise.
     """
     numel = length("weight", partition.weight)
     if not segments:
         return
     rule, moments = check_segments(segments, numel)
+    check_noise(partition, segments)
     run(rule, moments, partition, [(each.start, each.stop, each.step, each.noise) for each in segments])
 
 
@@ -103,10 +104,10 @@ NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
 """Start, stop, settings in the order that the rule takes, and the noise of bf16 moments."""
 
 
-def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[bool, int, int]]:
+def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
     """Returns a segment in the form of the native code."""
     start, stop, settings, noise = given
-    return start, stop, [float(value) for value in settings], NEAREST if noise is None else noise.native
+    return start, stop, [float(value) for value in settings], noise or (0, 0)
 
 
 def run(rule: str, moments: int, partition: Partition, segments: Sequence[NativeSegment]) -> None:
@@ -176,6 +177,21 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
         _check_counted(step)
         end = stop
     return RULES[kind]
+
+
+class _Noisy(Protocol):
+    """A segment of any kernel."""
+
+    @property
+    def noise(self) -> Noise | None: ...
+
+
+def check_noise(partition: Partition, segments: Sequence[_Noisy]) -> None:
+    """Raises `ValueError` if moments are bf16 and a segment has no noise that rounds them."""
+    # Rounded to nearest they would stay where they are in most steps.
+    bf16 = bool(partition.moments) and all(moment.dtype is torch.bfloat16 for moment in partition.moments)
+    if bf16 and any(segment.noise is None for segment in segments):
+        raise ValueError("noise: expected one in each segment, since the moments are bf16, got None")
 
 
 def _check_counted(step: Step | LambStep) -> None:

@@ -54,7 +54,7 @@ __device__ __forceinline__ float load(const Moment* moment, unsigned long long i
     return moment[i];
 }
 __device__ __forceinline__ void store(Moment* moment, unsigned long long i, float value,
-                                      unsigned int, int) {
+                                      unsigned int) {
     moment[i] = value;
 }
 __device__ __forceinline__ unsigned int random_bits(unsigned int, unsigned int, unsigned int) {
@@ -67,11 +67,9 @@ __device__ __forceinline__ float load(const Moment* moment, unsigned long long i
 }
 // See [Note: stochastic rounding] in native/noise.h, which has the same operations.
 __device__ __forceinline__ void store(Moment* moment, unsigned long long i, float value,
-                                      unsigned int random, int stochastic) {
-    const unsigned int bits = __float_as_uint(value);
-    const unsigned int added = stochastic ? random & 0xFFFFu : 0x7FFFu + ((bits >> 16) & 1u);
-    moment[i] = (unsigned short)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u
-                                                                   : (bits + added) >> 16);
+                                      unsigned int random) {
+    const unsigned int sum = __float_as_uint(value) + (random & 0xFFFFu);
+    moment[i] = (unsigned short)((value == value ? sum : 0x7FC00000u) >> 16);
 }
 __device__ __forceinline__ unsigned int random_bits(unsigned int before, unsigned int between,
                                                     unsigned int element) {
@@ -89,7 +87,7 @@ __device__ __forceinline__ unsigned int random_bits(unsigned int before, unsigne
 extern "C" __global__ void adamw(Weight* weight, Beside* beside, Moment* exp_avg,
                                  Moment* exp_avg_sq, const Grad* grad, unsigned long long numel,
                                  unsigned int before, unsigned int between, unsigned int element,
-                                 int stochastic, float grad_scale,
+                                 float grad_scale,
                                  float keep, float weight_decay, float lerp_factor, float beta2,
                                  float one_minus_beta2, float root_correction2, float eps,
                                  float minus_step_size, int lerp_from_grad, int l2) {
@@ -105,8 +103,8 @@ extern "C" __global__ void adamw(Weight* weight, Beside* beside, Moment* exp_avg
                                   __fmul_rn(__fmul_rn(one_minus_beta2, g), g));
         const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), root_correction2), eps);
         const unsigned int random = random_bits(before, between, element + (unsigned int)i);
-        store(exp_avg, i, m, random, stochastic);
-        store(exp_avg_sq, i, v, random >> 16, stochastic);
+        store(exp_avg, i, m, random);
+        store(exp_avg_sq, i, v, random >> 16);
         store(weight, beside, i,
               __fadd_rn(__fmul_rn(p, keep),
                         __fdiv_rn(__fmul_rn(minus_step_size, m), denominator)));

@@ -39,7 +39,7 @@ _THREADS, _MOST_BLOCKS = 256, 1 << 16
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
 """Name of the program that contains each kernel."""
-_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(WORD,) * 3, INT, *(FLOAT,) * 9, *(INT,) * 2)
+_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(WORD,) * 3, *(FLOAT,) * 9, *(INT,) * 2)
 _SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
 
@@ -146,8 +146,7 @@ class Kernels:
                     scalars, known = Scalars.of(step), step
                     numbers = (*scalars.numbers, *scalars.choices)
                 for start, stop, *key in _keyed(segment):
-                    noise = (*key, segment.noise is not None)
-                    arguments.set(*(address + start * size for address, size in places), stop - start, *noise, *numbers)
+                    arguments.set(*(address + start * size for address, size in places), stop - start, *key, *numbers)
                     kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:

@@ -52,7 +52,6 @@ struct Moments {
         Moment* second;
         const Grad* grad;
         Scalars scalars;
-        bool stochastic;
         std::uint64_t stream;
         std::uint64_t element;  // of the first one
         double* sums;           // (ceil(numel / kBlock), 2): of the squares of p and of u
@@ -68,7 +67,7 @@ struct Moments {
                 const std::uint64_t element = args.element + begin + done;
                 const std::uint64_t left = kNoiseRange - element % kNoiseRange;
                 const std::size_t count = numel - done > left ? left : numel - done;
-                const Noise noise = noise_of(args.stochastic, args.stream, element, 0);
+                const Noise noise = noise_of(args.stream, element, 0);
                 update(args, noise, begin + done, count, weights + done, directions + done);
                 done += count;
             }
@@ -93,8 +92,8 @@ struct Moments {
             const float v = k.beta2 * to_float(second[i]) + k.one_minus_beta2 * g * g;
             const std::uint32_t random =
                 bits_for<Moment>(noise, noise.shift + static_cast<std::uint32_t>(i));
-            store_moment(&first[i], m, random, noise.stochastic);
-            store_moment(&second[i], v, random >> 16, noise.stochastic);
+            store_moment(&first[i], m, random);
+            store_moment(&second[i], v, random >> 16);
             weights[i] = p;
             // The second pass reads the moments as they are stored, so the norm is of those.
             directions[i] = direction(k, p, to_float(first[i]), to_float(second[i]));
@@ -120,7 +119,7 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
                 {from(master, segment.start), static_cast<Moment*>(b.moments[0]) + segment.start,
                  static_cast<Moment*>(b.moments[1]) + segment.start,
                  static_cast<const Grad*>(b.grad) + segment.start, Scalars(segment.settings),
-                 segment.stochastic, segment.stream, segment.element, sums},
+                 segment.stream, segment.element, sums},
                 segment.stop - segment.start);
         };
         const auto with_grad = [&]<class Moment>() {

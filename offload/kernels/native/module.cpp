@@ -53,12 +53,12 @@ Rule rule(const std::string& name) {
 // start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in
 // it
 using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
-                            std::tuple<bool, std::uint64_t, std::uint64_t>>;
+                            std::pair<std::uint64_t, std::uint64_t>>;
 
 Segment segment(const Settings& given) {
     const auto& [start, stop, settings, noise] = given;
-    const auto& [stochastic, stream, element] = noise;
-    Segment made{start, stop, {}, stochastic, stream, element};
+    const auto& [stream, element] = noise;
+    Segment made{start, stop, {}, stream, element};
     std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
     return made;
 }

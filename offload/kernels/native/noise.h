@@ -29,17 +29,15 @@ struct Noise {
     std::uint32_t before;  // the key, a word for each round
     std::uint32_t between;
     std::uint32_t shift;  // the lower bits of an element's number, less its index in the arrays
-    Choice stochastic;    // else rounded to nearest
 };
 
 inline constexpr std::uint64_t kNoiseRange = std::uint64_t{1} << 32;
 
 // The noise of an element of a stream, and of those after it up to a multiple of kNoiseRange.
-OFFLOAD_INLINE Noise noise_of(bool stochastic, std::uint64_t stream, std::uint64_t element,
-                              std::size_t index) {
+OFFLOAD_INLINE Noise noise_of(std::uint64_t stream, std::uint64_t element, std::size_t index) {
     const std::uint64_t key = mixed(stream + 0x9E3779B97F4A7C15ull * (element / kNoiseRange));
     return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32),
-            static_cast<std::uint32_t>(element - index), choice(stochastic)};
+            static_cast<std::uint32_t>(element - index)};
 }
 
 // The 32 random bits of the element whose number has the lower bits `element`.
@@ -54,15 +52,12 @@ OFFLOAD_INLINE std::uint32_t random_bits(const Noise& noise, std::uint32_t eleme
     return x;
 }
 
-// Stores a moment. The lower 16 of the `random` bits round it, unless it is fp32 or rounded to
-// nearest, ties to even.
-OFFLOAD_INLINE void store_moment(float* at, float value, std::uint32_t, Choice) { *at = value; }
+// Stores a moment. The lower 16 of the `random` bits round it, unless it is fp32.
+OFFLOAD_INLINE void store_moment(float* at, float value, std::uint32_t) { *at = value; }
 
-OFFLOAD_INLINE void store_moment(Bf16* at, float value, std::uint32_t random, Choice stochastic) {
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
-    const std::uint32_t nearest = 0x7FFFu + ((bits >> 16) & 1u);
-    const std::uint32_t added = (random & 0xFFFFu & stochastic) | (nearest & ~stochastic);
-    at->bits = static_cast<std::uint16_t>(is_nan(bits) ? kNanBf16 : (bits + added) >> 16);
+OFFLOAD_INLINE void store_moment(Bf16* at, float value, std::uint32_t random) {
+    const std::uint32_t sum = std::bit_cast<std::uint32_t>(value) + (random & 0xFFFFu);
+    at->bits = static_cast<std::uint16_t>((value == value ? sum : kNanBf16 << 16) >> 16);
 }
 
 // The random bits that `store_moment` takes for an element; none are computed for fp32.

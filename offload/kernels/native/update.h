@@ -29,12 +29,11 @@ inline constexpr std::size_t kSettings = 8;
 
 // Elements [start, stop) with the hyperparameters of one step, in the order that the rule
 // documents. bf16 moments are rounded with the noise of `stream`, in which `start` has the number
-// `element`, or to nearest: see [Note: stochastic rounding].
+// `element`: see [Note: stochastic rounding].
 struct Segment {
     std::size_t start;
     std::size_t stop;
     double settings[kSettings];
-    bool stochastic;
     std::uint64_t stream;
     std::uint64_t element;
 };

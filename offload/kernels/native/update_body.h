@@ -93,7 +93,7 @@ void each_noise(const Segment& segment, Use use) {
         const std::uint64_t left = kNoiseRange - element % kNoiseRange;
         const std::size_t stop =
             segment.stop - start > left ? start + static_cast<std::size_t>(left) : segment.stop;
-        use(start, stop, noise_of(segment.stochastic, segment.stream, element, start));
+        use(start, stop, noise_of(segment.stream, element, start));
         element += stop - start;
         start = stop;
     } while (start < segment.stop);
@@ -156,9 +156,9 @@ struct Update {
             const float weight = R::step(k, load(master, i), to_float(grad[i]), m, v);
             const std::uint32_t random =
                 bits_for<Moment>(noise, element + static_cast<std::uint32_t>(i - begin));
-            if constexpr (R::kMoments > 0) store_moment(&first[i], m, random, noise.stochastic);
+            if constexpr (R::kMoments > 0) store_moment(&first[i], m, random);
             if constexpr (R::kMoments > 1)
-                store_moment(&second[i], v, random >> 16, noise.stochastic);
+                store_moment(&second[i], v, random >> 16);
             store(master, i, weight);
         }
     }

@@ -15,12 +15,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.optimizers.matrices import product_flops
 from offload.planner.activations.load import Load
-from offload.planner.hardware import KERNEL_BYTES, Hardware
+from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation import machine as simulate_machine
@@ -110,20 +108,12 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
     )
 
 
-def _kernel_share(memory: Memory) -> float:
-    """Returns the bytes that an update with this run's moments moves, as a fraction of those with fp32 moments."""
-    whole = KERNEL_BYTES[memory.mode.precision]
-    # The rates are those of AdamW, whose two moments are read and written.
-    saved = 2 * 2 * (torch.float32.itemsize - memory.mode.moment_dtype.itemsize)
-    return (whole - saved) / whole
-
-
 def _kernel_rate(memory: Memory, hardware: Hardware) -> float:
     """Returns the parameters updated per second, with the products of Muon, which the compute device makes.
 
     The products are in bf16, and the rate is that of the weights' dtype.
     """
-    rate = hardware.optimizer / _kernel_share(memory) if hardware.on_cpu else _updated(memory, hardware)
+    rate = hardware.optimizer if hardware.on_cpu else _updated(memory, hardware)
     optimizer = memory.config.optimizer
     flops = 0.0
     if optimizer is not None:
@@ -138,15 +128,15 @@ def _updated(memory: Memory, hardware: Hardware) -> float:
     A unit whose states and gradient are all on DEVICE is updated on the GPU. Otherwise its states on DEVICE are copied
     to the host and back.
     """
-    seconds, share = 0.0, _kernel_share(memory)
+    seconds = 0.0
     for row, nbytes, numel in zip(
         memory.placement.tiers, memory.parts.nbytes, memory.parts.trainable_numel, strict=True
     ):
         there = sum(nbytes[state] for state in row if state is not State.GRAD and row[state] is Tier.DEVICE)
         if numel and all(tier is Tier.DEVICE for tier in row.values()):
-            seconds += share * numel / hardware.device_optimizer
+            seconds += numel / hardware.device_optimizer
         elif numel:
-            seconds += share * numel / hardware.optimizer + there / hardware.download + there / hardware.upload
+            seconds += numel / hardware.optimizer + there / hardware.download + there / hardware.upload
     return sum(memory.parts.trainable_numel) / seconds if seconds else hardware.optimizer
 
 
