@@ -214,6 +214,7 @@ def _known_content(model: type[Block], content: Mapping[str, Any], path: str, fi
     at the first key that is unknown or refused.
     """
     model.check(content, path)
+    content = model.arranged(content)
     content_kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # no notice for a block that is off
     for key, value in content.items():

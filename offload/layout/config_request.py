@@ -12,6 +12,7 @@ import torch
 
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
+from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
 from offload.layout.tiers import PlacementRequest
 from offload.states import State, Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, Mode, make_mode
@@ -65,6 +66,8 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
         block: the config's optimizer block.
         groups: the parameter groups, whose settings override those of the block.
     """
+    if block.of_torch:
+        return kernel_rule(optimizer_class(block.type), [{**block.settings, **group} for group in groups])
     name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
     # One group with momentum is enough: the mode, and so the set of states, is the same for all units.
     if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):

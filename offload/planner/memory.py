@@ -23,11 +23,12 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.optimizers.matrices import with_states
+from offload.layout.optimizers.of_torch import with_states_of_torch
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
-from offload.swapper.modes import ADAM, Mode
+from offload.swapper.modes import ADAM, TORCH, Mode
 
 PATH = "/mnt/nvme"
 """Folder for swap files in the config of a described machine."""
@@ -137,7 +138,7 @@ def settle(
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
     rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
-    layouts = with_states(layouts, rule)
+    layouts = _with_states(layouts, config, rule)
     # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
@@ -169,6 +170,13 @@ def settle(
         notices=plan.notices,
         machine=machine,
     )
+
+
+def _with_states(layouts: Sequence[UnitLayout], config: Config, rule: str) -> tuple[UnitLayout, ...]:
+    """Returns the layouts with the states that the config's optimizer packs."""
+    if rule == TORCH and config.optimizer is not None:
+        return with_states_of_torch(layouts, config.optimizer.type, config.optimizer.settings)
+    return with_states(layouts, rule)
 
 
 def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:

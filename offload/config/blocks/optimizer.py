@@ -9,7 +9,7 @@ import pydantic
 from pydantic import Field
 
 from offload.config.blocks.block import CHANGES_TRAINING, Block, missing
-from offload.config.blocks.values import Beta, Count, Number, OptimizerType
+from offload.config.blocks.values import TORCH_OPTIMIZERS, Beta, Count, Number, OptimizerType
 from offload.errors import ConfigError
 
 OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -128,9 +128,24 @@ class OptimizerBlock(Block):
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"type": "AdamW", "params": {"lr": 3e-4}}
 
     type: OptimizerType = Field(
-        "AdamW", description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD, in any case of letters"
+        "AdamW",
+        description="Adam, AdamW, Lamb, Adagrad, Lion, SGD, Muon or SinkGD, in any case of letters; or a class of "
+        "torch, as torch.optim.NAdam, whose params are those of the class",
     )
     params: OptimizerParams = Field(OptimizerParams(), description="see below")
+    torch_params: dict[str, Any] = Field({}, exclude=True)
+    """The params of a class of torch, which stand under "params" in a file."""
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content with the params of a class of torch under `torch_params`, without "auto"."""
+        if "torch_params" in content:
+            raise ConfigError('unknown key optimizer.torch_params; did you mean "params"?')
+        params = content.get("params")
+        if not str(content.get("type", "")).startswith(TORCH_OPTIMIZERS) or not isinstance(params, Mapping):
+            return content
+        others = {key: value for key, value in content.items() if key != "params"}
+        return {**others, "torch_params": {key: value for key, value in params.items() if value != "auto"}}
 
     @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
@@ -146,6 +161,8 @@ class OptimizerBlock(Block):
     @pydantic.model_validator(mode="after")
     def _fits(self) -> OptimizerBlock:
         """Raises `ValueError` if a hyperparameter does not belong to the type, or two contradict each other."""
+        if self.of_torch:
+            return self
         defaults = OPTIMIZER_DEFAULTS[self.type]
         for name in self.params.model_fields_set:
             if name not in (*_OF_EVERY_TYPE, *defaults) and getattr(self.params, name) is not None:
@@ -158,8 +175,15 @@ class OptimizerBlock(Block):
         return self
 
     @property
+    def of_torch(self) -> bool:
+        """True if the type is a class of torch."""
+        return self.type.startswith(TORCH_OPTIMIZERS)
+
+    @property
     def settings(self) -> dict[str, Any]:
-        """Hyperparameters of the type, except for the learning rate."""
+        """Hyperparameters of the type, except for the learning rate; of a class of torch those that are given."""
+        if self.of_torch:
+            return dict(self.torch_params)
         given = {name: getattr(self.params, name) for name in OPTIMIZER_DEFAULTS[self.type]}
         return {
             name: value if given[name] is None else given[name] for name, value in OPTIMIZER_DEFAULTS[self.type].items()

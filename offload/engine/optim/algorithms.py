@@ -13,10 +13,9 @@ from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sink
 from offload.engine.optim.torch_fallback import TorchStep
 from offload.errors import UsageError
 from offload.layout.optimizers.matrices import MARK
+from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
 from offload.swapper.modes import ADAM, LAMB, MUON, SINKGD, TORCH
 
-_UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
-"""Options of torch's optimizers that the kernels do not implement."""
 _FLAGS = ("decoupled", "nesterov", MARK)
 """Keys of groups that a kernel reads as True or False."""
 
@@ -53,7 +52,7 @@ class Rule(NamedTuple):
         """
         if self.name == TORCH:
             return None
-        asked = [option for option in _UNKNOWN if group.get(option)]
+        asked = [option for option in WITHOUT_KERNEL if group.get(option)]
         if self.name == "sgd" and group.get("momentum"):  # the rule has no state for momentum
             asked.append("momentum")
         # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
@@ -151,19 +150,8 @@ RULES = {
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
-    # The exact class counts: a subclass may override `step`.
-    kind = type(optimizer)
-    # If a single group sets such an option, torch's own code updates all groups.
-    if any(group.get(option) for group in optimizer.param_groups for option in _UNKNOWN):
-        return _by_itself(optimizer)
-    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
-        return RULES[ADAM]
-    if kind is torch.optim.Adagrad:
-        return RULES["adagrad"]
-    if kind is torch.optim.SGD:
-        # One group with momentum gives all units a momentum buffer.
-        return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
-    return _by_itself(optimizer)
+    name = kernel_rule(type(optimizer), optimizer.param_groups)
+    return RULES[name] if name in RULES else _by_itself(optimizer)
 
 
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:

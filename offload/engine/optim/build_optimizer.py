@@ -17,6 +17,7 @@ from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.matrices import MARK, MATRIX_RULES, states_of
+from offload.layout.optimizers.of_torch import make
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
@@ -110,11 +111,16 @@ def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) 
         model: the model, by whose modules Muon and SinkGD know which parameters are matrices.
 
     Raises:
-        ConfigError: the learning rate is missing, or a parameter is marked as a matrix and is none.
+        ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
+            does not exist, cannot be used, or does not take the params.
     """
     settings = block.settings
     given = list(params)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    if block.of_torch:
+        if "lr" not in settings:
+            raise no_rate()
+        return from_torch(make(block.type, [dict(group) for group in groups], settings))
     name = rule_name(block, groups)
     if name in MATRIX_RULES:
         return matrix_optimizer(groups, block, name, model)
