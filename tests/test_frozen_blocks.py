@@ -8,6 +8,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import offload
@@ -15,6 +16,7 @@ from offload.layout.frozen.choice import stored_as_blocks
 from offload.states import State
 from tests.support import models
 from tests.support.frozen_blocks import dequantized, through_blocks
+from tests.support.model_folders import llama_config
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
@@ -26,6 +28,7 @@ from tests.support.oracle import (
     small_pieces,
     start,
     train_step,
+    trained,
     weights_of,
 )
 
@@ -170,6 +173,28 @@ def test_matrices_take_the_bytes_of_their_codes_on_disk(form: str, tmp_path: Pat
     assert abs(plain - found - saved) <= 4096 * 2 * units, "but for the padding of each unit"
 
 
+def deep() -> nn.Module:
+    """A model of 24 blocks with adapters."""
+    config = llama_config(num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)  # type: ignore[arg-type]
+
+
+def test_codes_that_exceed_both_budgets_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model in 4 bits does not fit into what the engine may take of memory."""
+    job = JOB._replace(model=deep, steps=2)
+    expected = run(job, ("none", "none"), tmp_path / "memory", frozen="nf4")
+    small_pieces(monkeypatch)
+    device = 2 << 20  # two blocks with their values
+    host = least_host_memory(job, tmp_path / "least", frozen="nf4", device_memory=device)
+    engine = start(job, DISK, tmp_path / "disk", frozen="nf4", host_memory=host, device_memory=device)
+    components = engine._core.components
+    codes = 2 * sum(len(behind) for _, behind in components.shards.shares)
+    assert components.arena.nbytes + components.pager.arena.nbytes < codes
+    assert_same(expected, trained(engine, job))
+    engine.destroy(remove=True)
+
+
 # -- reading and editing ------------------------------------------------------------------------------
 
 
@@ -181,9 +206,10 @@ def test_users_see_values(tmp_path: Path) -> None:
     for name in chosen:
         parameter = engine.module.get_parameter(name)
         expected = through_blocks(given[name], "nf4", torch.bfloat16)
-        assert torch.equal(offload.safe_get_full_fp32_param(parameter), expected.float())  # type: ignore[arg-type]
+        found = offload.safe_get_full_fp32_param(parameter)
+        assert found is not None and torch.equal(found.cpu(), expected.float())
         with offload.gathered(parameter):
-            assert torch.equal(parameter, expected)
+            assert torch.equal(parameter.cpu(), expected)
         assert torch.equal(engine.module.state_dict()[name], expected)
         offload.safe_set_full_fp32_param(parameter, expected.float())  # equal values are no change
         with pytest.raises(offload.errors.UsageError, match="is frozen: its weights are stored once"):
