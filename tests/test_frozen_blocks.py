@@ -20,6 +20,7 @@ from tests.support.model_folders import llama_config
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
+    config,
     kill_and_resume,
     least_host_memory,
     rounded,
@@ -35,6 +36,7 @@ from tests.support.oracle import (
 DISK = ("nvme", "nvme")
 JOB = models.LORA._replace(dtype="bf16")
 FORMS = ("nf4", "int8")
+AREA = "Frozen weights in 4 and 8 bits"
 BITS = {"nf4": 34 / 64 * 8, "int8": 130 / 128 * 8}
 
 
@@ -45,6 +47,7 @@ def names(model: nn.Module) -> set[str]:
     return set(stored_as_blocks(model, "nf4", torch.bfloat16))
 
 
+@pytest.mark.works(AREA, "matrices of frozen linear layers; nothing that trains, no norm, no embedding", "right")
 def test_matrices_of_frozen_linear_layers_are_stored_so_and_nothing_else() -> None:
     model = models.lora()
     found = names(model)
@@ -77,6 +80,7 @@ class Experts(nn.Module):
         self.norm = nn.LayerNorm((64, 64)).requires_grad_(False)
 
 
+@pytest.mark.works(AREA, "stacked experts; no convolution", "right")
 def test_stacked_experts_are_matrices_and_kernels_and_tables_are_none() -> None:
     assert names(Experts()) == {"stack"}
 
@@ -84,6 +88,7 @@ def test_stacked_experts_are_matrices_and_kernels_and_tables_are_none() -> None:
 # -- bits ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works(AREA, "LoRA of peft over nf4 and int8: the bits of the same values in memory", "right")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_has_the_bits_of_one_over_the_values_in_memory(form: str, dtype: str, tmp_path: Path) -> None:
@@ -113,6 +118,7 @@ def test_gradients_of_adapters_are_those_of_torch(form: str, tmp_path: Path) -> 
     engine.destroy(remove=True)
 
 
+@pytest.mark.works(AREA, "the same bits wherever they are", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_wherever_they_are(form: str, tmp_path: Path) -> None:
     placements = [("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), DISK]
@@ -127,6 +133,7 @@ def test_units_are_streamed_in_chunks(tmp_path: Path, monkeypatch: pytest.Monkey
     assert_same(unbroken, run(JOB, DISK, tmp_path / "least", host_memory=least, frozen="nf4"))
 
 
+@pytest.mark.works(AREA, "several micro-batches, layer by layer too, with activations in host memory", "right")
 def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2)
     expected = run(dequantized(job, "nf4"), DISK, tmp_path / "values")
@@ -135,6 +142,7 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
         assert_same(expected, found, schedule)
 
 
+@pytest.mark.works(AREA, "a run that is killed and resumed", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> None:
     job = JOB._replace(steps=12)
@@ -180,6 +188,7 @@ def deep() -> nn.Module:
     return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)  # type: ignore[arg-type]
 
 
+@pytest.mark.works(AREA, "codes that exceed both budgets", "right")
 def test_codes_that_exceed_both_budgets_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model in 4 bits does not fit into what the engine may take of memory."""
     job = JOB._replace(model=deep, steps=2)
@@ -198,6 +207,7 @@ def test_codes_that_exceed_both_budgets_train(tmp_path: Path, monkeypatch: pytes
 # -- reading and editing ------------------------------------------------------------------------------
 
 
+@pytest.mark.works(AREA, "state_dict, gathered, safe_get_full_fp32_param: values", "right")
 def test_users_see_values(tmp_path: Path) -> None:
     torch.manual_seed(JOB.seed)
     given = {name: value.detach().clone() for name, value in models.lora().named_parameters()}
@@ -223,6 +233,22 @@ def test_a_config_without_frozen_matrices_says_so(tmp_path: Path, caplog: pytest
         engine = start(models.GPT2, DISK, tmp_path, frozen="nf4")
     assert any('"frozen": "nf4" has no effect' in line for line in engine.notices)
     engine.destroy(remove=True)
+
+
+class Quantized(nn.Parameter):
+    """A weight as bitsandbytes has it: codes in elements of some dtype, and the state to read them with beside it."""
+
+    quant_state: object = None
+
+
+@pytest.mark.works(AREA, "weights of bitsandbytes (`Params4bit`, `Int8Params`)", "refused")
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16])
+def test_weights_of_others_are_refused_with_what_to_use(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].weight = Quantized(torch.zeros(32, 1, dtype=dtype), requires_grad=False)
+    with pytest.raises(offload.errors.ConfigError, match='by "frozen": "nf4" in the "offload" block'):
+        offload.initialize(model=model, config=config(JOB, DISK, tmp_path, frozen="nf4"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_says_what_it_stores(tmp_path: Path) -> None:
