@@ -8,15 +8,13 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import offload
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.states import State
 from tests.support import models
-from tests.support.frozen_blocks import dequantized, through_blocks
-from tests.support.model_folders import llama_config
+from tests.support.frozen_blocks import deep, dequantized, through_blocks
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
@@ -179,13 +177,6 @@ def test_matrices_take_the_bytes_of_their_codes_on_disk(form: str, tmp_path: Pat
     units = 5
     saved = matrices * (2 - BITS[form] / 8)
     assert abs(plain - found - saved) <= 4096 * 2 * units, "but for the padding of each unit"
-
-
-def deep() -> nn.Module:
-    """A model of 24 blocks with adapters."""
-    config = llama_config(num_hidden_layers=24, hidden_size=128, intermediate_size=512)
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)  # type: ignore[arg-type]
 
 
 @pytest.mark.works(AREA, "codes that exceed both budgets", "right")
