@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import offload
@@ -96,6 +98,37 @@ def test_a_run_has_the_bits_of_one_over_the_values_in_memory(form: str, dtype: s
     assert expected.losses != run(job, ("none", "none"), tmp_path / "plain").losses, "the codes round"
 
 
+def dora() -> nn.Module:
+    """Adapters that read the weights themselves: DoRA takes their norms."""
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True, init_lora_weights=False)
+    return peft.get_peft_model(models.llama(), adapters)  # type: ignore[arg-type]
+
+
+def experts() -> nn.Module:
+    """A mixture whose stacked experts are frozen while all else trains."""
+    widths = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = transformers.MixtralConfig(**widths, num_key_value_heads=2, num_local_experts=4, vocab_size=128)
+    model = transformers.MixtralForCausalLM(shape)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("experts" not in name)
+    assert any(parameter.ndim == 3 for parameter in model.parameters() if not parameter.requires_grad)
+    return model
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(dora, marks=pytest.mark.works(AREA, "DoRA, which reads the weights", "right")),
+        pytest.param(experts, marks=pytest.mark.works(AREA, "frozen experts of a mixture that trains", "right")),
+    ],
+)
+def test_other_models_have_the_bits_of_values_in_memory(made: Callable[[], nn.Module], tmp_path: Path) -> None:
+    job = JOB._replace(model=made, steps=3)
+    expected = run(dequantized(job, "nf4"), ("none", "none"), tmp_path / "values")
+    assert_same(expected, run(job, DISK, tmp_path / "blocks", frozen="nf4"))
+    assert names(made())
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_adapters_are_those_of_torch(form: str, tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, frozen=form)
@@ -143,7 +176,7 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
 @pytest.mark.works(AREA, "a run that is killed and resumed", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> None:
-    job = JOB._replace(steps=12)
+    job = JOB._replace(steps=40)  # so many that a busy machine does not end them between two kills
     unbroken = run(job, DISK, tmp_path / "whole", frozen=form)
     (tmp_path / "killed").mkdir()
     assert_same(unbroken, kill_and_resume(job, DISK, tmp_path / "killed", kills=2, late=0.002, frozen=form))
