@@ -56,14 +56,16 @@ def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkey
     engine = trained(tmp_path / "run", frozen=form, durability="step")
     expected = {name: value for name, value in weights_of(engine).items() if "lora_" not in name}
     engine.save_16bit_model(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "checkpoint", "tag")
     engine.destroy()
-    command = ["export", str(tmp_path / "run" / "default"), str(tmp_path / "out"), "--dtype", dtype]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    found = frozen_of(tmp_path / "out")
-    assert found
-    for name, value in found.items():
-        assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
+    for number, source in enumerate((tmp_path / "run" / "default", tmp_path / "checkpoint" / "tag")):
+        out = tmp_path / f"out{number}"
+        result = CliRunner().invoke(app, ["export", str(source), str(out), "--dtype", dtype])
+        assert result.exit_code == 0, result.output
+        found = frozen_of(out)
+        assert found
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
     saved = torch.load(next((tmp_path / "saved").glob("*.bin"))) if list((tmp_path / "saved").glob("*.bin")) else {}
     saved |= frozen_of(tmp_path / "saved")
     assert all(torch.equal(saved[name], expected[name]) for name in found)
