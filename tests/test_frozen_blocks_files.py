@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("engines_end")
 
 DISK = ("nvme", "nvme")
 JOB = models.LORA._replace(dtype="bf16")
+AREA = "Frozen weights in 4 and 8 bits"
 FORMS = ("nf4", "int8")
 
 
@@ -47,6 +48,7 @@ def frozen_of(folder: Path) -> dict[str, torch.Tensor]:
 # -- files of a model ---------------------------------------------------------------------------------
 
 
+@pytest.mark.works(AREA, "export and save_16bit_model: values", "right")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,19 +56,22 @@ def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkey
     engine = trained(tmp_path / "run", frozen=form, durability="step")
     expected = {name: value for name, value in weights_of(engine).items() if "lora_" not in name}
     engine.save_16bit_model(tmp_path / "saved")
+    engine.save_checkpoint(tmp_path / "checkpoint", "tag")
     engine.destroy()
-    command = ["export", str(tmp_path / "run" / "default"), str(tmp_path / "out"), "--dtype", dtype]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    found = frozen_of(tmp_path / "out")
-    assert found
-    for name, value in found.items():
-        assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
+    for number, source in enumerate((tmp_path / "run" / "default", tmp_path / "checkpoint" / "tag")):
+        out = tmp_path / f"out{number}"
+        result = CliRunner().invoke(app, ["export", str(source), str(out), "--dtype", dtype])
+        assert result.exit_code == 0, result.output
+        found = frozen_of(out)
+        assert found
+        for name, value in found.items():
+            assert torch.equal(value, expected[name].to(DTYPES[dtype])), name
     saved = torch.load(next((tmp_path / "saved").glob("*.bin"))) if list((tmp_path / "saved").glob("*.bin")) else {}
     saved |= frozen_of(tmp_path / "saved")
     assert all(torch.equal(saved[name], expected[name]) for name in found)
 
 
+@pytest.mark.works(AREA, "load_pretrained, and adapters saved for the model in its own dtype", "right")
 def test_weights_come_from_a_folder_and_adapters_go_into_one(tmp_path: Path) -> None:
     job = JOB._replace(dtype="fp32")
     given = written(tmp_path / "given", models.llama())
@@ -121,6 +126,7 @@ def test_a_model_that_is_initialized_unit_by_unit_has_the_same_blocks(tmp_path: 
 # -- checkpoints --------------------------------------------------------------------------------------
 
 
+@pytest.mark.works(AREA, "a checkpoint, in a run of the same form", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_is_loaded_into_a_run_of_the_same_form(form: str, tmp_path: Path) -> None:
     engine = trained(tmp_path / "one", frozen=form)
@@ -151,6 +157,7 @@ def weights_of_frozen(engine: offload.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.works(AREA, "a checkpoint, in a run of another form", "refused")
 @pytest.mark.parametrize(("saved", "here"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
 def test_a_checkpoint_of_another_form_is_refused_before_anything_changes(
     saved: str | None, here: str | None, tmp_path: Path
@@ -180,6 +187,7 @@ def test_a_checkpoint_without_frozen_weights_is_of_no_form(tmp_path: Path) -> No
 # -- runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.works(AREA, "a resume in another form", "refused")
 @pytest.mark.parametrize(("before", "after"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
 def test_a_run_goes_on_in_its_own_form_alone(before: str | None, after: str | None, tmp_path: Path) -> None:
     trained(tmp_path, frozen=before, durability="step").destroy()

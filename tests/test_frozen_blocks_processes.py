@@ -13,7 +13,7 @@ from tests.support import rank_pool
 from tests.support.frozen_blocks import dequantized
 from tests.support.oracle import assert_same_tensors, weights_of
 from tests.support.rank_jobs import language_rows_loss
-from tests.test_frozen_blocks import JOB
+from tests.test_frozen_blocks import AREA, JOB
 
 ROWS = JOB._replace(loss=language_rows_loss)
 
@@ -36,6 +36,7 @@ def _rows(
     return losses, weights
 
 
+@pytest.mark.works(AREA, "two ranks, resumed too", "right")
 def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         expected = ranks.run(_rows, tmp_path / "values", None, 0, 4)
@@ -60,6 +61,7 @@ def _looked_at(folder: Path) -> tuple[bool, str]:
     return same, str(error.value)
 
 
+@pytest.mark.works(AREA, "a look at a shard of values: `safe_get_local_fp32_param` on several ranks", "refused")
 def test_a_rank_has_no_values_of_its_own(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         for same, error in ranks.run(_looked_at, tmp_path):
@@ -83,6 +85,7 @@ def _loaded(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.works(AREA, "a checkpoint of two ranks on one", "right")
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]

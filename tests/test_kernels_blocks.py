@@ -109,6 +109,16 @@ def test_an_accelerator_makes_the_same_values(
     assert torch.equal(values, values_of(form, found, NUMEL, dtype))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_makes_the_same_values(dtype: torch.dtype, form: BlockFormat) -> None:
+    found = stored(form, numbers(torch.float32))
+    values = torch.full((NUMEL,), float("nan"), dtype=dtype, device="cuda")
+    blocks.dequantize(form, found.cuda(), values)
+    assert torch.equal(values.cpu(), values_of(form, found, NUMEL, dtype))
+
+
 @given(st.integers(1, 400), st.integers(0, 2**31), st.sampled_from(FORMATS))
 @settings(max_examples=examples(60), deadline=None)
 def test_the_error_of_a_value_is_at_most_half_a_gap_of_its_codes(numel: int, seed: int, form: BlockFormat) -> None:

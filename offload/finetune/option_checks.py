@@ -37,6 +37,8 @@ def check(options: Options) -> None:
         and Path(options.trace).absolute() == options.log.absolute()
     ):
         raise ConfigError(f"--log and --trace need two files, got {options.log} for both")
+    if options.load_in_4bit and options.load_in_8bit:
+        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
     if options.frozen is not None and options.lora is None:
         raise ConfigError(
             f"{FLAGS[options.frozen]} stores frozen weights in fewer bits, and without --lora none is frozen; give "

@@ -77,8 +77,8 @@ class Options:
     eval_data: tuple[Path, ...] = ()
     eval_every: int | None = None
     lora: str | None = None
-    frozen: str | None = None
-    """Form in which frozen weights are stored: "nf4" or "int8"."""
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     gradient_checkpointing: bool = False
     chunked_loss: bool | None = None
     output: Path | None = None
@@ -86,6 +86,11 @@ class Options:
     log: Path | None = None
     log_every: int | None = None
     trace: str | None = None
+
+    @property
+    def frozen(self) -> str | None:
+        """Block format in which frozen weights are stored; None for the dtype of the model."""
+        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
 
 
 FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}

@@ -10,6 +10,7 @@ distribution. A value is one product in fp32, rounded to the dtype of the weight
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -117,14 +118,21 @@ def dequantize(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) ->
     )
 
 
+@functools.cache
+def _pairs(device: torch.device) -> torch.Tensor:
+    """Returns the two values of each byte of nf4, (256, 2) fp32, so that one look-up of a byte gives both."""
+    with torch.inference_mode(False):
+        book = torch.tensor(NF4, dtype=torch.float32)
+        # The copy is done when this returns, so every stream may read the table.
+        return torch.stack((book.repeat_interleave(16), book.repeat(16)), 1).to(device)
+
+
 @torch.no_grad()
 def _dequantize_by_torch(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) -> None:
     """Does what `dequantize` does, with torch's operations: for accelerators, on the current stream."""
     numel = values.numel()
     rows = blocks.view(-1, form.nbytes)
-    # Two values for each byte, so that one look-up of a byte gives both.
-    book = torch.tensor(NF4, dtype=torch.float32)
-    pairs = torch.stack((book.repeat_interleave(16), book.repeat(16)), 1).to(values.device)
+    pairs = _pairs(values.device)
     for first in range(0, len(rows), _DEVICE_BLOCKS):
         part = rows[first : first + _DEVICE_BLOCKS]
         codes, scale = part[:, :-_SCALE_NBYTES], part[:, -_SCALE_NBYTES:].contiguous().view(torch.bfloat16).float()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import above, activations, device, engine, optimizers, swapper, tiles
+from tests.mutants import above, activations, device, engine, frozen_blocks, optimizers, swapper, tiles
 
 MUTANTS = (
     *swapper.MUTANTS,
@@ -15,4 +15,5 @@ MUTANTS = (
     *activations.MUTANTS,
     *tiles.MUTANTS,
     *optimizers.MUTANTS,
+    *frozen_blocks.MUTANTS,
 )

@@ -5,12 +5,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+import peft
 import torch
+import transformers
 from torch import nn
 
 from offload.kernels.blocks import BLOCK_FORMATS, dequantize, quantize
 from offload.layout.frozen.choice import stored_as_blocks
+from tests.support.model_folders import llama_config
 from tests.support.oracle import DTYPES, Job
+
+
+def deep() -> nn.Module:
+    """A model of 24 blocks with adapters."""
+    config = llama_config(num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)  # type: ignore[arg-type]
 
 
 def through_blocks(values: torch.Tensor, form: str, dtype: torch.dtype) -> torch.Tensor:

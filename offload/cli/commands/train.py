@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import BAD_INPUT, Json, errors
+from offload.cli.console import Json
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
-from offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from offload.finetune.options import Options
@@ -334,11 +333,6 @@ def _job_options(typed: TrainOptions, rank: int) -> Options:
     values: dict[str, Any] = dict(vars(typed))
     # `Options` has no such field: the form of the output is decided by this command, not by the job.
     del values["json_output"]
-    four, eight = values.pop("load_in_4bit"), values.pop("load_in_8bit")
-    with errors(BAD_INPUT):
-        if four and eight:
-            raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
-    values["frozen"] = "nf4" if four else "int8" if eight else None
     for name in ("text", "data", "eval_data", "nvme_path"):
         values[name] = tuple(values[name] or ())
     values["trace"] = None if typed.trace is None else str(typed.trace)

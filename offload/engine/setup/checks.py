@@ -112,7 +112,8 @@ def _brief(value: Any) -> str:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    # bitsandbytes may keep its codes in elements of a floating dtype; the state to read them with tells them apart.
+    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point() or hasattr(p, "quant_state")]
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "

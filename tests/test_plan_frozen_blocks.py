@@ -1,0 +1,67 @@
+"""A plan of a run whose frozen weights are in 4 or 8 bits has the bytes of that run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.tiers import Partitions
+from offload.planner.activations.load import Load
+from offload.planner.hardware import described
+from offload.planner.memory import Room, settle
+from offload.planner.model_shape import Shape, from_training
+from offload.planner.step_time import predict
+from offload.states import State, Tier
+from tests.support import models
+from tests.support.frozen_blocks import deep
+from tests.support.oracle import config, start
+
+DISK = ("nvme", "nvme")
+JOB = models.LORA._replace(dtype="bf16", model=deep)
+ROOM = Room(host=8 << 30, device=0, disk=1 << 40)
+
+
+def shape_of(form: str | None) -> Shape:
+    return from_training(JOB.model(), 16, torch.bfloat16, (), {"use_cache": False}, form)
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
+    shape = shape_of(form)
+    memory = settle(shape.layouts, config(JOB, DISK, tmp_path, frozen=form), ROOM)
+    engine = start(JOB, DISK, tmp_path, frozen=form)
+    components = engine._core.components
+    assert shape.layouts == components.layouts
+    assert components.store is not None
+    assert memory.stored == components.store.spec.nbytes
+    assert (memory.host, memory.device) == (engine.host_memory, engine.device_memory)
+    assert shape.parameters == engine.parameter_count == sum(p.numel() for p in JOB.model().parameters())
+    engine.destroy(remove=True)
+
+
+def test_a_step_reads_the_codes_alone() -> None:
+    read = {}
+    for form in (None, "int8", "nf4"):
+        shape = shape_of(form)
+        memory = settle(shape.layouts, config(JOB, DISK, Path("swap"), frozen=form, device_memory="4MiB"), ROOM)
+        machine = replace(described("24GB", 64 << 30), gpu_memory=0)
+        read[form] = predict(memory, shape, machine, Load(1)).moved.weights_read
+    assert 1.8 < read[None] / read["int8"] < 2.0 and 3.2 < read[None] / read["nf4"] < 3.8
+
+
+def test_a_unit_in_codes_comes_and_goes_on_its_own_device() -> None:
+    """Its partition stays there, and its values are made for each use."""
+    parts = Partitions(
+        nbytes=({State.WEIGHT: 4096}, {State.WEIGHT: 4096}),
+        trainable_numel=(0, 0),
+        unit_nbytes=(4096, 12288),
+        largest_gradient=0,
+        gradient_dtype=torch.bfloat16,
+        alone=True,
+    )
+    assert [parts.stays(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
+    assert stored_as_blocks(JOB.model(), None, torch.bfloat16) == {}
