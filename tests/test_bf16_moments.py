@@ -246,9 +246,13 @@ def test_moments_are_fp32_unless_asked_for(given: dict[str, Any]) -> None:
 
 
 def test_two_keys_that_disagree_are_refused() -> None:
-    given = {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "offload": {"moments": "fp32"}}
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        load_config(given)
+    asked = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    for other in (
+        {"offload": {"moments": "fp32"}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": True}}},
+    ):
+        with pytest.raises(ConfigError, match="leave one of them out"):
+            load_config({**asked, **other})
 
 
 def test_an_optimizer_of_torch_refuses_them(tmp_path: Path) -> None:

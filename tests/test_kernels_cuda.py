@@ -99,9 +99,7 @@ def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dty
 @needs_compiler
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("noise", [Noise(77, 0), Noise(78, (1 << 32) - 1234)])
-def test_moments_in_bf16_are_rounded_as_on_the_cpu(
-    cpp: Kernels, weight_dtype: torch.dtype, noise: Noise
-) -> None:
+def test_moments_in_bf16_are_rounded_as_on_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, noise: Noise) -> None:
     """Also where a segment is launched in two parts, since the number of an element exceeds 32 bits."""
     for step in STEPS:
         mine = arrays(5000, weight_dtype, torch.bfloat16)

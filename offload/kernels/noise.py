@@ -22,6 +22,7 @@ class Noise(NamedTuple):
         """Returns the noise from `count` elements on."""
         return Noise(self.stream, self.element + count)
 
+
 class Keyed(NamedTuple):
     """Elements [start, stop) whose numbers in their stream agree in all but the lower 32 bits, and their key."""
 

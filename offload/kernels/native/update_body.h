@@ -157,8 +157,7 @@ struct Update {
             const std::uint32_t random =
                 bits_for<Moment>(noise, element + static_cast<std::uint32_t>(i - begin));
             if constexpr (R::kMoments > 0) store_moment(&first[i], m, random);
-            if constexpr (R::kMoments > 1)
-                store_moment(&second[i], v, random >> 16);
+            if constexpr (R::kMoments > 1) store_moment(&second[i], v, random >> 16);
             store(master, i, weight);
         }
     }
