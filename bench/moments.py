@@ -1,8 +1,8 @@
 """Losses of a small language model whose moments are fp32, bf16 or 8 bits, over several seeds.
 
-The text is Python's own library, byte by byte. fp32 and bf16 are the kernels' own. bf16 rounded to nearest and the forms
-of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8 bits has one
-scale for each 256 elements.
+The text is Python's own library, byte by byte. fp32 and bf16 are the kernels' own. bf16 rounded to nearest and the
+forms of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8 bits has
+one scale for each 256 elements.
 
     python -m bench.moments --steps 500 --seeds 5
 """
@@ -85,8 +85,9 @@ def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tens
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        if FORMS[form] is not None:
-            emulate(optimizer, *FORMS[form])
+        stored = FORMS[form]
+        if stored is not None:
+            emulate(optimizer, *stored)
     fixed = torch.Generator().manual_seed(0)  # the same text for all seeds and forms
     with torch.no_grad():
         return statistics.mean(float(loss(model, text[border:], fixed)) for _ in range(_EVALUATED))

@@ -13,7 +13,14 @@ from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, _native, noise_stream, update
+from offload.planner.activations.load import Load
+from offload.planner.advice import advise
+from offload.planner.hardware import described, parse_drive
+from offload.planner.memory import settings
+from offload.planner.model_shape import from_count
+from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
+from offload.sizes import GIB
 from tests.support import models
 from tests.support.early_updates import counts, finish_step_before
 from tests.support.early_updates import train_step as early_step
@@ -246,9 +253,13 @@ def test_moments_are_fp32_unless_asked_for(given: dict[str, Any]) -> None:
 
 
 def test_two_keys_that_disagree_are_refused() -> None:
-    given = {"bf16": {"enabled": True, "bf16_optimizer_states": True}, "offload": {"moments": "fp32"}}
-    with pytest.raises(ConfigError, match="leave one of them out"):
-        load_config(given)
+    asked = {"bf16": {"enabled": True, "bf16_optimizer_states": True}}
+    for other in (
+        {"offload": {"moments": "fp32"}},
+        {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "fp32_optimizer_states": True}}},
+    ):
+        with pytest.raises(ConfigError, match="leave one of them out"):
+            load_config({**asked, **other})
 
 
 def test_an_optimizer_of_torch_refuses_them(tmp_path: Path) -> None:
@@ -306,3 +317,18 @@ def test_the_run_names_its_moments(tmp_path: Path) -> None:
     train_step(engine, JOB, 0)
     engine.destroy()
     assert inspect(tmp_path)["runs"][0]["mode"] == "bf16 bf16-moments"
+
+
+def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
+    """16 bytes of disk in place of 24, and 16 of 24 bytes of updates; the drive is the bound, so a step is shorter."""
+    shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])
+    content = settings("nvme", "nvme", dtype="bf16", batch=1)
+    other = {**content, "offload": {**content.get("offload", {}), "moments": "bf16"}}
+    fp32, bf16 = (plan(shape, machine, Load(1), each) for each in (content, other))
+    assert bf16.memory.stored / fp32.memory.stored == pytest.approx(16 / 24, rel=0.01)
+    moved = [each.timing.moved.read + each.timing.moved.written for each in (fp32, bf16)]
+    numel = sum(fp32.memory.parts.trainable_numel)
+    assert (moved[0] - moved[1]) / numel == pytest.approx(8, rel=0.05)
+    assert bf16.timing.seconds < fp32.timing.seconds
+    assert "moments in bf16" in [change.words for change in advise(fp32).changes]
+    assert "moments in bf16" not in [change.words for change in advise(bf16).changes]

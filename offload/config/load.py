@@ -64,6 +64,11 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for fp32; leave '
             "one of them out"
         )
+    if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
+        raise ConfigError(
+            f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
+            "leave one of them out"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'

@@ -21,9 +21,9 @@ class CPUAdamW(torch.optim.Optimizer):
 
     A 16-bit parameter has an exact fp32 master. The master of a bf16 parameter consists of the parameter and 2 more
     bytes for each element (state "residual"); that of an fp16 parameter is stored in full (state "master"). Moments are
-    fp32, or bf16 with `moment_dtype` (each new value is rounded to bf16 stochastically: the bits depend on the number of
-    the parameter, of its element and of the step alone). Gradients may be fp32, bf16 or fp16, and are
-    only read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
+    fp32, or bf16 with `moment_dtype`: each new value is rounded to bf16 stochastically, by bits that depend on the
+    number of the parameter, of its element and of the step alone. Gradients may be fp32, bf16 or fp16, and are only
+    read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
 
     Each group's `grad_scale`, which may change between steps, multiplies its gradients: a clip coefficient, or one over
     the loss scale.

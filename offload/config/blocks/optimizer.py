@@ -82,7 +82,9 @@ class OptimizerParams(Block):
     )
     adam_w_mode: bool | None = Field(None, description="Adam: true by default; false adds the decay to the gradient")
     bias_correction: Literal[True] | None = Field(None, description="Adam, AdamW, Lamb: only true")
-    fp32_optimizer_states: Literal[True] | None = Field(None, description="only true: moments are fp32")
+    fp32_optimizer_states: Literal[True] | None = Field(
+        None, description='only true: moments are fp32; for bf16 leave it out, and set "moments" in the block offload'
+    )
     max_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 10")
     min_coeff: Number | None = Field(None, description="Lamb: bound of the trust ratio, default 0.01")
     lr_decay: Number | None = Field(None, description="Adagrad: default 0")
