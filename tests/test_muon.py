@@ -11,12 +11,16 @@ from torch import nn
 
 import offload
 from offload.config import load_config
+from offload.engine.optim.matrices import updates
+from offload.engine.optim.matrices.directions import Workspace, orthogonalize
 from offload.errors import ConfigError, UsageError
 from offload.layout.optimizers.matrices import matrices_of, product_flops
 from offload.planner.memory import Memory, Room, settings, settle
 from offload.planner.model_shape import from_training
+from offload.precision import has_products_in_bf16, products_in_bf16
 from offload.states import State
 from tests.support import rounding_bounds
+from tests.support.device_process import engine_device
 from tests.support.matrix_models import MUON, Words, words_loss
 from tests.support.models import gpt2, llama, mixtral
 from tests.support.oracle import (
@@ -38,6 +42,7 @@ from tests.support.oracle import (
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
 with_torch = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+in_bf16 = pytest.mark.skipif(not products_in_bf16(), reason="without products in bf16 they are in fp32")
 
 NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
     "default": (),
@@ -48,6 +53,7 @@ NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
 
 
 @with_torch
+@in_bf16
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
@@ -58,6 +64,7 @@ def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_
 
 
 @with_torch
+@in_bf16
 @pytest.mark.parametrize("name", NUMBERS)
 def test_its_numbers_are_those_of_torch(name: str, tmp_path: Path) -> None:
     job = MUON._replace(params=(*MUON.params, *NUMBERS[name]))
@@ -67,6 +74,7 @@ def test_its_numbers_are_those_of_torch(name: str, tmp_path: Path) -> None:
 
 
 @with_torch
+@in_bf16
 @pytest.mark.numeric
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_with_a_clip_it_follows_torch(dtype: str, tmp_path: Path) -> None:
@@ -75,6 +83,55 @@ def test_with_a_clip_it_follows_torch(dtype: str, tmp_path: Path) -> None:
     mine, plain = run(job, DISK, tmp_path), plain_loop(job)
     assert max(plain.norms) > job.clip
     rounding_bounds.same_losses(mine.losses, plain.losses, job)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24)])
+@pytest.mark.numeric
+def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int, int]) -> None:
+    """An iteration maps each singular value s to as + bs**3 + cs**5, and leaves the singular vectors."""
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    numel, square = shape[0] * shape[1], min(shape) ** 2
+    workspace = Workspace(matrix.flatten().clone(), *(torch.empty(each) for each in (numel, square, square)))
+    a, b, c = 3.4445, -4.7750, 2.0315
+    found = orthogonalize(shape, workspace, 5, (a, b, c)).double()
+    u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    growth = 1.0
+    for _ in range(5):
+        # A rounding grows by the largest derivative of the polynomial on the way that is left.
+        growth *= float((a + 3 * b * values**2 + 5 * c * values**4).abs().max().clamp(min=1.0))
+        values = a * values + b * values**3 + c * values**5
+    expected = u @ torch.diag(values) @ v
+    # Each iteration has three products, whose numbers are up to |a| + |b| + |c| times the matrix, in sums of a row.
+    error = (abs(a) + abs(b) + abs(c)) * growth * rounding_bounds.sum_error(5 * 3 * max(shape))
+    assert error < 0.1  # of a direction that is wrong, all is
+    assert float((found - expected).norm()) <= error * float(expected.norm())
+
+
+@pytest.mark.parametrize("ns_steps", [4, 5])
+def test_without_products_in_bf16_placements_have_the_same_bits(
+    ns_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products are in fp32 then; after an even number of iterations the direction is in the master's memory."""
+    if engine_device() != "cpu":
+        pytest.skip("a device has products in bf16")
+    monkeypatch.setattr(updates, "products_in_bf16", lambda: False)
+    job = MUON._replace(steps=2, dtype="bf16", params=(*MUON.params, ("ns_steps", ns_steps)))
+    slow = same_bits(job, tmp_path / "fp32", SOME)
+    monkeypatch.setattr(updates, "products_in_bf16", lambda: True)
+    fast = run(job, DISK, tmp_path / "bf16")
+    assert not torch.equal(slow.weights["blocks.0.1.weight"], fast.weights["blocks.0.1.weight"])
+    # Two runs of one direction: the second step starts from weights that are apart by roundings of a bf16 direction.
+    assert slow.losses[0] == fast.losses[0]
+    assert abs(slow.losses[1] - fast.losses[1]) < 0.01 * fast.losses[1]
+
+
+def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
+    assert has_products_in_bf16("flags : fpu avx512_bf16 amx_tile", {})
+    assert has_products_in_bf16("Features : fp asimd bf16", {})
+    assert not has_products_in_bf16("flags : fpu avx2 avx512f", {})
+    assert not has_products_in_bf16("flags : fpu amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
 @pytest.mark.sample(4)

@@ -1,10 +1,11 @@
 """The directions in which Muon and SinkGD move a matrix.
 
-    Muon      the orthogonal matrix near the momentum, by a few Newton-Schulz iterations in bf16
+    Muon      the orthogonal matrix near the momentum, by a few Newton-Schulz iterations
     SinkGD    the gradient, with all rows of one norm and all columns of one norm
 
-The operations of `orthogonalize` are those of `torch.optim.Muon`, in its order and dtype, so that both give the same
-bits. Versions of torch before 2.9 have no such optimizer.
+The operations of `orthogonalize` are those of `torch.optim.Muon`, in its order and in bf16 in its dtype, so that both
+give the same bits. On a processor without products in bf16 the dtype is fp32, as in DeepSpeed. Versions of torch before
+2.9 have no such optimizer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SMALLEST_LINE = 1e-20
 
 
 class Workspace(NamedTuple):
-    """Memory for `orthogonalize`: flat tensors in bf16 on the device that computes, of at least so many elements."""
+    """Memory for `orthogonalize`: flat tensors of one dtype on the computing device, of so many elements."""
 
     matrix: torch.Tensor
     """Rows times columns. The caller writes the matrix here."""
@@ -45,7 +46,7 @@ def orthogonalize(
         coefficients: of the iteration X <- aX + (bA + cA^2)X with A = XX'.
 
     Returns:
-        (rows, columns) bf16, in the memory of the workspace; columns are contiguous if there are fewer of them.
+        (rows, columns) in the memory and dtype of the workspace; columns are contiguous if there are fewer of them.
     """
     a, b, c = coefficients
     numel, small, large = shape[0] * shape[1], min(shape), max(shape)

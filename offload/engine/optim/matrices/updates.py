@@ -21,6 +21,7 @@ from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, split
 from offload.layout.opaque_state import open_states
+from offload.precision import products_in_bf16
 from offload.sizes import align_up
 from offload.states import State
 from offload.swapper.memory.device import Device
@@ -43,6 +44,8 @@ class MatrixUpdates:
         self._layouts, self._device = layouts, device
         self.scratch_nbytes = scratch.nbytes
         self._gradient, self._master = scratch[: len(scratch) // 2], scratch[len(scratch) // 2 :]
+        # Without such instructions a product in bf16 takes a hundred times as long as in fp32.
+        self._in_bf16 = not device.host_addressable or products_in_bf16()
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the same elements of every state but PACKED, of which a tile contains all words."""
@@ -91,6 +94,8 @@ class MatrixUpdates:
     def _orthogonal(self, update: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Returns the direction of Muon in the gradient's scratch memory, which may contain `update`."""
         shape = (update.shape[0], update.shape[1])
+        if not self._in_bf16:
+            return self._in_fp32(update, shape, step)
         # In fp32 a parameter takes as much memory as two in bf16, beginning at multiples of the alignment.
         first, second = _halves(self._master, update.numel())
         matrix = first[: update.numel()].view(shape).copy_(update)
@@ -102,6 +107,16 @@ class MatrixUpdates:
             )
             return gram[: update.numel()].view(shape).copy_(found)
         return self._on_device(matrix, gram[: update.numel()].view(shape), step)
+
+    def _in_fp32(self, update: torch.Tensor, shape: tuple[int, int], step: MuonStep) -> torch.Tensor:
+        """Does the same with products in fp32, whose grams have memory beside the scratch memory."""
+        numel, square = update.numel(), min(shape) ** 2
+        matrix, other = self._master[:numel], self._gradient[:numel]
+        matrix.view(shape).copy_(update)
+        workspace = Workspace(matrix, other, torch.empty(square, device="cpu"), torch.empty(square, device="cpu"))
+        found = orthogonalize(shape, workspace, step.ns_steps, step.ns_coefficients)
+        # The number of iterations decides in which of the two the direction is. The master needs its own memory.
+        return found if found.data_ptr() == other.data_ptr() else other.view(shape).copy_(found)
 
     def _on_device(self, matrix: torch.Tensor, direction: torch.Tensor, step: MuonStep) -> torch.Tensor:
         """Copies `matrix` to the device, and the direction back into host memory; returns the latter."""
