@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
+from typer.testing import CliRunner
 
 import offload
+from offload.cli.main import app
 from offload.errors import UsageError
 from tests.support import rank_pool
 from tests.support.frozen_blocks import dequantized
@@ -92,3 +95,18 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
     with rank_pool.pool(1) as ranks:
         found = ranks.run(_loaded, tmp_path / "one", tmp_path / "two" / "checkpoint")[0]
     assert_same_tensors(expected, found)
+
+
+@pytest.mark.works(AREA, "an export of two ranks", "right")
+def test_two_ranks_export_values(tmp_path: Path) -> None:
+    with rank_pool.pool(2) as ranks:
+        expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+    (tag,) = (path for path in (tmp_path / "two" / "checkpoint").iterdir() if path.is_dir())
+    assert CliRunner().invoke(app, ["export", str(tag), str(tmp_path / "exported")]).exit_code == 0
+    for folder in ("out", "exported"):
+        found = {
+            name: value
+            for path in (tmp_path / folder).glob("*.safetensors")
+            for name, value in safetensors.torch.load_file(path).items()
+        }
+        assert found and all(torch.equal(value, expected[name]) for name, value in found.items())

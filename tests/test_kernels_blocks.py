@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offload.kernels import _native, blocks
 from offload.kernels.blocks import BLOCK_FORMATS, NF4, BlockFormat
+from offload.layout.frozen.fill import BlockWriter
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
 
@@ -137,6 +138,18 @@ def test_codes_of_codes_are_the_same_codes() -> None:
         found = stored(form, numbers(torch.float32))
         values = values_of(form, found, NUMEL, torch.float32)
         assert torch.equal(values_of(form, stored(form, values), NUMEL, torch.float32), values)
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.sampled_from(FORMATS), st.sampled_from(DTYPES))
+@settings(max_examples=examples(60), deadline=None)
+def test_values_that_come_in_pieces_make_the_same_bytes(cuts: list[int], form: BlockFormat, dtype: torch.dtype) -> None:
+    values = normal(sum(cuts), 3).to(dtype)
+    whole = torch.zeros(form.stored_nbytes(len(values)), dtype=torch.uint8)
+    writer = BlockWriter(form.name, whole)
+    for piece in values.split(cuts) if cuts else ():
+        writer.put(piece)
+    writer.end()
+    assert torch.equal(whole, by_formula(form, values))
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), float("-inf"), float("nan")])

@@ -208,6 +208,7 @@ def settings(
     paths: Sequence[str] = (PATH,),
     activations: str | None = None,
     tile_mlp: int | str | None = None,
+    frozen: str | None = None,
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
@@ -223,6 +224,7 @@ def settings(
         paths: folders for swap files; the config contains folders only if something may need them.
         activations: tier of the inputs of repeated blocks; None keeps all activations.
         tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
+        frozen: block format of frozen matrices; None for the dtype of the weights.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -239,6 +241,8 @@ def settings(
         block["activations"] = activations
     if tile_mlp is not None:
         block["tile_mlp"] = tile_mlp
+    if frozen is not None:
+        block["frozen"] = frozen
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation,

@@ -301,7 +301,8 @@ class DeviceCache:
         whole = self._arena.view(device_buffer)
 
         def work() -> Event:
-            # On the upload stream, whose copies have waited for the last compute that read this memory.
+            # On the upload stream, whose copies have waited for the last compute that read this memory. A gather may
+            # have another stream, so its event is waited for.
             with self._device.uploading():
                 self._device.wait_event(entry.uploaded)
                 expand(entry.index, whole)

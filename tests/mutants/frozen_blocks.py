@@ -6,13 +6,6 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
-        "make values of blocks before their upload is done",
-        "offload.swapper.device_cache",
-        "                self._device.wait_event(entry.uploaded)\n                expand",
-        "                expand",
-        "tests/test_frozen_blocks_device.py",
-    ),
-    Mutant(
         "let compute wait for the upload of blocks, not for their values",
         "offload.swapper.device_cache",
         "            entry.uploaded = self._table.changed.without_lock(work)",
@@ -24,7 +17,7 @@ MUTANTS = (
         "offload.layout.frozen.fill",
         "            values = torch.cat((self._rest.to(values.dtype), values))\n",
         "            pass\n",
-        "tests/test_frozen_blocks_files.py",
+        "tests/test_kernels_blocks.py",
     ),
     Mutant(
         "convert blocks of a checkpoint as numbers",

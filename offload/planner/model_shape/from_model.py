@@ -9,7 +9,7 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -69,6 +69,35 @@ def from_name(
             f"cannot run {name} without its weights ({type(error).__name__}: {error_message(error)}); "
             f"give --parameters and --layers"
         ) from error
+
+
+class Adapters(NamedTuple):
+    """Adapters over a model that is frozen otherwise."""
+
+    make: Callable[[nn.Module], nn.Module]
+    """Returns a model with adapters; the model is on the meta device."""
+    frozen: str | None = None
+    """Block format of frozen matrices, as in the config."""
+
+
+def from_adapted(name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+    """Returns the shape of a preset or folder of which the adapters alone are trained.
+
+    Args:
+        name: the preset, or the folder's path.
+        adapters: makes the adapters.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: names of the units, as in the config.
+
+    Raises:
+        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
+    """
+    config = config_of(name)
+    check_positions(config, sequence)
+    with torch.device("meta"):
+        model = adapters.make(model_of(config, dtype))
+    return from_training(model, sequence, dtype, units, {}, adapters.frozen)._replace(name=name)
 
 
 def from_training(
