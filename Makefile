@@ -35,7 +35,7 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
-ON_DEVICE := $(foreach name,activation_graphs activation_inputs autograd param_access module_kinds feature_combinations random_budgets autocast,tests/test_$(name).py)
+ON_DEVICE := $(foreach name,activation_graphs activation_inputs autograd param_access module_kinds feature_combinations random_budgets autocast muon sinkgd,tests/test_$(name).py)
 
 test-device: $(VENV)/.dev ## Run some of the engine's tests on a device with addresses and late streams of its own
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --device test $(ON_DEVICE)

@@ -2,8 +2,8 @@
 
 Nothing else runs: forward and backward take no time, and `step()` waits for its updates. Bound of the bytes: an update
 reads 12 and writes 12 for each parameter (weight 2, residual 2, moments 8), of which up to 2 are read before, for the
-backward. I/O alone is the faster of all reads and then all writes, and both at once, by the same queue on the same
-drive; the kernel alone is the same kernel on memory, tile after tile. All take turns.
+backward; with `--moments bf16` 8 and 8. I/O alone is the faster of all reads and then all writes, and both at once, by
+the same queue on the same drive; the kernel alone is the same kernel on memory, tile after tile. All take turns.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from offload import kernels
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
 from offload.sizes import GIB, MIB
+from offload.swapper.modes import MOMENT_DTYPES
 
-_BYTES = 24
-"""Of I/O for each parameter."""
+_BYTES = {"fp32": 24, "bf16": 16}
+"""Of I/O for each parameter, by the dtype of the moments."""
 _TILE = 32 * MIB // 12
 _REQUEST = 16 * MIB
 
@@ -61,9 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--units", type=int, default=20)
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--moments", choices=list(_BYTES), default="fp32")
     given = parser.parse_args(arguments)
     numel = int(given.parameters) // given.units // 2048 * 2048
-    engine = make_engine(given, numel)
+    engine = make_engine(given, numel, moments=given.moments)
+    nbytes = _BYTES[given.moments]
     file = given.folder / "bench-update.rates"
     buffer = aligned_empty(GIB)
     torch.frombuffer(buffer, dtype=torch.int32).random_()
@@ -71,17 +74,17 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with IoQueue() as queue, DirectFile(file, create=True) as drive:
             drive.reserve(GIB)
-            tile = _tile()
+            tile = _tile(given.moments)
             for turn in range(given.rounds + 1):
                 update = _update(engine)
                 rates = {name: GIB / move(queue, drive, buffer, name, _REQUEST).seconds for name in ("write", "read")}
                 rates["mixed"] = GIB / move(queue, drive, buffer, "mixed", _REQUEST).seconds
                 kernel = seconds(lambda: _step(tile)) / _TILE
                 if turn:
-                    half = _BYTES / 2
+                    half = nbytes / 2
                     total = numel * given.units
                     updates.append(update)
-                    io = min(half / rates["read"] + half / rates["write"], _BYTES / rates["mixed"])
+                    io = min(half / rates["read"] + half / rates["write"], nbytes / rates["mixed"])
                     ios.append(io * total)
                     steps.append(kernel * total)
     finally:
@@ -92,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
         {
             "parameters": numel * given.units,
             "units": given.units,
+            "moments": given.moments,
             "host_memory": engine.host_memory,
             "seconds": statistics.median(updates),
             "io_alone_seconds": statistics.median(ios),
@@ -104,9 +108,13 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def make_engine(given: argparse.Namespace, numel: int, run: str = "bench-update") -> offload.Engine:
+def make_engine(
+    given: argparse.Namespace, numel: int, run: str = "bench-update", moments: str = "fp32"
+) -> offload.Engine:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    settings = settings_for(given.folder, run, "nvme", host_memory=given.host_memory, debug={"overlap": False})
+    settings = settings_for(
+        given.folder, run, "nvme", host_memory=given.host_memory, moments=moments, debug={"overlap": False}
+    )
     model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
     return offload.initialize(model=model, config=settings)[0]
 
@@ -119,8 +127,8 @@ def _update(engine: offload.Engine) -> float:
     return time.perf_counter() - start
 
 
-def _tile() -> kernels.Partition:
-    half, whole = torch.zeros(_TILE, dtype=torch.bfloat16), torch.zeros(_TILE)
+def _tile(moments: str) -> kernels.Partition:
+    half, whole = torch.zeros(_TILE, dtype=torch.bfloat16), torch.zeros(_TILE, dtype=MOMENT_DTYPES[moments])
     return kernels.Partition(half, half.clone(), (whole, whole.clone()), torch.zeros(_TILE, dtype=torch.int16))
 
 
@@ -128,7 +136,7 @@ def _step(tile: kernels.Partition) -> None:
     step = kernels.AdamWStep(
         lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=2, grad_scale=1.0, decoupled=True
     )
-    kernels.update(tile, [kernels.Segment(0, _TILE, step)])
+    kernels.update(tile, [kernels.Segment(0, _TILE, step, kernels.Noise(0, 0))])
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import os
 import platform
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ _ISA_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA
 """Environment variables that keep torch and its libraries from using instruction sets."""
 _CPUINFO_FIELDS = ("model name", "flags", "Features", "CPU implementer", "CPU part")
 """Lines of /proc/cpuinfo that identify the processor."""
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Flags of processors with instructions for products in bf16; the last one is Arm's."""
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -93,6 +95,26 @@ def figures(half: str, measured: Rates) -> str:
         f"{measured.slower:.1f} times as fast as {half} ({measured.fp32 / 1e9:.0f} and "
         f"{measured.half / 1e9:.1f} Gflop/s in a thread)"
     )
+
+
+def products_in_bf16() -> bool:
+    """Returns True if this processor multiplies matrices in bf16 by instructions of its own.
+
+    For choices that must be the same in each run on a machine, and so may not be measured.
+    """
+    return has_products_in_bf16(_cpuinfo(), os.environ)
+
+
+def has_products_in_bf16(cpuinfo: str, environ: Mapping[str, str]) -> bool:
+    """Returns True if a processor multiplies matrices in bf16 by instructions of its own.
+
+    Args:
+        cpuinfo: content of /proc/cpuinfo.
+        environ: the environment, by which a user may keep torch from using them.
+    """
+    words = {word.lower() for word in cpuinfo.split()}
+    limited = any("avx2" in environ.get(name, "").lower() for name in _ISA_VARIABLES)
+    return not limited and not words.isdisjoint(_BF16_FLAGS)
 
 
 # -- measured -----------------------------------------------------------------------------------------

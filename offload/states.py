@@ -19,7 +19,7 @@ class State(enum.Enum):
     SUM = "sum"
     MOMENTUM_BUFFER = "momentum_buffer"
     PACKED = "packed"
-    """All states of a torch optimizer, in words of four bytes: as many as it needs, not one for each element."""
+    """All states of an optimizer that keeps others for each parameter, in words of four bytes: as many as it needs."""
     GRAD = "grad"
 
 

@@ -16,7 +16,7 @@ from offload.cli.main import app
 from offload.hardware.adam_arrays import Arrays
 from offload.kernels import Partition, _native, thread_count
 
-KEYS = {"name", "numel", "weight_dtype", "grad_dtype", "threads", "isa", "ms", "gb_per_s", "of_probe"}
+KEYS = {"name", "numel", "weight_dtype", "grad_dtype", "moment_dtype", "threads", "isa", "ms", "gb_per_s", "of_probe"}
 
 
 def _json(*arguments: str) -> dict[str, Any]:
@@ -43,6 +43,13 @@ def test_rows_of_every_case() -> None:
 def test_bytes_are_those_of_the_arrays(dtype: str, nbytes: int) -> None:
     arrays = Arrays(1000, adam.DTYPES[dtype], adam.DTYPES[dtype])
     assert arrays.bytes_per_parameter == nbytes
+    assert Arrays(1000, adam.DTYPES[dtype], adam.DTYPES[dtype], torch.bfloat16).bytes_per_parameter == nbytes - 8
+
+
+def test_moments_in_bf16_have_rows_of_their_own() -> None:
+    rows = _json("--moments", "fp32", "--moments", "bf16", "--threads", "1")["rows"]
+    assert [row["name"] for row in rows if row["moment_dtype"] == "bf16"] == ["probe", "offload"]
+    assert len([row for row in rows if row["moment_dtype"] == "fp32"]) >= 3
 
 
 def test_values_stay_as_in_training() -> None:
@@ -61,6 +68,7 @@ def test_values_stay_as_in_training() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--moments", "fp16"], "of moments here: expected fp32, bf16"),
         (["--isa", "sse9"], _native.supported_isas()[0]),
         (["--dtype", "int8"], "bf16, fp32, fp16"),
         (["--threads", "0"], "threads >= 1"),

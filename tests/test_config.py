@@ -298,7 +298,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "amsgrad": ({"optimizer": {"params": {"amsgrad": True}}}, "amsgrad"),
     "a typo of ours": ({"offload": {"host_memroy": 1}}, "host_memory"),
     "another device": ({"zero_optimization": {"offload_param": {"device": "disk"}}}, r"offload_param\.device"),
-    "another optimizer": ({"optimizer": {"type": "Adan"}}, "'Lion' or 'SGD'.*Adan.*pass optimizer="),
+    "another optimizer": (
+        {"optimizer": {"type": "Adan"}},
+        "'SGD', 'Muon' or 'SinkGD', or an optimizer of torch.*Adan.*pass optimizer=",
+    ),
     "another's parameter": (
         {"optimizer": {"type": "lion", "params": {"lr": 1e-4, "eps": 1e-8}}},
         r"optimizer contains params\.eps, and Lion takes lr, betas, weight_decay",

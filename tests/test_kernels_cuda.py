@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offload import kernels
-from offload.kernels import AdamWStep, Partition, Segment, cuda
+from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
 from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
 from tests.support.fake_cuda import COMPILER, fake_cuda
 from tests.support.sampling import examples
@@ -91,6 +91,25 @@ def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dty
         mine = arrays(5000, weight_dtype, grad_dtype)
         theirs = on(mine, "cpu")
         segments = [Segment(0, 3000, step), Segment(3000, 3000, step), Segment(3001, 5000, step._replace(lr=0.5))]
+        cpp.update(mine, segments, 0)
+        kernels.update(theirs, segments)
+        same(mine, theirs)
+
+
+@needs_compiler
+@pytest.mark.parametrize("weight_dtype", WEIGHTS)
+@pytest.mark.parametrize("noise", [Noise(77, 0), Noise(78, (1 << 32) - 1234)])
+def test_moments_in_bf16_are_rounded_as_on_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, noise: Noise) -> None:
+    """Also where a segment is launched in two parts, since the number of an element exceeds 32 bits."""
+    for step in STEPS:
+        mine = arrays(5000, weight_dtype, torch.bfloat16)
+        mine = mine._replace(moments=tuple(moment.bfloat16() for moment in mine.moments))
+        theirs = on(mine, "cpu")
+        segments = [
+            Segment(0, 3000, step, noise),
+            Segment(3000, 3000, step, noise),
+            Segment(3001, 5000, step._replace(lr=0.5), noise.after(3001)),
+        ]
         cpp.update(mine, segments, 0)
         kernels.update(theirs, segments)
         same(mine, theirs)

@@ -123,4 +123,4 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="from 1"):
         kernels.lamb(part, [LambSegment(0, 8, STEP._replace(step=0))])
     with pytest.raises(TypeError, match=r"moments\[0\]"):
-        kernels.lamb(part._replace(moments=tuple(m.bfloat16() for m in part.moments)), [LambSegment(0, 8, STEP)])
+        kernels.lamb(part._replace(moments=tuple(m.half() for m in part.moments)), [LambSegment(0, 8, STEP)])

@@ -2,6 +2,7 @@
 
 The bound is a probe, in which the same threads read and write the same arrays with almost no arithmetic. A bf16 step
 with a split master moves 26 bytes for each parameter: weight, low bits and two moments in and out, and the gradient in.
+With bf16 moments, which are rounded stochastically, it moves 18.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from offload import kernels
 from offload.bench import output
 from offload.errors import ConfigError
 from offload.hardware.adam_arrays import STEP, Arrays, aligned_like
-from offload.kernels import Segment, _native, settings
+from offload.kernels import Noise, Segment, _native, noise_stream, settings
 from offload.sizes import count_of
+from offload.swapper.modes import MOMENT_DTYPES
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+_NOISE = Noise(noise_stream(0, 0, STEP.step), 0)
 # Elements, 1 MiB in fp32, so that a tile stays in a core's cache between the cast and the step.
 _TILE = 1 << 18
 
@@ -34,6 +37,7 @@ class Case(NamedTuple):
 
     weight_dtype: str
     grad_dtype: str
+    moment_dtype: str
     threads: int
     isa: str
 
@@ -46,6 +50,7 @@ class Row:
     numel: int
     weight_dtype: str
     grad_dtype: str
+    moment_dtype: str
     threads: int
     isa: str
     ms: float
@@ -55,7 +60,13 @@ class Row:
     """The probe's time divided by the contender's, as the median over the rounds."""
 
 
-def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[int], isas: Sequence[str]) -> list[Case]:
+def cases(
+    dtypes: Sequence[str],
+    grad_dtypes: Sequence[str],
+    threads: Sequence[int],
+    isas: Sequence[str],
+    moments: Sequence[str] = (),
+) -> list[Case]:
     """Returns every combination of the requested settings.
 
     Args:
@@ -63,6 +74,7 @@ def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[i
         grad_dtypes: dtypes of the gradients; empty for those of the weights.
         threads: numbers of threads; empty for one and for all that the process may use.
         isas: instruction sets; empty for the best one.
+        moments: dtypes of the moments; empty for fp32.
 
     Raises:
         ConfigError: a setting is unknown or not supported by this machine.
@@ -76,11 +88,19 @@ def cases(dtypes: Sequence[str], grad_dtypes: Sequence[str], threads: Sequence[i
     for name in (*dtypes, *grad_dtypes):
         if name not in DTYPES:
             raise ConfigError(f"there is no dtype {name!r} here: expected {', '.join(DTYPES)}")
+    for name in moments:
+        if name not in MOMENT_DTYPES:
+            raise ConfigError(f"there is no dtype {name!r} of moments here: expected {', '.join(MOMENT_DTYPES)}")
     for count in threads:
         if not 1 <= count <= settings.MOST_THREADS:
             raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {count}")
-    pairs = [(dtype, grad) for dtype in dtypes or ("bf16",) for grad in grad_dtypes or (dtype,)]
-    return [Case(*pair, count, isa) for pair, count, isa in itertools.product(pairs, threads, isas)]
+    kinds = [
+        (dtype, grad, moment)
+        for dtype in dtypes or ("bf16",)
+        for grad in grad_dtypes or (dtype,)
+        for moment in moments or ("fp32",)
+    ]
+    return [Case(*kind, count, isa) for kind, count, isa in itertools.product(kinds, threads, isas)]
 
 
 def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str], None] = lambda _: None) -> list[Row]:
@@ -103,9 +123,9 @@ def measure(numel: int, wanted: Sequence[Case], rounds: int, tell: Callable[[str
     before = torch.get_num_threads()
     rows: list[Row] = []
     try:
-        for (dtype, grad), group in itertools.groupby(wanted, key=lambda case: case[:2]):
+        for (dtype, grad, moment), group in itertools.groupby(wanted, key=lambda case: case[:3]):
             # One set of arrays at a time: at the sizes that matter two would not fit in memory.
-            arrays = Arrays(numel, DTYPES[dtype], DTYPES[grad])
+            arrays = Arrays(numel, DTYPES[dtype], DTYPES[grad], MOMENT_DTYPES[moment])
             contenders = _contenders(arrays)
             for case in group:
                 _native.configure(case.isa, case.threads)
@@ -141,6 +161,7 @@ def _rows(
             numel=arrays.weight.numel(),
             weight_dtype=case.weight_dtype,
             grad_dtype=case.grad_dtype,
+            moment_dtype=case.moment_dtype,
             threads=case.threads,
             isa=case.isa,
             ms=median * 1e3,
@@ -154,10 +175,11 @@ def _contenders(arrays: Arrays) -> dict[str, Callable[[], object]]:
     numel = arrays.weight.numel()
     found: dict[str, Callable[[], object]] = {
         "probe": lambda: kernels.probe(arrays.partition),
-        "offload": lambda: kernels.update(arrays.partition, [Segment(0, numel, STEP)]),
-        "torch fused": _torch_fused(arrays),
+        "offload": lambda: kernels.update(arrays.partition, [Segment(0, numel, STEP, _NOISE)]),
     }
-    return found | _deepspeed(arrays)
+    if arrays.exp_avg.dtype is not torch.float32:
+        return found  # no other contender rounds its moments
+    return {**found, "torch fused": _torch_fused(arrays), **_deepspeed(arrays)}
 
 
 def _torch_fused(arrays: Arrays) -> Callable[[], object]:
@@ -235,7 +257,7 @@ def as_json(machine: dict[str, Any], rows: Iterable[Row]) -> dict[str, Any]:
 def plot(rows: Sequence[Row], path: Path) -> None:
     """Draws each contender's fraction of the probe's speed to a PNG, SVG or PDF file."""
     pyplot = output.pyplot()
-    names = [f"{r.name}, {r.weight_dtype}, {r.threads} x {r.isa}" for r in rows]
+    names = [f"{r.name}, {r.weight_dtype}, moments {r.moment_dtype}, {r.threads} x {r.isa}" for r in rows]
     figure, axis = pyplot.subplots(figsize=(8, 1.2 + 0.3 * len(rows)))
     colors = ["tab:blue" if row.name == "offload" else "0.65" for row in rows]
     bars = axis.barh(names, [row.of_probe for row in rows], color=colors)

@@ -74,6 +74,8 @@ def _table(model: type[Block]) -> str:
         return "No key has an effect."
     rows = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in model.model_fields.items():
+        if field.exclude:  # no key of a file
+            continue
         block = isinstance(field.default, Block) or field.is_required()
         default = "" if block else f"`{json.dumps(field.default)}`"
         rows.append(f"| `{name}` | {default} | {field.description} |")

@@ -17,7 +17,7 @@ from offload.config.schema import Config
 
 def nearest(model: type[Block], key: str) -> str | None:
     """Returns the key of `model` whose spelling is nearest to `key`, or None if none is close."""
-    known = (*model.model_fields, *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
+    known = (*model.keys(), *model.OLD_NAMES, *model.TUNING, *model.UNSUPPORTED, *model.REFUSED)
     return next(iter(difflib.get_close_matches(key, known, 1, 0.6)), None)
 
 
@@ -38,7 +38,7 @@ def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str)
     """
     if matches:
         return f"unknown key {dotted}; did you mean {matches}?"
-    keys = f"; keys with an effect are {', '.join(model.model_fields)}" if model.model_fields else ""
+    keys = f"; keys with an effect are {', '.join(model.keys())}" if model.keys() else ""
     hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
     return f"unknown key {dotted}; {hint}"
 

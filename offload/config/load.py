@@ -59,6 +59,16 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
         )
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.offload.moments == "fp32":
+        raise ConfigError(
+            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for fp32; leave '
+            "one of them out"
+        )
+    if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
+        raise ConfigError(
+            f"optimizer.params.fp32_optimizer_states asks for moments in fp32, and another key for {config.moments}; "
+            "leave one of them out"
+        )
     wanted = config.data_types.param_dtype
     if wanted is not None and wanted != config.dtype:
         mode = "switch bf16 and fp16 off" if wanted == "fp32" else f'set "{wanted}": {{"enabled": true}}'
@@ -209,6 +219,7 @@ def _known_content(model: type[Block], content: Mapping[str, Any], path: str, fi
     at the first key that is unknown or refused.
     """
     model.check(content, path)
+    content = model.arranged(content)
     content_kept: dict[str, Any] = {}
     tuned = "enabled" not in model.model_fields or _is_on(content.get("enabled"))  # no notice for a block that is off
     for key, value in content.items():

@@ -155,6 +155,13 @@ class Config(Block):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
+    def moments(self) -> Literal["fp32", "bf16"]:
+        """Dtype of the optimizer's moments."""
+        if self.offload.moments is not None:
+            return self.offload.moments
+        return "bf16" if self.bf16.enabled and self.bf16.bf16_optimizer_states else "fp32"
+
+    @property
     def casts_inputs(self) -> bool | None:
         """True if inputs are cast to the dtype of 16-bit weights; None if the file does not say; False with fp32."""
         block = self.bf16 if self.bf16.enabled else self.fp16

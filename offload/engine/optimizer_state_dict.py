@@ -19,6 +19,7 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.states import State
 from offload.swapper.modes import Mode
 
@@ -53,9 +54,12 @@ class OptimizerStates:
         kept = self._layouts[handle.unit].segments[handle.position].kept
         if kept:
             found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
-            return {name: value.cpu() for name, value in found.items() if value is not None}
+            values = {name: value.cpu() for name, value in found.items() if value is not None}
+            # torch's own code keeps the count among its states, if it counts.
+            counted = "exp_avg" in values and self._mode.optimizer in MATRIX_RULES
+            return {_STEP: torch.tensor(float(count), device="cpu"), **values} if counted else values
         # torch's optimizers keep the count as a floating-point tensor.
-        values: dict[str, Any] = {_STEP: torch.tensor(float(count), device="cpu")}
+        values = {_STEP: torch.tensor(float(count), device="cpu")}
         for state in self._moments:
             value = self._param_access.read(handle, state)
             assert value is not None
@@ -80,7 +84,8 @@ class OptimizerStates:
             return
         if State.PACKED in self._mode.moments:
             raise UsageError(
-                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
+                "engine.load_checkpoint loads them"
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = [moment.value for moment in self._moments] if state else []

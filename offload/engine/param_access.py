@@ -145,6 +145,8 @@ class ParamAccess:
         """
         if not self._settled(handle, state):
             return None
+        if self._segment(handle).form:
+            return self._components.weights.read(handle.unit, handle.position).float()
         whole = torch.empty(0, device="cpu")
 
         def mine() -> None:
@@ -181,7 +183,8 @@ class ParamAccess:
         self._check_room(handle, self._numel(handle))
         if state is State.PACKED:
             raise UsageError(
-                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
+                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
+                "engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             # No update may still read the gradient of the step before while that gradient is replaced.
@@ -206,6 +209,13 @@ class ParamAccess:
             with self._together("access a parameter", handle, state) as everyone:
                 if not any(everyone.settle(lambda: self._has(handle, state))):
                     return None
+        if form := self._segment(handle).form:
+            if self._components.ranks is None:
+                return self._components.weights.read(handle.unit, handle.position).float().view(-1)
+            raise UsageError(
+                f"no rank has values of {handle.name} of its own: it is stored in {form}, whose bytes ranks divide; "
+                "read the whole parameter with safe_get_full_fp32_param"
+            )
         shard = self._own_shard(handle)
         self._check_room(handle, shard.numel)
         values = torch.empty(shard.numel, dtype=torch.float32, device="cpu")
@@ -363,7 +373,7 @@ class ParamAccess:
         return self._segment(handle).shape
 
     def _numel(self, handle: ParamHandle) -> int:
-        return self._segment(handle).numel
+        return self._segment(handle).value_numel
 
     def _check_values(self, handle: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
         values_here = (

@@ -35,11 +35,11 @@ from offload.finetune.model import (
     read_tokenizer,
     without_cache,
 )
+from offload.finetune.option_checks import check
 from offload.finetune.options import (
     DEFAULT_STEPS,
     Options,
     Start,
-    check,
     chooses_dtype,
     keep,
     merge,

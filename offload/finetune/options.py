@@ -77,6 +77,8 @@ class Options:
     eval_data: tuple[Path, ...] = ()
     eval_every: int | None = None
     lora: str | None = None
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
     gradient_checkpointing: bool = False
     chunked_loss: bool | None = None
     output: Path | None = None
@@ -85,11 +87,20 @@ class Options:
     log_every: int | None = None
     trace: str | None = None
 
+    @property
+    def frozen(self) -> str | None:
+        """Block format in which frozen weights are stored; None for the dtype of the model."""
+        return "nf4" if self.load_in_4bit else "int8" if self.load_in_8bit else None
+
+
+FLAGS = {"nf4": "--load-in-4bit", "int8": "--load-in-8bit"}
+"""Options of the command that choose the form of frozen weights, which go by other names than their key."""
 
 # Option, key in the config, and default if neither sets a value.
 _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("offload_param", ("zero_optimization", "offload_param", "device"), "nvme"),
     ("offload_optimizer", ("zero_optimization", "offload_optimizer", "device"), "nvme"),
+    ("frozen", ("offload", "frozen"), None),
     ("activations", ("offload", "activations"), None),
     ("accumulation_schedule", ("offload", "schedule"), None),
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
@@ -136,7 +147,7 @@ def merge(
         # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:
-            _overrule(merged, path, typed, f"--{name.replace('_', '-')}", lines)
+            _overrule(merged, path, typed, FLAGS.get(str(typed), f"--{name.replace('_', '-')}"), lines)
         elif default is not None and (file is None or (name == "lr" and before in (None, "auto"))):
             _set(merged, path, default)
     if options.dtype is not None:
@@ -286,7 +297,8 @@ _OF_LEARNING = (
 def settings_of(content: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of learning in a merged config, without the schedule, by dotted key."""
     blocks = {name: content[name] for name in _OF_LEARNING if name in content}
-    return dict(_flat(blocks)) | {"offload.seed": _get(content, ("offload", "seed")) or 0}
+    ours = {f"offload.{name}": _get(content, ("offload", name)) for name in ("seed", "frozen")}
+    return dict(_flat(blocks)) | ours | {"offload.seed": ours["offload.seed"] or 0}
 
 
 def _flat(content: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -346,38 +358,6 @@ def _overrule(content: dict[str, Any], path: tuple[str, ...], value: Any, flag: 
     if before not in unset and before != value:
         lines.append(f"{flag} {_format(value)} overrules {'.'.join(path)} {_format(before)}")
     _set(content, path, value)
-
-
-def check(options: Options) -> None:
-    """Raises `ConfigError` for options that are out of range or contradict each other."""
-    for name in ("steps", "batch_size", "accumulation", "seq_len", "save_every", "log_every"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-    for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
-        value = getattr(options, name)
-        if value is not None and not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
-    if options.seq_len < 2:
-        raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
-    if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
-        raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
-    if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
-        raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
-    if options.steps is not None and options.epochs is not None:
-        raise ConfigError("--steps and --epochs both set the length of the training; give one of them")
-    if options.text and options.data:
-        raise ConfigError("--text and --data are two ways to read: segments of text, or documents; give one of them")
-    if options.eval_data and options.eval_every == 0:
-        raise ConfigError("--eval-data is not used with --eval-every 0, which never evaluates; leave one of them out")
-    if (
-        options.log is not None
-        and options.trace is not None
-        and Path(options.trace).absolute() == options.log.absolute()
-    ):
-        raise ConfigError(f"--log and --trace need two files, got {options.log} for both")
-    if options.save_every is not None and options.output is None:
-        raise ConfigError("--save-every writes the model below --output; give both")
 
 
 def keep(content: dict[str, Any]) -> tuple[str, ...]:

@@ -25,13 +25,20 @@ class Arrays:
         numel: elements of each tensor.
         weight_dtype: dtype of the weights; bf16 adds the low bits of the master, fp16 the master.
         grad_dtype: dtype of the gradients.
+        moment_dtype: dtype of the moments, fp32 or bf16.
     """
 
-    def __init__(self, numel: int, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        numel: int,
+        weight_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.master = _noise(numel, 0.02)
         self.grad = aligned_like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
-        self.exp_avg = _noise(numel, 1e-3)
-        self.exp_avg_sq = _noise(numel, 1e-3).square_()
+        self.exp_avg = _as(moment_dtype, _noise(numel, 1e-3))
+        self.exp_avg_sq = _as(moment_dtype, _noise(numel, 1e-3).square_())
         self.weight = self.master
         self.residual = self.half_master = None
         if weight_dtype is torch.bfloat16:
@@ -50,7 +57,7 @@ class Arrays:
     def bytes_per_parameter(self) -> int:
         """Returns the bytes that a step must read and write for each parameter."""
         beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
-        written = self.weight.itemsize + beside + 8
+        written = self.weight.itemsize + beside + 2 * self.exp_avg.itemsize
         read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
         return written + read + self.grad.itemsize
 
@@ -58,6 +65,11 @@ class Arrays:
 def aligned_like(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Returns a zeroed (numel,) CPU tensor on 2 MiB pages, which the tensor owns."""
     return torch.frombuffer(aligned_empty(numel * dtype.itemsize), dtype=dtype)
+
+
+def _as(dtype: torch.dtype, values: torch.Tensor) -> torch.Tensor:
+    """Returns `values` in `dtype`, on 2 MiB pages as before."""
+    return values if values.dtype is dtype else aligned_like(len(values), dtype).copy_(values)
 
 
 def _noise(numel: int, scale: float) -> torch.Tensor:

@@ -196,7 +196,7 @@ class OffloadMixin(_Base):
             config = self._config(self.state.max_steps)  # raises now if the schedule is invalid
             if config.optimizer is not None:
                 trainable = [p for p in self.model.parameters() if p.requires_grad]
-                self.optimizer = from_config(trainable, config.optimizer)
+                self.optimizer = from_config(trainable, config.optimizer, self.model)
             elif self.optimizer_cls_and_kwargs is None:
                 check_optim(getattr(self.args.optim, "value", self.args.optim))
         return super().create_optimizer(*args, **kwargs)

@@ -14,6 +14,7 @@ import os
 
 from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
+from offload.kernels.noise import Noise, noise_stream
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
 from offload.kernels.steps import AdagradStep, AdamWStep, LambStep, LionStep, PlainSGDStep, Segment, SGDStep, Step
@@ -27,6 +28,7 @@ __all__ = [
     "LambSegment",
     "LambStep",
     "LionStep",
+    "Noise",
     "Partition",
     "PlainSGDStep",
     "SGDStep",
@@ -40,6 +42,7 @@ __all__ = [
     "lamb_move",
     "lamb_ratio",
     "leave_cores",
+    "noise_stream",
     "probe",
     "split_master",
     "sum_squares",

@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 
 from offload.kernels import _native
+from offload.kernels.noise import Noise
 from offload.kernels.steps import LambStep
-from offload.kernels.update import Partition, addresses, run
+from offload.kernels.update import Partition, addresses, check_noise, native_segment, run
 
 BLOCK = 4096
 """Elements of a block of the sums."""
@@ -22,6 +23,8 @@ class LambSegment(NamedTuple):
     start: int
     stop: int
     step: LambStep
+    noise: Noise | None = None
+    """Rounds bf16 moments; None for fp32 moments."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -30,7 +33,7 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
     A gradient with inf or NaN ruins moments and all weights of its segment: check the gradient before.
 
     Args:
-        partition: tensors of one length; the moments are exp_avg and exp_avg_sq in fp32.
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32 or both bf16.
         segments: ordered and disjoint; each is an entire parameter.
 
     Raises:
@@ -46,7 +49,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     """Updates the moments, and sums the squares of weights and directions: the first pass.
 
     Args:
-        partition: tensors of one length; the moments are exp_avg and exp_avg_sq in fp32.
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32 or both bf16.
         segments: ordered and disjoint.
 
     Returns:
@@ -58,14 +61,15 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
         ValueError: segments out of order, or a tensor of a wrong shape.
         TypeError: a tensor of a wrong dtype.
     """
-    weight, beside, moments, _, grad, numel = addresses("lamb", 2, partition)
-    _check(segments, numel)
+    arrays = addresses("lamb", 2, partition)
+    _check(segments, arrays.numel)
+    check_noise(partition, segments)
     found = []
-    for start, stop, step in segments:
+    for start, stop, step, noise in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.
         sums = torch.zeros(-(-(stop - start) // BLOCK), 2, dtype=torch.float64)
-        settings = [float(value) for value in (*step[:7], 1.0)]
-        _native.lamb_moments(weight, beside, moments, grad, numel, (start, stop, settings), sums.data_ptr())
+        given = native_segment((start, stop, (*step[:7], 1.0), noise))
+        _native.lamb_moments(*arrays, given, sums.data_ptr())
         found.append(sums)
     return found
 
@@ -105,14 +109,18 @@ def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Seq
         "lamb",
         2,
         partition,
-        [(start, stop, (*step[:7], ratio)) for (start, stop, step), ratio in zip(segments, ratios, strict=True)],
+        # The moments are only read here, and rounded to themselves.
+        [
+            (start, stop, (*step[:7], ratio), None)
+            for (start, stop, step, _), ratio in zip(segments, ratios, strict=True)
+        ],
     )
 
 
 def _check(segments: Sequence[LambSegment], numel: int) -> None:
     """Raises `ValueError` unless the segments are ordered, disjoint, within `numel` elements and at step 1 or later."""
     end = 0
-    for start, stop, step in segments:
+    for start, stop, step, _ in segments:
         if not end <= start <= stop <= numel:
             raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
         if step.step < 1:

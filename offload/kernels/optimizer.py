@@ -9,6 +9,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from offload.errors import ConfigError
+from offload.kernels.noise import Noise, noise_stream
 from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition, update
 
@@ -20,8 +21,9 @@ class CPUAdamW(torch.optim.Optimizer):
 
     A 16-bit parameter has an exact fp32 master. The master of a bf16 parameter consists of the parameter and 2 more
     bytes for each element (state "residual"); that of an fp16 parameter is stored in full (state "master"). Moments are
-    fp32, or bf16 with `moment_dtype` (each new value is rounded to bf16). Gradients may be fp32, bf16 or fp16, and are
-    only read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
+    fp32, or bf16 with `moment_dtype`: each new value is rounded to bf16 stochastically, by bits that depend on the
+    number of the parameter, of its element and of the step alone. Gradients may be fp32, bf16 or fp16, and are only
+    read. The bits do not depend on threads or instruction set. One thread at a time may use an optimizer.
 
     Each group's `grad_scale`, which may change between steps, multiplies its gradients: a clip coefficient, or one over
     the loss scale.
@@ -98,11 +100,12 @@ class CPUAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        todo = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        # Numbered as in a state dict, so that a saved run goes on with the same roundings.
+        numbered = enumerate((p, group) for group in self.param_groups for p in group["params"])
         # All or none: every gradient is checked before the first parameter changes.
-        ready = [(p, _gradient(p), group) for p, group in todo]
-        for parameter, gradient, group in ready:
-            self._update(parameter, gradient, group)
+        ready = [(number, p, _gradient(p), group) for number, (p, group) in numbered if p.grad is not None]
+        for number, parameter, gradient, group in ready:
+            self._update(number, parameter, gradient, group)
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -149,8 +152,8 @@ class CPUAdamW(torch.optim.Optimizer):
                 if self.state.get(parameter):
                     _adopt(parameter, self.state[parameter])
 
-    def _update(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        """Performs the step of one parameter. `gradient` is (numel,), contiguous."""
+    def _update(self, number: int, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
+        """Performs the step of the parameter of this number. `gradient` is (numel,), contiguous."""
         state = self.state[parameter]
         if not state:
             _begin(parameter, group["moment_dtype"], state)
@@ -178,7 +181,8 @@ class CPUAdamW(torch.optim.Optimizer):
             residual=state["residual"].view(-1) if "residual" in state else None,
             master=state["master"].view(-1) if "master" in state else None,
         )
-        update(partition, [Segment(0, flat.numel(), step)])
+        noise = Noise(noise_stream(0, number, step.step), 0)
+        update(partition, [Segment(0, flat.numel(), step, noise)])
         state["step"] += 1
         if flat.data_ptr() != parameter.data_ptr():
             parameter.copy_(flat.view(parameter.shape))

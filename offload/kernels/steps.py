@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+from offload.kernels.noise import Noise
+
 
 class AdamWStep(NamedTuple):
     """A step of AdamW (Loshchilov & Hutter 2019), or of Adam with `decoupled=False`. Moments: exp_avg, exp_avg_sq."""
@@ -101,3 +103,5 @@ class Segment(NamedTuple):
     stop: int
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
+    noise: Noise | None = None
+    """Rounds bf16 moments; None for fp32 moments, on which a noise has no effect."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
 from offload.kernels import _native
 from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
+from offload.kernels.noise import Noise
 from offload.kernels.steps import RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
 
 
@@ -16,8 +17,8 @@ class Partition(NamedTuple):
     """Flat contiguous tensors of one length, (numel,), that do not overlap and belong to the caller.
 
     A bf16 `weight` has a `residual` (int16, the low bits of the master); an fp16 weight has a `master` (fp32); an fp32
-    weight is its own master. `moments` contains as many tensors as the rule has moments: all fp32, or for AdamW all
-    bf16. `grad` is only read.
+    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32 or all bf16. `grad`
+    is only read.
     """
 
     weight: torch.Tensor  # (numel,) fp32, bf16 or fp16
@@ -38,13 +39,14 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
     Raises:
         TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
-        ValueError: segments out of order, or a tensor of a wrong shape, stride or device.
+        ValueError: segments out of order, a tensor of a wrong shape, stride or device, or bf16 moments without noise.
     """
     numel = length("weight", partition.weight)
     if not segments:
         return
     rule, moments = check_segments(segments, numel)
-    run(rule, moments, partition, segments)
+    check_noise(partition, segments)
+    run(rule, moments, partition, [(each.start, each.stop, each.step, each.noise) for each in segments])
 
 
 def probe(partition: Partition) -> None:
@@ -60,7 +62,7 @@ def probe(partition: Partition) -> None:
         ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", partition.weight)
-    run("probe", 2, partition, [(0, numel, (0.0,))])
+    run("probe", 2, partition, [(0, numel, (0.0,), None)])
 
 
 class Addresses(NamedTuple):
@@ -86,8 +88,8 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
     weight, beside = _weight(partition, numel)
     first = partition.moments[0].dtype if partition.moments else torch.float32
-    # Only the AdamW kernel has a variant for bf16 moments; all moments of a call have one dtype.
-    allowed = (first,) if first in (torch.float32, torch.bfloat16) and rule == "adamw" else FLOAT
+    # All moments of a call have one dtype.
+    allowed = BF16 if first is torch.bfloat16 else FLOAT
     return Addresses(
         weight,
         beside,
@@ -98,19 +100,28 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
     )
 
 
-def run(rule: str, moments: int, partition: Partition, segments: Sequence[tuple[int, int, Sequence[float]]]) -> None:
+NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
+"""Start, stop, settings in the order that the rule takes, and the noise of bf16 moments."""
+
+
+def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
+    """Returns a segment in the form of the native code."""
+    start, stop, settings, noise = given
+    return start, stop, [float(value) for value in settings], noise or (0, 0)
+
+
+def run(rule: str, moments: int, partition: Partition, segments: Sequence[NativeSegment]) -> None:
     """Runs a native rule over segments.
 
     Args:
         rule: name of the rule in native/module.cpp.
         moments: number of its moments.
         partition: CPU tensors of one length.
-        segments: (start, stop, settings) of each, with the settings in the order that the rule takes.
+        segments: the elements and settings of each.
     """
     arrays = addresses(rule, moments, partition)
     if arrays.numel:
-        given = [(start, stop, [float(value) for value in settings]) for start, stop, settings in segments]
-        _native.update(rule, *arrays, given)
+        _native.update(rule, *arrays, [native_segment(each) for each in segments])
 
 
 def adamw(
@@ -157,7 +168,7 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     kind, end = type(segments[0].step), 0
     if kind not in RULES:
         raise TypeError(f"step: expected one of {', '.join(each.__name__ for each in RULES)}, got {kind.__name__}")
-    for start, stop, step in segments:
+    for start, stop, step, _ in segments:
         # Threads divide the segments among them, so no element may belong to two.
         if not end <= start <= stop <= numel:
             raise ValueError(f"segments: expected them in order within {numel} elements, got [{start}, {stop})")
@@ -166,6 +177,21 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
         _check_counted(step)
         end = stop
     return RULES[kind]
+
+
+class _Noisy(Protocol):
+    """A segment of any kernel."""
+
+    @property
+    def noise(self) -> Noise | None: ...
+
+
+def check_noise(partition: Partition, segments: Sequence[_Noisy]) -> None:
+    """Raises `ValueError` if moments are bf16 and a segment has no noise that rounds them."""
+    # Rounded to nearest they would stay where they are in most steps.
+    bf16 = bool(partition.moments) and all(moment.dtype is torch.bfloat16 for moment in partition.moments)
+    if bf16 and any(segment.noise is None for segment in segments):
+        raise ValueError("noise: expected one in each segment, since the moments are bf16, got None")
 
 
 def _check_counted(step: Step | LambStep) -> None:

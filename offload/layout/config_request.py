@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from offload.config import Config, OptimizerBlock
+from offload.errors import ConfigError
+from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
 from offload.layout.tiers import PlacementRequest
-from offload.states import Tier
-from offload.swapper.modes import ADAM, DTYPES, MOMENTS, PRECISIONS, Mode
+from offload.states import State, Tier
+from offload.swapper.modes import ADAM, DTYPES, MOMENTS, Mode, make_mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -64,6 +66,8 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
         block: the config's optimizer block.
         groups: the parameter groups, whose settings override those of the block.
     """
+    if block.of_torch:
+        return kernel_rule(optimizer_class(block.type), [{**block.settings, **group} for group in groups])
     name = {"Adam": ADAM, "AdamW": ADAM}.get(block.type, block.type.lower())
     # One group with momentum is enough: the mode, and so the set of states, is the same for all units.
     if name == "sgd" and any({**block.settings, **group}["momentum"] for group in groups):
@@ -72,8 +76,18 @@ def rule_name(block: OptimizerBlock, groups: Iterable[Mapping[str, Any]] = ({},)
 
 
 def mode_of(config: Config, optimizer: str) -> Mode:
-    """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule."""
-    return Mode(config.dtype, optimizer, PRECISIONS[config.dtype], MOMENTS[optimizer])
+    """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
+
+    Raises:
+        ConfigError: the moments are to be bf16, and the optimizer has no kernel.
+    """
+    if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
+        raise ConfigError(
+            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, or steps matrices as a '
+            'whole, and keeps states of its own dtypes; leave "moments" and bf16_optimizer_states out, or use an '
+            "optimizer with a kernel (AdamW, Adam, Lamb, Lion, Adagrad, SGD)"
+        )
+    return make_mode(config.dtype, optimizer, config.moments)
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from offload.layout.tiers import Partitions, TierMap, that_fit, tier_nbytes
 from offload.sizes import MIB, PAGE, align_up
-from offload.states import State, Tier
+from offload.states import Tier
 from offload.swapper.memory.device import DeviceRoom
 
 _MARGIN = 256 * MIB
@@ -121,9 +121,10 @@ def moving(parts: Partitions, tiers: TierMap) -> list[int]:
     """Returns the bytes of each unit that is paged in and out of the device."""
     return [
         align_up(nbytes)
-        for nbytes, row_tiers in zip(parts.unit_nbytes, tiers, strict=True)
-        # With several ranks a resident weight is only a shard: its unit is gathered for every use, and evicted.
-        if not (row_tiers[State.WEIGHT] is Tier.DEVICE and parts.alone)
+        for unit, (nbytes, row_tiers) in enumerate(zip(parts.unit_nbytes, tiers, strict=True))
+        # With several ranks a resident weight is only a shard, and blocks are not values: such a unit is put together
+        # for every use, and evicted.
+        if not parts.stays(unit, row_tiers)
     ]
 
 

@@ -18,9 +18,12 @@ from offload.swapper.modes import Mode
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
     """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit."""
+    forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     return {
         "mode": mode.name,
         "world_size": world_size,
+        # Written for a message, and only where there are blocks: descriptions of other stores have no such key.
+        **({"frozen": "+".join(sorted(forms))} if forms else {}),
         "units": [
             {
                 "name": layout.name,
@@ -44,6 +47,9 @@ def _described(segment: Segment) -> dict[str, Any]:
     # Written for optimizers of torch alone: descriptions of other stores have no such key.
     if segment.kept:
         found["packed"] = [[each.name, each.kind, list(each.shape)] for each in segment.kept]
+    # Likewise: written for frozen weights that are stored as blocks alone.
+    if segment.form:
+        found |= {"blocks": segment.form, "numel": segment.numel}
     return found
 
 
@@ -65,7 +71,14 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
     return UnitLayout(
         unit["name"],
         tuple(
-            Segment(each["name"], tuple(each["shape"]), each["start"], math.prod(each["shape"]), each["trainable"])
+            Segment(
+                each["name"],
+                tuple(each["shape"]),
+                each["start"],
+                each.get("numel", math.prod(each["shape"])),
+                each["trainable"],
+                form=each.get("blocks", ""),
+            )
             for each in unit["parameters"]
         ),
         unit["numel"],

@@ -5,17 +5,24 @@
 
 Both regions are divided evenly, so that every rank holds equally many state elements and reads equally many bytes. A
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
+
+Frozen weights may be stored as blocks of codes. Their segments come last in the frozen region, and contain the blocks,
+counted in elements as all else. On the device the unit has more elements than it has in its partitions: behind the two
+regions are the values of the blocks, which the device makes once the partitions are there.
+
+    device:  [ trainable region | frozen region: weights, blocks of codes | values of the blocks, padding ]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from torch import nn
 
 from offload.layout.opaque_state import StateField, packed_nbytes
-from offload.layout.units import Units
+from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
 
 _ALIGNMENT = 32
@@ -35,6 +42,15 @@ WORD = 4
 """Bytes of a word; the size of a PACKED partition is a multiple of words."""
 
 
+class Stored(NamedTuple):
+    """Form in which a frozen parameter is stored as blocks."""
+
+    form: str
+    """Name of the block format; see `offload.kernels.blocks`."""
+    numel: int
+    """Elements of the weights' dtype whose memory the blocks take."""
+
+
 class Segment(NamedTuple):
     """Position of one parameter in its unit, in elements."""
 
@@ -42,11 +58,21 @@ class Segment(NamedTuple):
     shape: tuple[int, ...]
     start: int
     numel: int
+    """Elements in the partitions: those of the parameter, or those whose memory its blocks take."""
     trainable: bool
     kept: tuple[StateField, ...] = ()
-    """States that an optimizer of torch keeps for the parameter."""
+    """States of the parameter, for an optimizer whose states are packed."""
     packed_start: int = 0
     """Start of those states in the unit's PACKED partition, in words of four bytes."""
+    matrix: bool = False
+    """True if Muon and SinkGD step the parameter as a matrix; set by the planner, where a run has groups."""
+    form: str = ""
+    """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
+
+    @property
+    def value_numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
 
     @property
     def packed(self) -> range:
@@ -69,8 +95,36 @@ class UnitLayout(NamedTuple):
     name: str
     segments: tuple[Segment, ...]
     numel: int
+    """Elements in the partitions of all ranks."""
     trainable_stop: int
     """End of the trainable region. Both regions are padded to a multiple of world size times 2048."""
+
+    @property
+    def blocks_start(self) -> int:
+        """Start of the segments that are stored as blocks; `numel` if none is."""
+        return min((segment.start for segment in self.segments if segment.form), default=self.numel)
+
+    @property
+    def device_starts(self) -> tuple[int, ...]:
+        """First element of each parameter's values on the device, in the order of the segments."""
+        starts: list[int] = []
+        end = self.numel
+        for segment in self.segments:
+            starts.append(end if segment.form else segment.start)
+            if segment.form:
+                end = align_up(end + segment.value_numel, _ALIGNMENT)
+        return tuple(starts)
+
+    @property
+    def device_numel(self) -> int:
+        """Elements of the unit on the device: those of the partitions, and the values of what is stored as blocks."""
+        values = sum(align_up(segment.value_numel, _ALIGNMENT) for segment in self.segments if segment.form)
+        return self.numel + align_up(values, _PARTITION_ALIGNMENT)
+
+    @property
+    def used_numel(self) -> int:
+        """Elements that a use of the unit reads: those of its weights, without those of blocks."""
+        return self.blocks_start + self.device_numel - self.numel
 
     @property
     def packed_numel(self) -> int:
@@ -92,29 +146,33 @@ def _shard_of(region: range, rank: int, world_size: int) -> range:
     return range(region.start + rank * length, region.start + (rank + 1) * length)
 
 
-def lay_out(name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int) -> UnitLayout:
+def lay_out(
+    name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int, stored: Mapping[str, Stored] = {}
+) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
     Args:
         name: the unit's name.
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
+        stored: frozen parameters that are stored as blocks, by name.
     """
     step = _PARTITION_ALIGNMENT * world_size
     named_parameters = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
-    # Two passes: parameters keep the model's order within each region.
-    for trainable in (True, False):
+    # Three passes: parameters keep the model's order among those that train, that are frozen, and that are blocks.
+    for trainable, blocks in ((True, False), (False, False), (False, True)):
         for parameter_name, parameter in named_parameters:
-            if parameter.requires_grad is trainable:
-                numel = parameter.numel()
-                segments.append(Segment(parameter_name, tuple(parameter.shape), end, numel, trainable))
+            if parameter.requires_grad is trainable and (not trainable and parameter_name in stored) is blocks:
+                form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
+                shape = tuple(parameter.shape)
+                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form))
                 end = align_up(end + numel, _ALIGNMENT)
         # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
-        end = align_up(end, step)
         if trainable:
-            trainable_stop = end
+            trainable_stop = end = align_up(end, step)
+    end = align_up(end, step)
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
 
@@ -136,7 +194,11 @@ def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) ->
 
 
 def layouts_of(
-    model: nn.Module, units: Units, world_size: int = 1, kept: Mapping[str, tuple[StateField, ...]] = {}
+    model: nn.Module,
+    units: Units,
+    world_size: int = 1,
+    kept: Mapping[str, tuple[StateField, ...]] = {},
+    stored: Mapping[str, Stored] = {},
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`.
 
@@ -145,11 +207,14 @@ def layouts_of(
         units: the division of its parameters.
         world_size: number of ranks.
         kept: the states of an optimizer of torch, by parameter name.
+        stored: frozen parameters that are stored as blocks, by name.
     """
-    return tuple(
-        with_kept(lay_out(unit.name, [(name, model.get_parameter(name)) for name in unit.parameters], world_size), kept)
-        for unit in units.units
-    )
+
+    def layout(unit: Unit) -> UnitLayout:
+        parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
+        return with_kept(lay_out(unit.name, parameters, world_size, stored), kept)
+
+    return tuple(layout(unit) for unit in units.units)
 
 
 class SegmentShard(NamedTuple):

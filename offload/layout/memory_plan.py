@@ -168,7 +168,8 @@ def unit_sizes(
     sizes: list[UnitSize] = []
     for layout, tiers, parts in zip(layouts, placement.tiers, shares, strict=True):
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
-        sizes.append(UnitSize(layout.name, layout.numel * itemsize, tiers[State.WEIGHT], share))
+        expanded = (layout.device_numel - layout.numel) * itemsize
+        sizes.append(UnitSize(layout.name, layout.device_numel * itemsize, tiers[State.WEIGHT], share, expanded))
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""Packing of the states that a torch optimizer keeps of one parameter, of any kind, into consecutive bytes.
+"""Packing of the states that an optimizer keeps of one parameter, of any kind, into consecutive bytes.
 
     [ one presence byte for each state | first state | second state | … ]     each at a multiple of 64 bytes
 
@@ -76,6 +76,17 @@ def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
         for there, each, value in _fields(kept, memory)
         if there.item()
     }
+
+
+def open_states(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns views of all states in `memory`, (nbytes,) uint8, to change in place; absent ones become zeros."""
+    found: dict[str, torch.Tensor] = {}
+    for there, each, value in _fields(kept, memory):
+        if not there.item():
+            value.zero_()
+            there.fill_(True)
+        found[each.name] = value
+    return found
 
 
 def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Tensor) -> None:

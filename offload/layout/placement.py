@@ -32,7 +32,7 @@ from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import check_budget
 from offload.swapper.memory.host_arena import Classes
-from offload.swapper.modes import ADAM, TORCH, Mode
+from offload.swapper.modes import ADAM, Mode
 from offload.swapper.store import StoreSpec
 
 STAGING_BUFFERS = 3
@@ -262,7 +262,7 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
     """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "
-    pipeline = "which holds complete units" if mode.optimizer == TORCH else "a smaller sub_group_size lowers this"
+    pipeline = "which holds complete units" if mode.whole_units else "a smaller sub_group_size lowers this"
     needs = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
         f"{format_size(least.weights)} for host buffers of weights, {format_size(least.gradients + least.staging)} for "

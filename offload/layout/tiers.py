@@ -35,7 +35,7 @@ class Partitions:
     trainable_numel: tuple[int, ...]
     """Elements of each unit that this rank updates."""
     unit_nbytes: tuple[int, ...]
-    """Bytes of the weights of each unit, over all ranks."""
+    """Bytes of each unit on the device: the weights of all ranks, and the values of those stored as blocks."""
     largest_gradient: int
     """Bytes of the gradients of the largest unit as a backward produces them, over all ranks."""
     gradient_dtype: torch.dtype
@@ -48,8 +48,16 @@ class Partitions:
 
     @property
     def largest_unit(self) -> int:
-        """Bytes of the weights of the largest unit."""
+        """Bytes of the largest unit on the device."""
         return max(self.unit_nbytes, default=0)
+
+    def stays(self, unit: int, tiers: Mapping[State, Tier]) -> bool:
+        """Returns True if a unit with these tiers never leaves the device, where its partition is all of it."""
+        return (
+            tiers[State.WEIGHT] is Tier.DEVICE
+            and self.alone
+            and self.nbytes[unit][State.WEIGHT] == self.unit_nbytes[unit]
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +134,7 @@ def partitions(
     return Partitions(
         nbytes=tuple(rows),
         trainable_numel=tuple(trainable),
-        unit_nbytes=tuple(layout.numel * itemsize for layout in layouts),
+        unit_nbytes=tuple(layout.device_numel * itemsize for layout in layouts),
         largest_gradient=max((layout.trainable_stop * itemsize for layout in layouts), default=0),
         gradient_dtype=gradient_dtype,
         alone=world_size == 1,

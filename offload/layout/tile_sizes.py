@@ -17,7 +17,7 @@ from offload.swapper.modes import LAMB, TORCH, Mode
 _STEP = 2048
 """Elements by which tiles grow: 4096 bytes of the smallest state."""
 _WHOLE_UNITS = 3
-"""Number of tiles if each holds an entire unit, for an optimizer of torch: one is read, one computed, one written."""
+"""Number of tiles if each holds an entire unit: one is read, one computed, one written."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 """Smallest and largest bytes of the host buffer of one tile."""
 
@@ -35,8 +35,8 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
     if not numel:
         return 0, 0
     step = tile_growth(parts, mode, tiers)
-    # An optimizer of torch needs all elements of a parameter at once, so its tiles are entire units.
-    if mode.optimizer == TORCH:
+    # An optimizer of torch, or one of matrices, needs all elements of a parameter at once: its tiles are entire units.
+    if mode.whole_units:
         return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     if request.tile is not None:
@@ -53,7 +53,7 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     """Returns the bytes by which the class of tiles grows: one more unit, or one more step of every tile."""
     if not any(parts.trainable_numel):
         return 0
-    if mode.optimizer == TORCH:
+    if mode.whole_units:
         return _whole_unit_nbytes(parts, tiers)
     return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, tiers)
 
@@ -67,7 +67,7 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
         tiers: the tiers of the partitions.
         nbytes: bytes of the class; 0 if nothing trains.
     """
-    if mode.optimizer == TORCH:
+    if mode.whole_units:
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
@@ -91,8 +91,11 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
 
 
 def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """Returns the bytes of an fp32 gradient and, if masters have no memory of their own, of an fp32 master."""
-    copies = 2 if State.MASTER_LOW_BITS in mode.weights else 1
+    """Returns the bytes of an fp32 gradient and, if masters have no memory of their own, of an fp32 master.
+
+    Rules of matrices also compute in the memory of both, so they have it for any precision.
+    """
+    copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.optimizer != TORCH else 1
     return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
 
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from offload.errors import BudgetError, ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.recommend import Planned, plan, with_host_budget
@@ -90,6 +92,10 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
             "durability none: no resume after a kill",
             lambda: plan(shape, hardware, load, {**content, "offload": block}),
         )
+    mode = planned.memory.mode
+    if planned.memory.slots and mode.moments and mode.moment_dtype is torch.float32:
+        block = {**content.get("offload", {}), "moments": "bf16"}
+        yield "moments in bf16", lambda: plan(shape, hardware, load, {**content, "offload": block})
     double = replace(hardware, ram=2 * hardware.ram)
     if planned.memory.slots:
         yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

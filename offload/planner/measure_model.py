@@ -159,7 +159,7 @@ def _device(hardware: Hardware) -> torch.device:
 
 def _nbytes(shape: Shape, batch: int, dtype: torch.dtype) -> int:
     """Returns the bytes of weights, of a micro-batch's activations, and of gradients until they are freed."""
-    largest = max(layout.numel for layout in shape.layouts)
+    largest = max(layout.used_numel for layout in shape.layouts)
     return (shape.parameters + 2 * largest) * dtype.itemsize + activations(shape, Load(batch))
 
 

@@ -22,11 +22,13 @@ from offload.layout.memory_plan import (
     plan_memory,
     wanted_slots,
 )
+from offload.layout.optimizers.matrices import with_states
+from offload.layout.optimizers.of_torch import with_states_of_torch
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
 from offload.states import State, Tier
-from offload.swapper.modes import ADAM, Mode
+from offload.swapper.modes import ADAM, TORCH, Mode
 
 PATH = "/mnt/nvme"
 """Folder for swap files in the config of a described machine."""
@@ -114,7 +116,7 @@ class Memory:
     @property
     def export(self) -> int:
         """Returns the bytes that an export of the weights takes in addition."""
-        return sum(s.numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
+        return sum(s.value_numel for layout in self.layouts for s in layout.segments) * self.mode.weight_dtype.itemsize
 
 
 def settle(
@@ -134,6 +136,9 @@ def settle(
         BudgetError: a budget is too small.
     """
     config = load_config(content)
+    # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
+    rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
+    layouts = _with_states(layouts, config, rule)
     # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
@@ -145,9 +150,8 @@ def settle(
     placed = place_states(
         MemoryRequest(
             config=config,
-            layouts=tuple(layouts),
-            # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
-            optimizer=ADAM if config.optimizer is None else rule_name(config.optimizer),
+            layouts=layouts,
+            optimizer=rule,
             accumulation=accumulation,
             machine=machine,
             world_size=world_size,
@@ -159,13 +163,20 @@ def settle(
     return Memory(
         config=config,
         mode=plan.mode,
-        layouts=tuple(layouts),
+        layouts=layouts,
         parts=plan.parts,
         placement=plan.placement,
         slots=plan.slots,
         notices=plan.notices,
         machine=machine,
     )
+
+
+def _with_states(layouts: Sequence[UnitLayout], config: Config, rule: str) -> tuple[UnitLayout, ...]:
+    """Returns the layouts with the states that the config's optimizer packs."""
+    if rule == TORCH and config.optimizer is not None:
+        return with_states_of_torch(layouts, config.optimizer.type, config.optimizer.settings)
+    return with_states(layouts, rule)
 
 
 def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:
@@ -197,6 +208,7 @@ def settings(
     paths: Sequence[str] = (PATH,),
     activations: str | None = None,
     tile_mlp: int | str | None = None,
+    frozen: str | None = None,
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
@@ -212,6 +224,7 @@ def settings(
         paths: folders for swap files; the config contains folders only if something may need them.
         activations: tier of the inputs of repeated blocks; None keeps all activations.
         tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
+        frozen: block format of frozen matrices; None for the dtype of the weights.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -228,6 +241,8 @@ def settings(
         block["activations"] = activations
     if tile_mlp is not None:
         block["tile_mlp"] = tile_mlp
+    if frozen is not None:
+        block["frozen"] = frozen
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation,

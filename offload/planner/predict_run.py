@@ -52,7 +52,7 @@ def predict(
     config = load_config(content)
     machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
-    shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always)
+    shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always, config.offload.frozen)
     load = Load(
         batch.micro,
         batch.accumulation,

@@ -27,7 +27,7 @@ from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, drive_rates, parse_drive, parse_rate, probed
 from offload.planner.measure_model import Tell, measured
 from offload.planner.memory import settings
-from offload.planner.model_shape import Shape, from_count, from_name
+from offload.planner.model_shape import Adapters, Shape, from_adapted, from_count, from_name
 from offload.planner.reach import Longest, search
 from offload.planner.recommend import Planned
 from offload.precision import choose
@@ -45,6 +45,7 @@ class Model(NamedTuple):
     name: str | None
     parameters: int | None = None
     layers: int | None = None
+    adapters: Adapters | None = None
 
 
 class Described(NamedTuple):
@@ -101,8 +102,8 @@ def planned(
         BudgetError: the run does not fit.
     """
     _check(step, file)
-    if measure and (model.name is None or machine.gpu is not None):
-        raise ConfigError("--measure runs the model on this machine: it needs --model, and no --gpu")
+    if measure and (model.name is None or machine.gpu is not None or model.adapters is not None):
+        raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
     # The raw content is kept: the plan's config must contain the user's keys unchanged.
     content = None if file is None else read_json(file)
     config = None if content is None else load_config(content)
@@ -113,7 +114,7 @@ def planned(
     if content is None:
         load = _load(step, on.on_cpu)
         on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
-        options = _options(machine, on, step, dtype)
+        options = _options(machine, on, step, dtype) | _frozen(model)
         return choice.choose(of, on, load, step.recompute, activations=step.activations, **options)
     load = _load(step, on.on_cpu, content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
@@ -135,7 +136,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     of = shape(model, step.sequence, DTYPES[dtype], config.offload.units if config is not None else ())
     if content is not None:
         return search(of, on, _load(step, on.on_cpu, content), [content], step.chunked_loss)
-    load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype)
+    load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype) | _frozen(model)
     contents = [
         settings(weights, states, batch=load.batch, accumulation=load.accumulation, **options)
         for weights, states in choice.PLACEMENTS
@@ -177,6 +178,10 @@ def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[s
     if step.tile_mlp not in (None, "off"):
         options["tile_mlp"] = step.tile_mlp if step.tile_mlp == "auto" else int(step.tile_mlp)
     return options
+
+
+def _frozen(model: Model) -> dict[str, Any]:
+    return {} if model.adapters is None or model.adapters.frozen is None else {"frozen": model.adapters.frozen}
 
 
 def _dtype(machine: Described) -> str:
@@ -229,6 +234,8 @@ def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] 
     if model.name is not None:
         if model.parameters is not None or model.layers is not None:
             raise ConfigError("give --model, or --parameters and --layers, not both")
+        if model.adapters is not None:
+            return from_adapted(model.name, model.adapters, sequence, dtype, units)
         return from_name(model.name, sequence, dtype, units)
     if model.parameters is None or model.layers is None:
         raise ConfigError("expected a model: --model llama-7b, or --parameters 13B --layers 40")

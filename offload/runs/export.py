@@ -95,7 +95,7 @@ def export(
         dtype_name(plan.dtype),
         tuple(sorted(path.name for path in out.iterdir())),
         plan.weights_nbytes,
-        sum(s.numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),
+        sum(s.value_numel for layout in plan.layouts for s in layout.segments if s.name in plan.names),
         (*messages, *notices(source, plan, beyond)),
     )
 

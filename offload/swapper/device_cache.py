@@ -75,13 +75,19 @@ class Peers(Protocol):
         """
 
 
+Expand = Callable[[int, torch.Tensor], None]
+"""A function that makes the expanded bytes of a unit, given its index and its device memory, (nbytes,) uint8."""
+
+
 class DeviceCache:
     """Device buffers of weights: permanent ones of tier DEVICE, and ones that come and go.
 
     The caller of every method holds the table's lock, which copies and gathers release while they run.
     """
 
-    def __init__(self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None) -> None:
+    def __init__(
+        self, table: UnitTable, arena: DeviceArena, device: Device, peers: Peers | None, expand: Expand | None = None
+    ) -> None:
         """Allocates the permanent device buffers.
 
         Args:
@@ -89,8 +95,10 @@ class DeviceCache:
             arena: the memory of all device buffers.
             device: starts the copies.
             peers: the other ranks; None for one rank.
+            expand: makes the bytes of a unit that are in no partition; None if no unit has such bytes.
         """
         self._table = table
+        self._expand_unit = expand
         self._arena = arena
         self._device = device
         self._peers = peers
@@ -246,6 +254,7 @@ class DeviceCache:
                 # UPLOADING keeps other threads from this unit meanwhile.
                 self._table.changed.without_lock(lambda: self._copy_shard(entry, device_buffer))
             self.gather(entry, device_buffer, entry.copied)
+            self._expand(entry, device_buffer)
         except BaseException as error:  # copies in flight may still write to the buffer, so it is never reused
             self._table.fail(error, entry)
             raise
@@ -254,7 +263,7 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole, start = self._arena.view(device_buffer), 0
+        whole, start = self._arena.view(device_buffer)[: entry.size.stored_nbytes], 0
         shard = self._shard(entry)
         if shard.numel() == whole.numel():
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
@@ -278,10 +287,32 @@ class DeviceCache:
         if self._peers is not None:
             # The lock is released: a gather may block until the other ranks join, and the update worker must not wait
             # for them.
-            peers, whole = self._peers, self._arena.view(device_buffer)
+            peers, whole = self._peers, self._arena.view(device_buffer)[: entry.size.stored_nbytes]
             entry.uploaded = self._table.changed.without_lock(
                 lambda: peers.gather(whole, entry.size.shard_ranges, copied)
             )
+
+    def _expand(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
+        """Starts the work that makes the bytes of a unit that are in no partition, ordered after the upload."""
+        expand = self._expand_unit
+        if not entry.size.expanded_nbytes:
+            return
+        assert expand is not None, "units with expanded bytes come with the function that makes them"
+        whole = self._arena.view(device_buffer)
+
+        def work() -> Event:
+            # On the upload stream, whose copies have waited for the last compute that read this memory. A gather may
+            # have another stream, so its event is waited for.
+            with self._device.uploading():
+                self._device.wait_event(entry.uploaded)
+                expand(entry.index, whole)
+                return self._device.uploaded()
+
+        # The lock is released: on a CPU the calling thread does the work, and a gather may wait for other ranks.
+        with self._table.timeline.span(
+            Row.UPLOADS, f"{entry.size.title}: values of blocks", entry.size.expanded_nbytes
+        ):
+            entry.uploaded = self._table.changed.without_lock(work)
 
     def stream(
         self,
@@ -306,6 +337,7 @@ class DeviceCache:
                     lambda: stream(read, host_buffers, whole, shard_ranges, self._device, device_buffer.after)
                 )
             self.gather(entry, device_buffer, entry.uploaded)
+            self._expand(entry, device_buffer)
         except BaseException as error:  # reads and copies in flight may still write to both, so neither is reused
             self._table.fail(error, entry)
             raise

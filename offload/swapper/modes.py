@@ -1,4 +1,4 @@
-"""Dtypes of each state of a parameter, by mode: a precision of the weights and the moments of an optimizer."""
+"""Dtypes of each state of a parameter, by mode: a precision of the weights, the moments of an optimizer, and theirs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,29 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """States of the optimizer, fp32, in the kernel's order of arguments. TORCH has no kernel: PACKED contains all."""
+    """States of the optimizer, in the kernel's order of arguments; PACKED if parameters differ in theirs."""
+    moment_dtype: torch.dtype = torch.float32
+    """Dtype of the moments: fp32, or bf16, which the kernels round stochastically."""
 
     @property
     def name(self) -> str:
-        """Returns the name in stores and checkpoints: "bf16", or "bf16 lion"."""
-        return self.precision if self.optimizer == ADAM else f"{self.precision} {self.optimizer}"
+        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 bf16-moments" with bf16 moments."""
+        words = [self.precision]
+        if self.optimizer != ADAM:
+            words.append(self.optimizer)
+        if self.moment_dtype is not torch.float32:
+            words.append(f"{dtype_name(self.moment_dtype)}-moments")
+        return " ".join(words)
 
     @property
     def states(self) -> dict[State, torch.dtype]:
         """Returns the dtype of every state, in the order of the states in a tile."""
-        return {**self.weights, **dict.fromkeys(self.moments, torch.float32)}
+        return {**self.weights, **dict.fromkeys(self.moments, self.moment_dtype)}
+
+    @property
+    def whole_units(self) -> bool:
+        """True if a tile of an update is an entire unit: a step needs whole parameters, whose states are packed."""
+        return State.PACKED in self.moments
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -39,7 +51,7 @@ class Mode(NamedTuple):
     def element_bytes(self) -> int:
         """Returns the bytes of all states of one trainable element, without PACKED.
 
-        With Adam: 12 in bf16 and fp32, 14 in fp16.
+        With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10.
         """
         return sum(dtype.itemsize for state, dtype in self.states.items() if state is not State.PACKED)
 
@@ -54,6 +66,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
+MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
     # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
@@ -70,12 +83,33 @@ MOMENTS: dict[str, tuple[State, ...]] = {
     "momentum": (State.MOMENTUM_BUFFER,),
     "sgd": (),
     TORCH: (State.PACKED,),
+    # A matrix has one moment or none, and every other parameter has the two of AdamW.
+    MUON: (State.PACKED,),
+    SINKGD: (State.PACKED,),
 }
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Dtypes of moments, by their names in configs."""
+
+
+def make_mode(precision: str, optimizer: str, moments: str = "fp32") -> Mode:
+    """Returns a mode.
+
+    Args:
+        precision: one of `PRECISIONS`.
+        optimizer: one of `MOMENTS`.
+        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or packed ones.
+    """
+    states = MOMENTS[optimizer]
+    dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32
+    return Mode(precision, optimizer, PRECISIONS[precision], states, dtype)
+
+
 MODES = {
     mode.name: mode
     for mode in (
-        Mode(precision, optimizer, weights, moments)
-        for precision, weights in PRECISIONS.items()
-        for optimizer, moments in MOMENTS.items()
+        make_mode(precision, optimizer, moments)
+        for precision in PRECISIONS
+        for optimizer in MOMENTS
+        for moments in MOMENT_DTYPES
     )
 }

@@ -40,7 +40,7 @@ import torch
 from offload.errors import EngineFailed
 from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
-from offload.swapper.device_cache import DeviceCache, Having, Peers
+from offload.swapper.device_cache import DeviceCache, Expand, Having, Peers
 from offload.swapper.host_cache import HostCache
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
@@ -67,6 +67,7 @@ class Pager:
         limits: Limits,
         peers: Peers | None = None,
         *,
+        expand: Expand | None = None,
         timeline: Timeline = OFF,
     ) -> None:
         recorded = timeline.recorded
@@ -83,7 +84,7 @@ class Pager:
         self.arena = arena
         self._entries = self.table.entries
         self._host_cache = HostCache(self.table, host, store)
-        self._device_cache = DeviceCache(self.table, arena, device, peers)
+        self._device_cache = DeviceCache(self.table, arena, device, peers, expand)
         caches = (self.table, self._host_cache, self._device_cache)
         self._prefetcher = Prefetcher(*caches, limits, device, peers is not None)
         self.weight_updates = WeightUpdates(*caches, self._prefetcher, arena, device)

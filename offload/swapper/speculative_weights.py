@@ -125,7 +125,7 @@ class SpeculativeWeights:
             return None, False
         if entry.host_buffer is not None:
             return entry.host_buffer.tensor(torch.uint8), False
-        assert entry.device_buffer is not None and entry.size.shard_nbytes == entry.size.nbytes
+        assert entry.device_buffer is not None and entry.size.shard_nbytes == entry.size.stored_nbytes
         return self._arena.view(entry.device_buffer), True
 
     def may_evict(self, unit: int) -> None:

@@ -150,11 +150,18 @@ class UnitSize:
     tier: Tier
     shard_ranges: tuple[range, ...]
     """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
+    expanded_nbytes: int = 0
+    """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
 
     @property
     def title(self) -> str:
         """Returns the name for messages; the root module's unit has an empty name."""
         return self.name or "the root"
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Returns the bytes of the partitions of all ranks."""
+        return self.nbytes - self.expanded_nbytes
 
     # The two below are asked at each use of a unit.
     @functools.cached_property

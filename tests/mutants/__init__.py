@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import above, activations, device, engine, swapper, tiles
+from tests.mutants import above, activations, device, engine, frozen_blocks, optimizers, swapper, tiles
 
 MUTANTS = (
     *swapper.MUTANTS,
@@ -14,4 +14,6 @@ MUTANTS = (
     *device.MUTANTS,
     *activations.MUTANTS,
     *tiles.MUTANTS,
+    *optimizers.MUTANTS,
+    *frozen_blocks.MUTANTS,
 )

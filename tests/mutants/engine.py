@@ -6,6 +6,62 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "number the elements of each rank's moments from zero",
+        "offload.engine.optim.unit_updates",
+        "self._noise_seed, unit, count), part.start + start)",
+        "self._noise_seed, unit, count), start)",
+        "tests/test_bf16_moments.py::test_two_ranks_round_as_one",
+    ),
+    Mutant(
+        "round the moments of every step by the same bits",
+        "offload.engine.optim.unit_updates",
+        "kernels.noise_stream(self._noise_seed, unit, count)",
+        "kernels.noise_stream(self._noise_seed, unit, 1)",
+        "tests/test_bf16_moments.py::test_the_bits_are_those_of_seed_unit_update_and_element",
+    ),
+    Mutant(
+        "round the moments of every unit by the same bits",
+        "offload.engine.optim.unit_updates",
+        "kernels.noise_stream(self._noise_seed, unit, count)",
+        "kernels.noise_stream(self._noise_seed, 0, count)",
+        "tests/test_bf16_moments.py::test_the_bits_are_those_of_seed_unit_update_and_element",
+    ),
+    Mutant(
+        "round the moments of every run by the same bits",
+        "offload.engine.optim.unit_updates",
+        "kernels.noise_stream(self._noise_seed, unit, count)",
+        "kernels.noise_stream(0, unit, count)",
+        "tests/test_bf16_moments.py::test_the_bits_are_those_of_seed_unit_update_and_element",
+    ),
+    Mutant(
+        "begin the random bits of each tile anew",
+        "offload.engine.optim.update_strategy",
+        "segment.noise.after(first - segment.start)",
+        "segment.noise",
+        "tests/test_bf16_moments.py::test_tiles_of_any_size_give_the_same_bits",
+    ),
+    Mutant(
+        "begin the random bits of LAMB anew behind each border of its blocks",
+        "offload.engine.optim.lamb",
+        "noise.after(begin - segment.start)",
+        "noise",
+        "tests/test_bf16_moments.py::test_tiles_of_any_size_give_the_same_bits",
+    ),
+    Mutant(
+        "take LAMB's norms of several ranks from other roundings than its update has",
+        "offload.engine.optim.lamb_norms",
+        "segment.noise.after(start - segment.start)",
+        "segment.noise",
+        "tests/test_bf16_moments.py::test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments",
+    ),
+    Mutant(
+        "read moments of a checkpoint as if they had the engine's dtype",
+        "offload.engine.checkpoint.restore",
+        "return self._makes_masters(targets) or any(theirs.get",
+        "return self._makes_masters(targets) and any(theirs.get",
+        "tests/test_bf16_moments.py::test_a_checkpoint_converts_moments",
+    ),
+    Mutant(
         "read a batch in the caller's pinned memory after the call",
         "offload.engine.training.model_inputs",
         "staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)",

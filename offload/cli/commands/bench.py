@@ -97,6 +97,7 @@ def bench_adam(
         list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]")
     ] = None,
     grad_dtype: Annotated[list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]")] = None,
+    moments: Annotated[list[str] | None, typer.Option(help="fp32, bf16; may repeat. [default: fp32]")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
     isa: Annotated[
         list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")
@@ -118,7 +119,7 @@ def bench_adam(
     with errors(BAD_INPUT):
         _check_plot(plot)
         count = parse_count(numel)
-        wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or ())
+        wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or (), moments or ())
     with errors(FAILED), signals(), status_line(console) as tell:
         # Arguments are checked by now: the user's input is not the cause of a later failure.
         found = adam.measure(count, wanted, rounds, tell)
@@ -325,12 +326,13 @@ def _adam_table(rows: list[Any]) -> Table:
     """Returns the table of `offload bench adam`."""
     from rich.table import Table
 
-    table = Table("", "weights", "gradients", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
+    table = Table("", "weight", "grad", "moment", "threads", "isa", "ms", "GB/s", "of probe", "Mparam/s", box=None)
     for row in rows:
         table.add_row(
             row.name,
             row.weight_dtype,
             row.grad_dtype,
+            row.moment_dtype,
             str(row.threads),
             row.isa,
             f"{row.ms:.1f}",

@@ -20,6 +20,7 @@ from offload.sizes import parse_size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offload.planner.model_shape import Adapters
     from offload.planner.recommend import Planned
     from offload.planner.request import Described, Model, Step
 
@@ -98,6 +99,14 @@ class PlanOptions:
         str | None, option(_MODEL, "--parameters", "Instead of a model: number of parameters, as 13B or 350M.")
     ] = None
     layers: Annotated[int | None, option(_MODEL, "--layers", "With --parameters: number of layers.")] = None
+    lora: Annotated[
+        str | None,
+        option(_MODEL, "--lora", "Train adapters alone, as `offload train --lora`.", metavar="r=N[,…]"),
+    ] = None
+    load_in_4bit: Annotated[
+        bool, option(_MODEL, "--load-in-4bit", "With --lora: store the frozen matrices in 4 bits (nf4).")
+    ] = False
+    load_in_8bit: Annotated[bool, option(_MODEL, "--load-in-8bit", "The same in 8 bits (int8).")] = False
     gpu: Annotated[
         str | None,
         option(
@@ -245,7 +254,9 @@ def plan(typed: PlanOptions) -> None:
             # As in `offload train`, the default learning rate depends on whether the model folder contains weights.
             folder = None if typed.model is None or typed.model in PRESETS else Path(typed.model)
             # Without a config file the written config also contains the recipe of `offload train`.
-            ask.write_config(planned, typed.write, recipe(Start.of(folder)) if typed.config is None else {})
+            ask.write_config(
+                planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
+            )
     if typed.json_output:
         print(json.dumps(report.as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
@@ -315,7 +326,30 @@ def _model(typed: PlanOptions) -> Model:
         name=typed.model,
         parameters=None if typed.parameters is None else parse_count(typed.parameters),
         layers=typed.layers,
+        adapters=_adapters(typed),
     )
+
+
+def _adapters(typed: PlanOptions) -> Adapters | None:
+    """Returns the adapters that the options ask for; None for a model that trains as a whole."""
+    from offload.config import load_config, read_json
+    from offload.finetune.lora import adapt, parse_lora
+    from offload.planner.model_shape import Adapters
+
+    given = (("nf4", typed.load_in_4bit), ("int8", typed.load_in_8bit))
+    forms: list[str | None] = [form for form, wanted in given if wanted]
+    if len(forms) > 1 or (forms and (typed.lora is None or typed.config is not None)):
+        raise ConfigError(
+            '--load-in-4bit or --load-in-8bit goes with --lora; beside --config set "frozen" in the config'
+        )
+    if typed.lora is None:
+        return None
+    if typed.model is None:
+        raise ConfigError("--lora makes adapters of a model that is built: give --model")
+    if typed.config is not None:
+        forms.append(load_config(read_json(typed.config)).offload.frozen)
+    lora = parse_lora(typed.lora)
+    return Adapters(lambda model: adapt(model, lora), forms[0] if forms else None)
 
 
 def _machine(typed: PlanOptions) -> Described:

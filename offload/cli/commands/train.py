@@ -46,6 +46,18 @@ class TrainOptions:
             metavar="r=N[,…]",
         ),
     ] = None
+    load_in_4bit: Annotated[
+        bool,
+        option(
+            _MODEL,
+            "--load-in-4bit",
+            "Store the frozen matrices of --lora in 4 bits (nf4): about a quarter of the bytes on disk and in RAM.",
+        ),
+    ] = False
+    load_in_8bit: Annotated[
+        bool,
+        option(_MODEL, "--load-in-8bit", "The same in 8 bits (int8): half of the bytes."),
+    ] = False
     gradient_checkpointing: Annotated[
         bool,
         option(

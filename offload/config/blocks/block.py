@@ -40,6 +40,16 @@ class Block(BaseModel):
     """Fields that accept "auto" as a value; in all others "auto" means the default."""
 
     @classmethod
+    def keys(cls) -> tuple[str, ...]:
+        """Returns the keys of a file that have an effect."""
+        return tuple(name for name, field in cls.model_fields.items() if not field.exclude)
+
+    @classmethod
+    def arranged(cls, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the content of the block with the keys that stand for others replaced."""
+        return content
+
+    @classmethod
     def check(cls, content: Mapping[str, Any], path: str) -> None:
         """Raises `ConfigError` if the block asks for something unsupported. Single keys are checked later."""
 

@@ -72,6 +72,12 @@ class OffloadBlock(Block):
     seed: Annotated[Integer, Field(ge=0, lt=2**63)] = Field(
         0, description="seed of weights made by offload.init and of the loader"
     )
+    frozen: Literal["int8", "nf4"] | None = Field(
+        None,
+        description="store the frozen matrices of linear layers and of stacked experts as blocks of codes, int8 or nf4 "
+        "(4 bits): a half or about a quarter of the bytes on disk, in RAM and on the bus; the device makes weights of "
+        "them for each use. Default: in the dtype of the model; see guides/frozen-weights.md",
+    )
     activations: Literal["device", "cpu", "nvme", "auto"] | None = Field(
         None,
         description="blocks of the model are computed again in backward, and their inputs wait on the device, in host "
@@ -91,6 +97,12 @@ class OffloadBlock(Block):
         "known; a step that clips makes the update again, with the same result. auto: on a GPU, until a step clips, "
         "and again after 8 steps that did not; true: on a CPU too. Needs two slots and states on nvme; see "
         "concepts/updates-and-commits.md",
+    )
+    moments: Literal["fp32", "bf16"] | None = Field(
+        None,
+        description="dtype of the optimizer's moments; bf16: half their bytes, rounded stochastically, with the same "
+        "bits wherever they are stored; default: fp32, or bf16 with bf16_optimizer_states. See "
+        "guides/which-states-which-bytes.md",
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(

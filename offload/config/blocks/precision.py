@@ -19,7 +19,6 @@ class Bf16(Block):
     TUNING = split_names("immediate_grad_update check_grad_overflow")
     REFUSED: ClassVar[dict[str, str]] = {
         "bf16_master_weights_and_grads": missing("has no fp32 masters"),
-        "bf16_optimizer_states": missing("keeps the moments in bf16"),
     }
     SUGGESTION: ClassVar[Mapping[str, Any]] = {"enabled": True}
 
@@ -27,6 +26,9 @@ class Bf16(Block):
         False, description='whether the mode is on; "auto": off, except in `offload train` and `offload.auto_dtype`'
     )
     auto_cast: bool | None = Field(None, description=_AUTO_CAST)
+    bf16_optimizer_states: bool = Field(
+        False, description='whether the moments are bf16, as with "moments": "bf16" in the block offload'
+    )
 
 
 class Fp16(Block):

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, Field
 from offload.sizes import MIB, parse_size
 
 Tier = Literal["none", "cpu", "nvme"]
+TORCH_OPTIMIZERS = "torch.optim."
+"""Start of the types of optimizers that are classes of torch."""
 
 
 def _number(value: Any) -> Any:
@@ -97,6 +99,16 @@ def _tiles(value: Any) -> Any:
     return chunks
 
 
+def _optimizer(value: Any) -> Any:
+    """Returns the name of an optimizer in our spelling, or that of one of torch. Raises `ValueError` for another."""
+    names = get_args(OptimizerName)
+    known = {name.lower(): name for name in names}
+    if isinstance(value, str) and (value.lower() in known or value.startswith(TORCH_OPTIMIZERS)):
+        return known.get(value.lower(), value)
+    listed = f"{', '.join(map(repr, names[:-1]))} or {names[-1]!r}"
+    raise ValueError(f"should be {listed}, or an optimizer of torch, as '{TORCH_OPTIMIZERS}NAdam'")
+
+
 def steps_or_never(value: Any) -> Any:
     """Converts infinity, as `accelerate` writes it, to 0: never."""
     return 0 if value == math.inf else _number(value)
@@ -124,8 +136,8 @@ Names = Annotated[tuple[Name, ...], BeforeValidator(_strings)]
 Paths = Annotated[tuple[Annotated[Name, BeforeValidator(expanded)], ...], BeforeValidator(_strings)]
 Size = Annotated[int, BeforeValidator(parse_size)]
 Memory = Annotated[int, BeforeValidator(_memory)]
-OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD"]
-OptimizerType = Annotated[OptimizerName, spelling({name.lower(): name for name in get_args(OptimizerName)})]
+OptimizerName = Literal["Adam", "AdamW", "Lamb", "Adagrad", "Lion", "SGD", "Muon", "SinkGD"]
+OptimizerType = Annotated[str, BeforeValidator(_optimizer)]
 DTYPE_NAMES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 SumDtype = Annotated[Literal["fp32", "bf16", "fp16"], spelling(DTYPE_NAMES)]
 Beta = Annotated[Number, Field(lt=1)]

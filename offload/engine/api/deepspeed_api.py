@@ -272,7 +272,7 @@ class DeepSpeedApi:
     @property
     def parameter_count(self) -> int:
         """Elements of all parameters; a tied parameter counts once."""
-        return sum(segment.numel for layout in self._core.components.layouts for segment in layout.segments)
+        return sum(segment.value_numel for layout in self._core.components.layouts for segment in layout.segments)
 
     @property
     def host_memory(self) -> int:

@@ -186,11 +186,13 @@ def check_fits(
     theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
-    if options.states and found.mode != held.mode:
+    # Moments of another dtype are converted.
+    if options.states and found.mode._replace(moment_dtype=held.mode.moment_dtype) != held.mode:
         raise StoreError(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
+    _check_forms(found, held, what)
     for segment in (segment for layout in held.layouts for segment in layout.segments if options.states):
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
         kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
@@ -200,6 +202,24 @@ def check_fits(
                 f"{_names(segment.kept)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
+
+
+def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
+    """Raises `StoreError` if a frozen weight of the checkpoint is stored in another form than in this engine."""
+    for segment in (segment for layout in held.layouts for segment in layout.segments):
+        place = found.saved.get(segment.name)
+        # Blocks are counted in elements of the weights' dtype, so the same blocks have other counts in another dtype.
+        if place is not None and (place[1].form, place[1].numel) != (segment.form, segment.numel):
+            raise StoreError(
+                f"{what} contains {segment.name} as {_form(place[1], found.mode)}, this engine as "
+                f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
+                "with exclude_frozen_parameters=True and load that"
+            )
+
+
+def _form(segment: Segment, mode: Mode) -> str:
+    """Returns the form in which a parameter is stored, for a message."""
+    return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 
 def _names(kept: Sequence[StateField]) -> str:

@@ -108,7 +108,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
         source = None if place is None else Source(place[0], place[1].start, place[1].trainable)
         run = Run(segment.start, segment.stop, source)
         # Merging keeps the reads long: without it each parameter would be a request of its own.
-        if found and _joins(found[-1], run, layout.trainable_stop):
+        if found and _joins(found[-1], run, (layout.trainable_stop, layout.blocks_start)):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
     return found
@@ -126,13 +126,16 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
     return found
 
 
-def _joins(one: Run, other: Run, border: int) -> bool:
+def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:
     """Returns whether `other` follows `one` at the same distance in the checkpoint as in this unit.
 
     Both must be trainable or both frozen, in the checkpoint as well as in this unit.
     """
-    # A run must not cross the border between trainable and frozen elements: ranks divide the two separately.
-    if one.saved is None or other.saved is None or one.start < border <= other.start:
+    if one.saved is None or other.saved is None:
+        return False
+    # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor that
+    # between values and blocks, which are no numbers to convert.
+    if any(one.start < border <= other.start for border in borders):
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)
     return same and other.saved.start - one.saved.start == other.start - one.start

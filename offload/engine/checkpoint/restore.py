@@ -118,6 +118,12 @@ class CheckpointRestorer:
         """Returns whether these target states include master weights that are made anew."""
         return self._converts and State.WEIGHT in targets
 
+    def _differ(self, targets: Sequence[State]) -> bool:
+        """Returns whether these target states are not stored in the checkpoint in the engine's form."""
+        mine, theirs = self._shards.mode.states, self._found.mode.states
+        # Optimizers with other states are refused, so moments differ in their dtype alone.
+        return self._makes_masters(targets) or any(theirs.get(state, mine[state]) != mine[state] for state in targets)
+
     @property
     def _two_slots(self) -> bool:
         """True if there is a durable store, which has two slots of every state that trains."""
@@ -210,7 +216,7 @@ class CheckpointRestorer:
         """Returns the size of an element in bytes, for each state that shares a buffer."""
         mine, theirs = self._shards.mode.states, self._found.mode.states
         found = [mine[state].itemsize for state in targets]
-        return found + [theirs[state].itemsize for state in sources] if self._makes_masters(targets) else found
+        return found + [theirs[state].itemsize for state in sources] if self._differ(targets) else found
 
     def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """Returns the part of `buffer` for each state: first in the checkpoint's mode, then in the engine's.
@@ -221,7 +227,7 @@ class CheckpointRestorer:
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((chunk.targets, self._shards.mode), (chunk.sources, self._found.mode)):
             # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
-            if sides and not self._makes_masters(chunk.targets):
+            if sides and not self._differ(chunk.targets):
                 sides.append(sides[0])
                 break
             side: dict[State, memoryview] = {}
@@ -314,11 +320,20 @@ class CheckpointRestorer:
             return
         saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
         mine = {s: torch.frombuffer(m, dtype=self._shards.mode.states[s]) for s, m in targets.items()}
+        blocks = self._shards.layouts[chunk.unit].blocks_start
         for run in self._overlaps(chunk):
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
-                convert({s: t[part] for s, t in there.items()}, {s: t[part] for s, t in mine.items()})
+                if run.start >= blocks:  # bytes of codes and scales, not values
+                    copy_bits(there[State.WEIGHT][part], mine[State.WEIGHT][part])
+                    continue
+                saved_part, mine_part = ({s: t[part] for s, t in side.items()} for side in (there, mine))
+                if State.WEIGHT in mine:
+                    convert(saved_part, mine_part)
+                elif run.saved.trainable:
+                    for state, values in mine_part.items():
+                        values.copy_(saved_part[state])  # moments of another dtype, rounded to nearest
 
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
@@ -347,6 +362,11 @@ class CheckpointRestorer:
         work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
+
+
+def copy_bits(saved: torch.Tensor, mine: torch.Tensor) -> None:
+    """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
+    mine.view(torch.uint8).copy_(saved.view(torch.uint8))
 
 
 def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:

@@ -234,7 +234,8 @@ def _check_quantized(model: nn.Module, folder: Path) -> None:
     """Raises `ConfigError` if the model is quantized."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ConfigError(
-            f"{folder} holds quantized weights, which cannot be trained here; give a folder in bf16, fp16 or fp32"
+            f"{folder} holds quantized weights, which cannot be trained here; give a folder in bf16, fp16 or fp32, and "
+            'store its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
         )
 
 

@@ -16,6 +16,7 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.aio.protocols import Pending
+from offload.engine.model_io.block_chunks import BlockChunk, BlockValues, block_chunks, block_nbytes, reads
 from offload.engine.model_io.weight_plan import Place, Plan
 from offload.engine.model_io.weight_source import Reading, Source
 from offload.fileio.buffered_copy import WriteBehind, flow
@@ -119,7 +120,24 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
                 writes += sink.put(*run.place, room[run.at : run.at + run.nbytes])
             return ()
 
+        def begin_blocks(chunk: BlockChunk, buffer: memoryview) -> Iterator[Reading]:
+            for shard, memory in reads(plan, chunk, buffer):
+                start = shard.start * plan.mode.weight_dtype.itemsize
+                yield source.read(shard.rank, chunk.unit, State.WEIGHT, start, memory)
+
+        def end_blocks(chunk: BlockChunk, buffer: memoryview) -> tuple[()]:
+            nonlocal beyond
+            progress(chunk.numel * plan.mode.weight_dtype.itemsize)
+            room, writes = behind.take()
+            theirs, data = values.convert(chunk, buffer, room)
+            beyond += values.infinite(chunk)
+            for place in theirs:
+                writes += sink.put(*place, data)
+            return ()
+
         flow(buffers, chunks(plan), begin, end, lambda *_: None)
+        values = BlockValues(plan, places)
+        flow(buffers, block_chunks(plan), begin_blocks, end_blocks, lambda *_: None)
     return beyond
 
 
@@ -128,11 +146,15 @@ def stream(source: Source, plan: Plan, sink: Sink, progress: Callable[[int], Non
 
 def read_nbytes(plan: Plan) -> int:
     """Returns the bytes that an export reads."""
-    return sum(chunk.numel * plan.mode.weights[state].itemsize for chunk in chunks(plan) for state in chunk.states)
+    whole = sum(chunk.numel * plan.mode.weights[state].itemsize for chunk in chunks(plan) for state in chunk.states)
+    return whole + block_nbytes(plan)
 
 
 def chunks(plan: Plan) -> Iterator[Chunk]:
-    """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition."""
+    """Yields the chunks of all partitions, unit by unit and rank by rank, in order within each partition.
+
+    Weights that are stored as blocks are left out: they come last in their partitions, and `block_chunks` has them.
+    """
     weight: tuple[State, ...] = (State.WEIGHT,)
     # In the model's own dtype the weights are written as they are; for any other dtype the masters are rounded once.
     wanted = weight if plan.dtype is plan.mode.weight_dtype else sources(plan.mode.weights)
@@ -140,6 +162,7 @@ def chunks(plan: Plan) -> Iterator[Chunk]:
         for rank in range(plan.world_size):
             position = 0
             trainable, frozen = layout.trainable(rank, plan.world_size), layout.frozen(rank, plan.world_size)
+            frozen = range(frozen.start, max(frozen.start, min(frozen.stop, layout.blocks_start)))
             for share, states in ((trainable, wanted), (frozen if plan.frozen else range(0), weight)):
                 for start in range(share.start, share.stop, _CHUNK_NUMEL):
                     numel = min(_CHUNK_NUMEL, share.stop - start)

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from offload import kernels
+from offload.engine.optim.matrices.steps import MuonStep, SinkGDStep, muon, sinkgd
 from offload.engine.optim.torch_fallback import TorchStep
 from offload.errors import UsageError
-from offload.swapper.modes import ADAM, LAMB, TORCH
+from offload.layout.optimizers.matrices import MARK
+from offload.layout.optimizers.of_torch import WITHOUT_KERNEL, kernel_rule
+from offload.swapper.modes import ADAM, LAMB, MUON, SINKGD, TORCH
 
-_UNKNOWN = ("amsgrad", "maximize", "capturable", "differentiable", "initial_accumulator_value")
-"""Options of torch's optimizers that the kernels do not implement."""
-_FLAGS = ("decoupled", "nesterov")
+_FLAGS = ("decoupled", "nesterov", MARK)
 """Keys of groups that a kernel reads as True or False."""
 
 
@@ -28,13 +29,13 @@ class Rule(NamedTuple):
     """Keys of a group's numbers that may change between steps (OneCycleLR moves the betas too)."""
     fixed: tuple[str, ...]
     """Keys of a group's numbers that are constant."""
-    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep]
+    step: Callable[[Mapping[str, Any], int, float], kernels.Step | kernels.LambStep | TorchStep | MuonStep | SinkGDStep]
     """Makes a kernel's arguments from a group, the count of the parameter's steps and the gradient's factor."""
 
     known_as: str = ""
-    """Class name of an optimizer without a kernel; empty for rules that have one."""
+    """Name of the optimizer, if it is not the capitalized name of the rule."""
     defaults: tuple[str, ...] = ()
-    """Keys of an optimizer without a kernel that its defaults give to every group."""
+    """Further keys that every group has from the optimizer's defaults, such as words."""
 
     def title(self, group: Mapping[str, Any]) -> str:
         """Returns the name by which the config knows the optimizer of `group`."""
@@ -51,7 +52,7 @@ class Rule(NamedTuple):
         """
         if self.name == TORCH:
             return None
-        asked = [option for option in _UNKNOWN if group.get(option)]
+        asked = [option for option in WITHOUT_KERNEL if group.get(option)]
         if self.name == "sgd" and group.get("momentum"):  # the rule has no state for momentum
             asked.append("momentum")
         # The kernel's kind of decay was chosen at `initialize`; torch's own key may have been changed since.
@@ -134,26 +135,23 @@ RULES = {
         Rule("lion", ("lr", "betas", "weight_decay"), (), _lion),
         Rule("momentum", ("lr", "momentum", "weight_decay"), ("dampening", "nesterov"), _momentum),
         Rule("sgd", ("lr", "weight_decay"), (), _sgd),
+        Rule(
+            MUON,
+            ("lr", "momentum", "betas", "eps", "weight_decay"),
+            (MARK, "nesterov", "ns_steps"),
+            muon,
+            defaults=("adjust_lr_fn", "ns_coefficients"),
+        ),
+        Rule(SINKGD, ("lr", "betas", "eps", "weight_decay"), (MARK, "iterations"), sinkgd, "SinkGD"),
     )
 }
-"""Rules with a kernel, by name."""
+"""Rules by name: those with a kernel, and those for matrices."""
 
 
 def rule_of(optimizer: torch.optim.Optimizer) -> Rule:
     """Returns the rule for a torch optimizer: a kernel's if one computes the same, else the optimizer's own code."""
-    # The exact class counts: a subclass may override `step`.
-    kind = type(optimizer)
-    # If a single group sets such an option, torch's own code updates all groups.
-    if any(group.get(option) for group in optimizer.param_groups for option in _UNKNOWN):
-        return _by_itself(optimizer)
-    if kind in (torch.optim.AdamW, torch.optim.Adam, kernels.CPUAdamW):
-        return RULES[ADAM]
-    if kind is torch.optim.Adagrad:
-        return RULES["adagrad"]
-    if kind is torch.optim.SGD:
-        # One group with momentum gives all units a momentum buffer.
-        return RULES["momentum" if any(group["momentum"] for group in optimizer.param_groups) else "sgd"]
-    return _by_itself(optimizer)
+    name = kernel_rule(type(optimizer), optimizer.param_groups)
+    return RULES[name] if name in RULES else _by_itself(optimizer)
 
 
 def _by_itself(optimizer: torch.optim.Optimizer) -> Rule:

@@ -10,11 +10,14 @@ from torch import nn
 
 from offload.config import OptimizerBlock
 from offload.engine.optim.algorithms import RULES, plain, rule_of
+from offload.engine.optim.matrices.groups import matrix_optimizer, no_rate
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
 from offload.layout.opaque_state import StateField
+from offload.layout.optimizers.matrices import MARK, MATRIX_RULES, states_of
+from offload.layout.optimizers.of_torch import make
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
 
@@ -50,7 +53,7 @@ def choose(block: OptimizerBlock | None, model: nn.Module, given: Any, model_par
             f'to the config "optimizer": {{"type": "AdamW", "params": {{"lr": 3e-4}}}}, or pass optimizer='
         )
     else:
-        chosen = from_config(_trainable_only(model_parameters, trainable), block)
+        chosen = from_config(_trainable_only(model_parameters, trainable), block, model)
     _check_covers(chosen, model)
     return chosen
 
@@ -99,22 +102,30 @@ def _no_optimizer() -> Optimizer:
     return Optimizer([{"params": []}], numbers)
 
 
-def from_config(params: Iterable[Any], block: OptimizerBlock) -> Optimizer:
+def from_config(params: Iterable[Any], block: OptimizerBlock, model: nn.Module) -> Optimizer:
     """Returns the optimizer of the config's block.
 
     Args:
         params: parameters, or groups of them as torch takes them.
         block: the config's optimizer block.
+        model: the model, by whose modules Muon and SinkGD know which parameters are matrices.
 
     Raises:
-        ConfigError: the learning rate is missing.
+        ConfigError: the learning rate is missing, a parameter is marked as a matrix and is none, or a class of torch
+            does not exist, cannot be used, or does not take the params.
     """
-    if block.params.lr is None:
-        raise ConfigError('the learning rate is "auto" or absent; give optimizer.params.lr a number')
     settings = block.settings
     given = list(params)
     groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+    if block.of_torch:
+        if "lr" not in settings:
+            raise no_rate()
+        return from_torch(make(block.type, [dict(group) for group in groups], settings))
     name = rule_name(block, groups)
+    if name in MATRIX_RULES:
+        return matrix_optimizer(groups, block, name, model)
+    if block.params.lr is None:
+        raise no_rate()
     if name == ADAM:
         # DeepSpeed's "Adam" is AdamW too, unless adam_w_mode is false.
         settings["decoupled"] = block.type == "AdamW" or settings["adam_w_mode"]
@@ -162,17 +173,24 @@ def from_torch(optimizer: torch.optim.Optimizer) -> Optimizer:
 
 
 def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateField, ...]]:
-    """Returns the states that an optimizer without a kernel keeps for each trainable parameter, by parameter name.
+    """Returns the states of each trainable parameter, by its name, of an optimizer whose states are packed.
 
-    The result is empty for an optimizer with a kernel. The optimizer's own code runs, and may draw from any random
+    The result is empty for any other optimizer. The optimizer's own code runs, and may draw from any random
     generator; the caller restores the generators.
 
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
+    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if optimizer.rule.name in MATRIX_RULES:
+        return {
+            names[id(parameter)]: states_of(optimizer.rule.name, tuple(parameter.shape), group[MARK])
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names
+        }
     if optimizer.rule.name != TORCH or optimizer.replaced is None:
         return {}
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
     return find_kept(optimizer.replaced, names)
 
 

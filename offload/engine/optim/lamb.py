@@ -107,6 +107,7 @@ class Trust:
                 _moments(partition, segment, start)
         else:
             self.weigh(partition, segments, start)
+        # Without noise: the moments are rounded already.
         steps = [LambSegment(each.start, each.stop, _step(each)) for _, each in segments]
         kernels.lamb_move(partition, steps, [self._ratio(number, each) for number, each in segments])
 
@@ -123,7 +124,12 @@ def _moments(partition: Partition, segment: kernels.Segment, start: int) -> list
     # size of tiles.
     first = min(segment.stop, -(-(start + segment.start) // BLOCK) * BLOCK - start)
     cuts = [(segment.start, first), (first, segment.stop)]
-    states = [LambSegment(begin, end, _step(segment)) for begin, end in cuts if begin < end]
+    noise = segment.noise
+    states = [
+        LambSegment(begin, end, _step(segment), noise and noise.after(begin - segment.start))
+        for begin, end in cuts
+        if begin < end
+    ]
     return kernels.lamb_moments(partition, states)
 
 

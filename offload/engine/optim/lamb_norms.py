@@ -18,6 +18,7 @@ from offload import kernels
 from offload.aio.protocols import Future
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.gradients.accumulator import GradientAccumulator
+from offload.engine.optim.matrices.steps import MatrixSegment
 from offload.engine.optim.torch_fallback import TorchSegment
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import partition_of
@@ -38,6 +39,7 @@ class _Chunk:
     start: int
     stop: int
     step: kernels.LambStep
+    noise: kernels.Noise | None
 
 
 def with_ratios(
@@ -111,6 +113,7 @@ def _chunks(shards: LocalShards, update: UnitUpdate, numel: int) -> Iterator[_Ch
                     start=start,
                     stop=min(start + numel, last),
                     step=_step(segment),
+                    noise=_noise(segment, start),
                 )
 
 
@@ -154,11 +157,17 @@ def _sums(
     gradients.look(unit, parameter, in_parameter, gradient)
     # The kernel updates the moments too, in this buffer only: the store and resident states are unchanged.
     partition = partition_of(shards.mode, states, gradient)
-    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step)])
+    (sums,) = kernels.lamb_moments(partition, [kernels.LambSegment(0, stop - start, chunk.step, chunk.noise)])
     return [(weight, direction) for weight, direction in sums.tolist()]
 
 
-def _step(segment: kernels.Segment | TorchSegment) -> kernels.LambStep:
+def _noise(segment: kernels.Segment | TorchSegment | MatrixSegment, start: int) -> kernels.Noise | None:
+    """Returns the noise of a segment from element `start` of the partition on."""
+    assert isinstance(segment, kernels.Segment)
+    return segment.noise and segment.noise.after(start - segment.start)
+
+
+def _step(segment: kernels.Segment | TorchSegment | MatrixSegment) -> kernels.LambStep:
     """Returns the step of a segment, which is one of LAMB."""
     assert isinstance(segment.step, kernels.LambStep)
     return segment.step

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from offload.engine.optim.algorithms import RULES, Rule, check_numbers, plain
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import UsageError
+from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
 from offload.notices import announce
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
@@ -58,6 +59,8 @@ class Optimizer(torch.optim.Optimizer):
         """Factor of the loss of the next backward; other than 1 in fp16 only."""
         self._taken: Set[int] = frozenset()
         """Ids of the parameters that an engine trains."""
+        self._matrices: Set[int] = frozenset()
+        """Ids of those whose states in the store are those of a matrix, for Muon and SinkGD."""
         # torch's constructor calls `add_param_group`, which reads `_engine_step`.
         super().__init__([dict(group) for group in groups], dict(defaults))
         self._engine_zero_grad: Callable[[], None] | None = None
@@ -85,6 +88,7 @@ class Optimizer(torch.optim.Optimizer):
         self._engine_step, self._engine_zero_grad, self._engine_regrouped = step, zero_grad, regrouped
         self.states = states
         self._taken = self.settings().keys()
+        self._matrices = self._marked()
         if self.replaced is not None:
             self._replace(self.replaced)
 
@@ -127,10 +131,13 @@ class Optimizer(torch.optim.Optimizer):
         try:
             for group, parameters in before:
                 group["params"] = [p for p in parameters if id(p) not in ids]
+            if self.rule.name in MATRIX_RULES:  # without a mark the parameters stay what they are
+                param_group = {MARK: ids <= self._matrices, **param_group}
             group = (
                 {key: before[0][0][key] for key in self.rule.keys if key in before[0][0]} | self.defaults | param_group
             )
             check_numbers([group], self.rule)
+            self._check_marks(ids & self._matrices, ids if group.get(MARK) else set())
             super().add_param_group({**group, "params": moved})
             self._engine_regrouped()
         # Also after a Ctrl-C: a parameter that has left its group and is in no other yet would be lost.
@@ -165,6 +172,20 @@ class Optimizer(torch.optim.Optimizer):
         if self.settings().keys() != self._taken:
             raise UsageError(_OTHER_GROUPS)
         check_numbers(self.param_groups, self.rule)
+        self._check_marks(self._matrices, self._marked())
+
+    def _marked(self) -> set[int]:
+        """Returns the ids of the parameters in groups of matrices."""
+        return {id(parameter) for group in self.param_groups if group.get(MARK) for parameter in group["params"]}
+
+    def _check_marks(self, then: Set[int], now: Set[int]) -> None:
+        """Raises `UsageError` if a parameter that was a matrix `then` is none `now`, or the other way round."""
+        if self.rule.name in MATRIX_RULES and then != now:
+            raise UsageError(
+                f"the {MARK} of a group differs from that at offload.initialize for "
+                f"{count_of(len(then ^ now), 'parameter')}, whose states are stored already; set it back, and mark "
+                "parameters before offload.initialize"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's state dict, with copies of all states on the CPU. Collective: every rank calls it.

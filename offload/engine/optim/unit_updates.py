@@ -11,6 +11,7 @@ from torch import nn
 
 from offload import kernels
 from offload.engine.callbacks import Edit
+from offload.engine.optim.matrices.steps import MatrixSegment, MuonStep, SinkGDStep
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, attributes_of
 from offload.layout.flat_layout import UnitLayout
@@ -23,7 +24,7 @@ class UnitUpdate:
     unit: int
     numel: int
     """Elements of the trainable shard of this rank's partition."""
-    segments: tuple[kernels.Segment | TorchSegment, ...] = ()
+    segments: tuple[kernels.Segment | TorchSegment | MatrixSegment, ...] = ()
     edits: tuple[Edit, ...] = ()
     """Values set by the user; an update contains segments or edits, or neither if other ranks hold all of them."""
     parameters: tuple[int, ...] = ()
@@ -68,7 +69,13 @@ class UpdateBuilder:
     """Builder of an optimizer step's updates. Steps are counted for each parameter, as torch does."""
 
     def __init__(
-        self, layouts: Sequence[UnitLayout], trainable: Sequence[range], module: nn.Module, optimizer: Optimizer
+        self,
+        *,
+        layouts: Sequence[UnitLayout],
+        trainable: Sequence[range],
+        module: nn.Module,
+        optimizer: Optimizer,
+        noise_seed: int | None,
     ) -> None:
         """Looks up the parameters of each unit.
 
@@ -77,8 +84,10 @@ class UpdateBuilder:
             trainable: elements of each unit that this rank updates.
             module: the model.
             optimizer: its groups give the numbers of each step.
+            noise_seed: seed of the stochastic rounding of moments; None if they are fp32.
         """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
+        self._noise_seed = noise_seed
         self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
 
     def updates(
@@ -127,7 +136,7 @@ class UpdateBuilder:
             settings: the group of each parameter.
         """
         part = self._trainable[unit]
-        segments: list[kernels.Segment | TorchSegment] = []
+        segments: list[kernels.Segment | TorchSegment | MatrixSegment] = []
         parameters: list[int] = []
         for position in sorted(present):
             segment = self._layouts[unit].segments[position]
@@ -138,7 +147,21 @@ class UpdateBuilder:
                 if isinstance(step, TorchStep):
                     attributes = attributes_of(self._parameters[unit][position])
                     segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
+                elif isinstance(step, MuonStep | SinkGDStep):
+                    segments.append(MatrixSegment(start, stop, step))
                 else:
-                    segments.append(kernels.Segment(start, stop, step))
+                    segments.append(
+                        kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
+                    )
                 parameters.append(position)
         return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))
+
+    def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
+        """Returns the noise that rounds the moments from element `start` of `part` on; None for fp32 moments.
+
+        Elements are numbered in the whole unit, and updates are counted for each parameter and committed. So neither
+        ranks nor tiles nor a resume change a bit.
+        """
+        if self._noise_seed is None:
+            return None
+        return kernels.Noise(kernels.noise_stream(self._noise_seed, unit, count), part.start + start)

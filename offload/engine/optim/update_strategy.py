@@ -150,7 +150,14 @@ def segments_in(update: UnitUpdate, tile: TileContent) -> list[tuple[int, kernel
     """Returns the segments of the update that overlap the tile: number in the update, and elements in the tile."""
     # Segments of torch's optimizers are skipped: their strategy cuts them itself.
     return [
-        (number, kernels.Segment(max(each.start - tile.start, 0), min(each.stop, tile.stop) - tile.start, each.step))
+        (number, _cut(each, tile.start, tile.stop))
         for number, each in enumerate(update.segments)
         if isinstance(each, kernels.Segment) and each.start < tile.stop and each.stop > tile.start
     ]
+
+
+def _cut(segment: kernels.Segment, start: int, stop: int) -> kernels.Segment:
+    """Returns the part of a segment within elements [start, stop), counted from `start`."""
+    first = max(segment.start, start)
+    noise = segment.noise and segment.noise.after(first - segment.start)
+    return kernels.Segment(first - start, min(segment.stop, stop) - start, segment.step, noise)

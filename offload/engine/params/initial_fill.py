@@ -13,7 +13,8 @@ from offload.engine.distributed.process_group import Ranks
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.engine.params.meta_init import materialize
-from offload.layout.flat_layout import UnitLayout
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.frozen.fill import BlockWriter
 from offload.layout.master_weights import split
 from offload.layout.placement import Placement
 from offload.layout.tiers import Partitions
@@ -71,6 +72,21 @@ def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
         yield from origin.pieces()
 
 
+def _split(parameter: nn.Parameter, segment: Segment, flats: Mapping[State, torch.Tensor]) -> None:
+    """Writes a parameter's values into the states of its masters, (numel,) of the unit each."""
+    for position, values in _values(parameter):
+        first = segment.start + position
+        split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
+
+
+def _quantize(parameter: nn.Parameter, segment: Segment, flat: torch.Tensor) -> None:
+    """Writes the blocks of a frozen parameter into `flat`, (numel,) of the unit's weights."""
+    writer = BlockWriter(segment.form, flat[segment.start : segment.stop].view(torch.uint8))
+    for _, values in _values(parameter):
+        writer.put(values)
+    writer.end()
+
+
 class InitialFill:
     """Writer of one unit after the other to its tier and, if the unit is kept on disk, to the store.
 
@@ -78,16 +94,15 @@ class InitialFill:
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, largest_unit: int, ranks: Ranks | None) -> None:
+    def __init__(self, held: LocalShards, numel: int, ranks: Ranks | None) -> None:
         """Allocates the buffers.
 
         Args:
             held: the partitions of this rank.
-            largest_unit: bytes of the weights of the largest unit.
+            numel: elements of the partitions of the largest unit.
             ranks: the ranks of the run; None for a single process.
         """
         self._held, self._ranks, self._store = held, ranks, held.store
-        numel = largest_unit // held.mode.weight_dtype.itemsize
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
@@ -109,9 +124,10 @@ class InitialFill:
             flats = self._flats(index, layout.numel)
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)
-                for position, values in _values(parameter):
-                    first = segment.start + position
-                    split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
+                if segment.form:
+                    _quantize(parameter, segment, flats[State.WEIGHT])
+                else:
+                    _split(parameter, segment, flats)
                 # The hooks make the parameter a placeholder of its shape; until then it has no memory.
                 forget(parameter)
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not

@@ -70,8 +70,8 @@ class _Unit:
         self.layout, self.handles, self.stays = layout, handles, stays
         self.frozen = [handle for handle in handles if not handle.trainable]
         self._views = [
-            (segment.shape, torch.empty(segment.shape, device="meta").stride(), segment.start)
-            for segment in layout.segments
+            (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
+            for segment, start in zip(layout.segments, layout.device_starts, strict=True)
         ]
         """Shape, stride and offset (in elements) of each parameter in the unit."""
         self.uses = 0

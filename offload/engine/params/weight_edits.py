@@ -137,11 +137,13 @@ class WeightEdits:
             if values.dtype == self._dtype:
                 return values.to(self._handles[unit][position].device, copy=True).view(segment.shape)
             self.flush()
+        start = self._layouts[unit].device_starts[position]
         # Cloned inside of the callback: the pager's memory is valid only until the callback returns.
         copies: list[torch.Tensor] = []
 
         def receive(memory: torch.Tensor) -> None:
-            copies.append(memory.view(self._dtype)[segment.start : segment.stop].detach().clone().view(segment.shape))
+            values = memory.view(self._dtype)[start : start + segment.value_numel]
+            copies.append(values.detach().clone().view(segment.shape))
 
         self._pager.read_weights(unit, receive)
         return copies[0]

@@ -19,6 +19,7 @@ from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.fused import FusedUpdates
 from offload.engine.optim.lamb import LambUpdates
+from offload.engine.optim.matrices.updates import MatrixUpdates
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
@@ -37,7 +38,9 @@ from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
+from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -150,7 +153,17 @@ def _pager(
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
     sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
-    return Pager(sizes, host, arena, plan.device, store, limits(plan.config, plan.mode), rounds, timeline=timeline)
+    return Pager(
+        sizes,
+        host,
+        arena,
+        plan.device,
+        store,
+        limits(plan.config, plan.mode),
+        rounds,
+        expand=expander(plan.layouts, plan.mode.weight_dtype),
+        timeline=timeline,
+    )
 
 
 # -- weights ------------------------------------------------------------------------------------------
@@ -178,7 +191,7 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
 def _fill(plan: Plan, model: nn.Module, held: LocalShards, files: RunFiles, resume: bool) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, plan.parts.largest_unit, plan.ranks)
+    filler = InitialFill(held, max(layout.numel for layout in plan.layouts), plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed)
@@ -261,6 +274,10 @@ def _strategy(
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
         return TorchUpdates(optimizer=optimizer.replaced, layouts=plan.layouts, scratch=scratch.tensor(torch.float32))
+    if plan.mode.optimizer in MATRIX_RULES:
+        scratch = host.tiles.take(plan.placement.scratch_nbytes)
+        assert scratch is not None
+        return MatrixUpdates(layouts=plan.layouts, scratch=scratch.tensor(torch.float32), device=held.device)
     if plan.mode.optimizer == LAMB:
         return LambUpdates(mode=plan.mode)
     return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)

@@ -10,20 +10,29 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.optim.algorithms import RULES
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.sizes import count_of
 from offload.swapper.modes import TORCH, Mode, dtype_name
 
 
 def check_alone(optimizer: str, world_size: int) -> None:
-    """Raises `ConfigError` if an optimizer without a kernel would have to work on partitions of parameters."""
-    if optimizer == TORCH and world_size > 1:
+    """Raises `ConfigError` if an optimizer that needs whole parameters would have to work on partitions of them."""
+    if world_size == 1:
+        return
+    if optimizer == TORCH:
         raise ConfigError(
             f"an optimizer without a kernel needs complete parameters, but {world_size} ranks store shards of them; "
             "train on one rank, or with AdamW"
+        )
+    if optimizer in MATRIX_RULES:
+        raise ConfigError(
+            f"{RULES[optimizer].title({})} needs whole matrices, but {world_size} ranks store shards of them, and "
+            "gathering matrices for an update is not built; train on one rank, or with AdamW"
         )
 
 
@@ -77,6 +86,7 @@ def check_same(
         ],
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "frozen": config.offload.frozen,
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [
@@ -102,11 +112,13 @@ def _brief(value: Any) -> str:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point()]
+    # bitsandbytes may keep its codes in elements of a floating dtype; the state to read them with tells them apart.
+    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point() or hasattr(p, "quant_state")]
     if wrong:
         raise ConfigError(
             f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
-            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization"
+            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization, and store "
+            'its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
         )
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}

@@ -24,7 +24,7 @@ from offload.layout.schedule import makes_early_updates
 from offload.states import State, Tier
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
-from offload.swapper.modes import LAMB, TORCH
+from offload.swapper.modes import LAMB
 from offload.swapper.pager import Pager
 from offload.swapper.store import Written
 from offload.swapper.store.drive_spans import DriveSpans
@@ -120,7 +120,7 @@ def _run_facts(plan: Plan) -> RunFacts:
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
         ranks=1 if plan.ranks is None else plan.ranks.size,
-        one_pass=plan.mode.optimizer not in (LAMB, TORCH),
+        one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
             part and all(row.get(state) is Tier.DISK for state in plan.mode.states)

@@ -6,7 +6,7 @@ be equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,7 @@ from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
+from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
@@ -36,8 +37,8 @@ from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choo
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units, find_units
 from offload.notices import Remark
-from offload.sizes import format_size
-from offload.states import State, Tier
+from offload.sizes import count_of, format_size
+from offload.states import State
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -131,7 +132,9 @@ def decide(
     tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
-    layouts = layouts_of(model, units, world_size, kept)
+    stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype)
+    layouts = layouts_of(model, units, world_size, kept, stored)
+    blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
         # Before the disks are inspected: ranks with different configs would look for different runs.
@@ -139,7 +142,7 @@ def decide(
     device_kernels, why_not = _device_kernels(device)
     request = _request(config, layouts, optimizer, batch, _machine(config, device, ranks, device_kernels), ranks)
     memory, found = _with_disks(place_states(request), ranks)
-    schedule, schedule_notices = _schedule(config, batch, model, memory.placement, ranks)
+    schedule, schedule_notices = _schedule(config, batch, model, memory)
     return Plan(
         config=config,
         batch=batch,
@@ -159,7 +162,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, rank), *tiles, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *tiles, *schedule_notices),
     )
 
 
@@ -183,15 +186,13 @@ def _request(
     )
 
 
-def _schedule(
-    config: Config, batch: Batch, model: nn.Module, placement: Placement, ranks: Ranks | None
-) -> tuple[Choice, tuple[str, ...]]:
+def _schedule(config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan) -> tuple[Choice, tuple[str, ...]]:
     """Returns the order of micro-batches and blocks, and lines on it where it matters."""
     asked, blocks = config.offload.schedule, blocks_of(model, config.units)
     # A block of transformers that checkpoints itself has this attribute.
     by_itself = all(getattr(model.get_submodule(name), "gradient_checkpointing", False) for name in blocks)
     checkpointed = config.activation_tier is not None or by_itself
-    moves = ranks is not None or any(row[State.WEIGHT] is not Tier.DEVICE for row in placement.tiers)
+    moves = not all(memory.parts.stays(unit, row) for unit, row in enumerate(memory.placement.tiers))
     choice = choose_schedule(
         asked=asked,
         # A step of one micro-batch by the config may have several by the loop, if it asks for the order by name.
@@ -224,6 +225,20 @@ def _notices(
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
     return (*config.notices, *found.replaced, *memory.notices, *why_not, *leftovers(config))
+
+
+def _frozen_notices(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:
+    """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
+    form = config.offload.frozen
+    if form is None:
+        return ()
+    blocks = [segment for layout in layouts for segment in layout.segments if segment.form]
+    if not blocks:
+        return (f'"frozen": "{form}" has no effect: the model has no frozen matrix of a linear layer',)
+    itemsize = mode.weight_dtype.itemsize
+    stored, values = (sum(numel) * itemsize for numel in zip(*((s.numel, s.value_numel) for s in blocks), strict=True))
+    matrices = count_of(len(blocks), "frozen matrix is", "frozen matrices are")
+    return (Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),)
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:

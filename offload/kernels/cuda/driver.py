@@ -12,8 +12,11 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 
 from offload.errors import ConfigError
 
-ADDRESS, COUNT, FLOAT, INT = "Q", "Q", "f4x", "i4x"
-"""Types of arguments, as `struct` packs each into 8 bytes: pointer, unsigned long long, float and int of CUDA C++."""
+ADDRESS, COUNT, FLOAT, INT, WORD = "Q", "Q", "f4x", "i4x", "I4x"
+"""Types of arguments, as `struct` packs each into 8 bytes.
+
+Pointer, unsigned long long, float, int and unsigned int of CUDA C++.
+"""
 
 _HANDLE = POINTER(c_void_p)
 # Every type is declared: ctypes would pass a plain number as a C int, and handles and streams have 64 bits.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,20 @@ import numpy as np
 import torch
 
 from offload.kernels.cuda.compiled import machine_code
-from offload.kernels.cuda.driver import ADDRESS, COUNT, FLOAT, INT, Arguments, Context, Function, Module, Signature
+from offload.kernels.cuda.driver import (
+    ADDRESS,
+    COUNT,
+    FLOAT,
+    INT,
+    WORD,
+    Arguments,
+    Context,
+    Function,
+    Module,
+    Signature,
+)
 from offload.kernels.cuda.nvrtc import Compiler, target
+from offload.kernels.noise import Keyed, keyed
 from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition
 
@@ -20,13 +32,14 @@ BLOCK = 4096
 """Elements of a block whose squares are added lane by lane: see [Note: sums] in native/sums_body.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRADS = WEIGHTS
+MOMENTS = {torch.float32: 0, torch.bfloat16: 1}
 _LANES, _WARP = 16, 32
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 # The kernels round through intrinsics. These options keep the compiler from fusing or approximating anything else.
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
 """Name of the program that contains each kernel."""
-_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(FLOAT,) * 9, *(INT,) * 2)
+_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(WORD,) * 3, *(FLOAT,) * 9, *(INT,) * 2)
 _SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
 
@@ -107,8 +120,8 @@ class Kernels:
         """
         self._context, self._compiler = context, compiler
         self._architecture = target(capability, compiler.architectures)
-        self._modules: dict[tuple[str, int, int], Module] = {}
-        self._functions: dict[tuple[str, int, int], Function] = {}
+        self._modules: dict[tuple[str, int, int, int], Module] = {}
+        self._functions: dict[tuple[str, int, int, int], Function] = {}
 
     def update(self, partition: Partition, segments: Sequence[Segment], stream: int) -> None:
         """Queues an AdamW step for each segment, all on one stream, which orders them with the work around.
@@ -118,22 +131,23 @@ class Kernels:
             segments: ranges of elements, each with an `AdamWStep`.
             stream: `torch.cuda.Stream.cuda_stream`.
         """
-        kernel = self._kernel("adamw", WEIGHTS[partition.weight.dtype], GRADS[partition.grad.dtype])
+        types = WEIGHTS[partition.weight.dtype], GRADS[partition.grad.dtype], MOMENTS[partition.moments[0].dtype]
+        kernel = self._kernel("adamw", *types)
         beside = partition.residual if partition.residual is not None else partition.master
         arrays = (partition.weight, beside, *partition.moments, partition.grad)
         places = [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in arrays]
         # Neighbouring segments mostly have equal steps, so the scalars are computed only when the step changes.
         arguments, known = Arguments(_ADAMW), None
         with self._context:
-            for start, stop, step in segments:
-                if start == stop:
-                    continue
+            for segment in segments:
+                step = segment.step
                 assert isinstance(step, AdamWStep)
                 if step != known:
                     scalars, known = Scalars.of(step), step
                     numbers = (*scalars.numbers, *scalars.choices)
-                arguments.set(*(address + start * size for address, size in places), stop - start, *numbers)
-                kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
+                for start, stop, *key in _keyed(segment):
+                    arguments.set(*(address + start * size for address, size in places), stop - start, *key, *numbers)
+                    kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
         """Queues the sum of squares of each chunk, and returns the (ceil(numel / chunk),) float64 tensor for the sums.
@@ -164,18 +178,19 @@ class Kernels:
         # `sums` is freed on return. torch's allocator reuses the memory only on this stream, after the second kernel.
         return totals
 
-    def _kernel(self, name: str, weight: int, grad: int) -> Function:
+    def _kernel(self, name: str, weight: int, grad: int, moment: int = 0) -> Function:
         """Returns a kernel, loaded at its first use. Two threads may both load the kernel, which does no harm."""
-        key = (name, weight, grad)
+        key = (name, weight, grad, moment)
         if key not in self._functions:
-            self._functions[key] = self._program(_PROGRAMS[name], weight, grad).function(name)
+            self._functions[key] = self._program(_PROGRAMS[name], weight, grad, moment).function(name)
         return self._functions[key]
 
-    def _program(self, name: str, weight: int, grad: int) -> Module:
-        """Returns a program for these types of weights and gradients, compiled and loaded at its first use."""
-        key = (name, weight, grad)
+    def _program(self, name: str, weight: int, grad: int, moment: int) -> Module:
+        """Returns a program for these types of arrays, compiled and loaded at its first use."""
+        key = (name, weight, grad, moment)
         if key not in self._modules:
-            options = (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"--gpu-architecture={self._architecture}")
+            types = (f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"-DMOMENT={moment}")
+            options = (*_OPTIONS, *types, f"--gpu-architecture={self._architecture}")
             self._modules[key] = self._context.load(machine_code(self._compiler, name, source(name), options))
         return self._modules[key]
 
@@ -184,6 +199,13 @@ def source(program: str) -> str:
     """Returns the CUDA source of a program, "adamw" or "sums"."""
     files = (Path(__file__).with_name(f"{name}.cu") for name in ("floats", program))
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
+def _keyed(segment: Segment) -> Iterable[Keyed]:
+    """Returns the parts of a segment that one launch each updates; without noise one, or none if it is empty."""
+    if segment.noise is not None:
+        return keyed(segment.start, segment.stop, segment.noise)
+    return [Keyed(segment.start, segment.stop, 0, 0, 0)] if segment.start < segment.stop else []
 
 
 def _blocks(threads: int) -> int:

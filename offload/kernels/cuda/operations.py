@@ -9,9 +9,9 @@ import torch
 
 from offload.errors import ConfigError
 from offload.kernels.cuda import driver, nvrtc
-from offload.kernels.cuda.kernels import BLOCK, GRADS, WEIGHTS, Kernels
+from offload.kernels.cuda.kernels import BLOCK, GRADS, MOMENTS, WEIGHTS, Kernels
 from offload.kernels.steps import AdamWStep, Segment
-from offload.kernels.update import Partition, check_beside, check_segments
+from offload.kernels.update import Partition, check_beside, check_noise, check_segments
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
@@ -20,7 +20,8 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     Returns once the work is queued.
 
     Args:
-        partition: contiguous (numel,) tensors on one CUDA device; the moments are exp_avg and exp_avg_sq in fp32.
+        partition: contiguous (numel,) tensors on one CUDA device; the moments are exp_avg and exp_avg_sq,
+            both fp32 or both bf16.
         segments: ordered, disjoint ranges of elements, each with an `AdamWStep`.
 
     Raises:
@@ -40,6 +41,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
         if tensor.shape != weight.shape or tensor.dim() != 1:
             raise ValueError(f"expected shape {tuple(weight.shape)} of all tensors, got {tuple(tensor.shape)}")
     check_segments(segments, weight.numel())
+    check_noise(partition, segments)
     check_beside(partition)
     for name, given, dtypes in (
         ("weight", weight, tuple(WEIGHTS)),
@@ -51,8 +53,9 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
             raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given.dtype}")
     if any(not isinstance(segment.step, AdamWStep) for segment in segments):
         raise TypeError("step: expected AdamWStep")
-    if len(partition.moments) != 2 or any(moment.dtype is not torch.float32 for moment in partition.moments):
-        raise TypeError("moments: expected two of torch.float32")
+    of_moments = {moment.dtype for moment in partition.moments}
+    if len(partition.moments) != 2 or len(of_moments) != 1 or not of_moments <= MOMENTS.keys():
+        raise TypeError("moments: expected two of torch.float32 or two of torch.bfloat16")
     device = weight.device
     _kernels(device.index).update(partition, segments, torch.cuda.current_stream(device).cuda_stream)
 

@@ -16,7 +16,6 @@ namespace {
 
 struct AdamW {
     static constexpr int kMoments = 2;
-    static constexpr bool kBf16Moments = true;
 
     struct Scalars {
         explicit Scalars(const double* s) {

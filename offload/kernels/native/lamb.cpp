@@ -44,47 +44,65 @@ OFFLOAD_INLINE float direction(const Scalars& k, float p, float m, float v) {
     return m / k.correction1 / (std::sqrt(v / k.correction2) + k.eps) + k.weight_decay * p;
 }
 
-template <class Master, class Grad>
+template <class Master, class Moment, class Grad>
 struct Moments {
     struct Args {
         Master master;
-        float* first;
-        float* second;
+        Moment* first;
+        Moment* second;
         const Grad* grad;
         Scalars scalars;
-        double* sums;  // (ceil(numel / kBlock), 2): of the squares of p and of u
+        std::uint64_t stream;
+        std::uint64_t element;  // of the first one
+        double* sums;           // (ceil(numel / kBlock), 2): of the squares of p and of u
     };
 
     OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
         float weights[kBlock];
         float directions[kBlock];
-        const Scalars k = args.scalars;
         for (; begin < end; begin += kBlock) {
             const std::size_t numel = std::min(kBlock, end - begin);
-            const Master master = from(args.master, begin);
-            float* first = args.first + begin;
-            float* second = args.second + begin;
-            const Grad* grad = args.grad + begin;
-#pragma GCC ivdep
-            for (std::size_t i = 0; i < numel; ++i) {
-                const float p = load(master, i);
-                const float g = to_float(grad[i]) * k.grad_scale;
-                const float m = k.beta1 * first[i] + k.one_minus_beta1 * g;
-                const float v = k.beta2 * second[i] + k.one_minus_beta2 * g * g;
-                first[i] = m;
-                second[i] = v;
-                weights[i] = p;
-                directions[i] = direction(k, p, m, v);
+            // Once, unless a new key begins within the block.
+            for (std::size_t done = 0; done < numel;) {
+                const std::uint64_t element = args.element + begin + done;
+                const std::uint64_t left = kNoiseRange - element % kNoiseRange;
+                const std::size_t count = numel - done > left ? left : numel - done;
+                const Noise noise = noise_of(args.stream, element, 0);
+                update(args, noise, begin + done, count, weights + done, directions + done);
+                done += count;
             }
             args.sums[2 * (begin / kBlock)] = block_sum(weights, numel);
             args.sums[2 * (begin / kBlock) + 1] = block_sum(directions, numel);
+        }
+    }
+
+    OFFLOAD_INLINE static void update(const Args& args, const Noise& of, std::size_t begin,
+                                      std::size_t numel, float* weights, float* directions) {
+        const Scalars k = args.scalars;
+        const Noise noise = of;
+        const Master master = from(args.master, begin);
+        Moment* first = args.first + begin;
+        Moment* second = args.second + begin;
+        const Grad* grad = args.grad + begin;
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < numel; ++i) {
+            const float p = load(master, i);
+            const float g = to_float(grad[i]) * k.grad_scale;
+            const float m = k.beta1 * to_float(first[i]) + k.one_minus_beta1 * g;
+            const float v = k.beta2 * to_float(second[i]) + k.one_minus_beta2 * g * g;
+            const std::uint32_t random =
+                bits_for<Moment>(noise, noise.shift + static_cast<std::uint32_t>(i));
+            store_moment(&first[i], m, random);
+            store_moment(&second[i], v, random >> 16);
+            weights[i] = p;
+            // The second pass reads the moments as they are stored, so the norm is of those.
+            directions[i] = direction(k, p, to_float(first[i]), to_float(second[i]));
         }
     }
 };
 
 struct Move {
     static constexpr int kMoments = 2;
-    static constexpr bool kBf16Moments = false;
     using Scalars = offload::Scalars;
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float, float& m, float& v) {
@@ -96,21 +114,26 @@ struct Move {
 
 void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
     with_master(b, [&](auto master) {
-        const auto run = [&]<class Grad>() {
-            run_body<Moments<decltype(master), Grad>>(
-                {from(master, segment.start), static_cast<float*>(b.moments[0]) + segment.start,
-                 static_cast<float*>(b.moments[1]) + segment.start,
-                 static_cast<const Grad*>(b.grad) + segment.start, Scalars(segment.settings), sums},
+        const auto run = [&]<class Moment, class Grad>() {
+            run_body<Moments<decltype(master), Moment, Grad>>(
+                {from(master, segment.start), static_cast<Moment*>(b.moments[0]) + segment.start,
+                 static_cast<Moment*>(b.moments[1]) + segment.start,
+                 static_cast<const Grad*>(b.grad) + segment.start, Scalars(segment.settings),
+                 segment.stream, segment.element, sums},
                 segment.stop - segment.start);
         };
-        switch (b.grad_type) {
-            case Element::kFloat:
-                return run.template operator()<float>();
-            case Element::kBf16:
-                return run.template operator()<Bf16>();
-            case Element::kFp16:
-                return run.template operator()<Fp16>();
-        }
+        const auto with_grad = [&]<class Moment>() {
+            switch (b.grad_type) {
+                case Element::kFloat:
+                    return run.template operator()<Moment, float>();
+                case Element::kBf16:
+                    return run.template operator()<Moment, Bf16>();
+                case Element::kFp16:
+                    return run.template operator()<Moment, Fp16>();
+            }
+        };
+        if (b.moment_type == Element::kBf16) return with_grad.template operator()<Bf16>();
+        return with_grad.template operator()<float>();
     });
 }
 

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "blocks.h"
 #include "elementwise.h"
 #include "isa.h"
 #include "numa.h"
@@ -49,11 +50,15 @@ Rule rule(const std::string& name) {
     throw std::invalid_argument("there is no rule " + name);
 }
 
-using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>>;  // start, stop, …
+// start, stop, settings, and the noise: whether there is any, its stream, the number of `start` in
+// it
+using Settings = std::tuple<std::size_t, std::size_t, std::vector<double>,
+                            std::pair<std::uint64_t, std::uint64_t>>;
 
 Segment segment(const Settings& given) {
-    const auto& [start, stop, settings] = given;
-    Segment made{start, stop, {}};
+    const auto& [start, stop, settings, noise] = given;
+    const auto& [stream, element] = noise;
+    Segment made{start, stop, {}, stream, element};
     std::copy_n(settings.begin(), std::min(settings.size(), offload::kSettings), made.settings);
     return made;
 }
@@ -86,9 +91,10 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
 }
 
 void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-                  const std::vector<std::uintptr_t>& moments, std::pair<std::uintptr_t, int> grad,
-                  std::size_t numel, const Settings& given, std::uintptr_t sums) {
-    const Buffers arrays = buffers(weight, beside, moments, 0, grad, numel);
+                  const std::vector<std::uintptr_t>& moments, int moment_type,
+                  std::pair<std::uintptr_t, int> grad, std::size_t numel, const Settings& given,
+                  std::uintptr_t sums) {
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
     const offload::DefaultRounding rounding;
@@ -133,6 +139,24 @@ double accumulate(std::uintptr_t out, int out_type, std::uintptr_t grad, int gra
 double sum_squares(std::uintptr_t values, int type, std::size_t numel) {
     return with_type(values, type,
                      [&](const auto* typed) { return offload::sum_squares(typed, numel); });
+}
+
+void quantize(int format, std::uintptr_t values, int type, std::uintptr_t blocks,
+              std::size_t numel) {
+    with_type(values, type, [&](const auto* typed) {
+        offload::quantize(static_cast<offload::Format>(format), typed, at<std::uint8_t>(blocks),
+                          numel);
+        return 0.0;
+    });
+}
+
+void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int type,
+                std::size_t numel) {
+    with_type(values, type, [&](auto* typed) {
+        offload::dequantize(static_cast<offload::Format>(format), at<const std::uint8_t>(blocks),
+                            typed, numel);
+        return 0.0;
+    });
 }
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
@@ -251,6 +275,8 @@ NB_MODULE(_native, m) {
     m.def("lamb_moments", &lamb_moments);
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
+    m.def("quantize", &quantize, no_gil);
+    m.def("dequantize", &dequantize, no_gil);
     m.def("accumulate", &accumulate, no_gil);
     nb::class_<Sum>(m, "Sum")
         .def(nb::init<std::uintptr_t, int, std::size_t, nb::object, nb::object, nb::dict>())

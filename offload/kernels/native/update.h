@@ -28,11 +28,14 @@ struct Buffers {
 inline constexpr std::size_t kSettings = 8;
 
 // Elements [start, stop) with the hyperparameters of one step, in the order that the rule
-// documents.
+// documents. bf16 moments are rounded with the noise of `stream`, in which `start` has the number
+// `element`: see [Note: stochastic rounding].
 struct Segment {
     std::size_t start;
     std::size_t stop;
     double settings[kSettings];
+    std::uint64_t stream;
+    std::uint64_t element;
 };
 
 // Segments are ordered and disjoint; elements outside of them are left alone. Results do not depend

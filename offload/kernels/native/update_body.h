@@ -1,6 +1,5 @@
 // The loop that all rules share. A rule is
 //     static constexpr int kMoments;
-//     static constexpr bool kBf16Moments;  // whether they may be bf16
 //     struct Scalars { explicit Scalars(const double* settings); };
 //     static float step(const Scalars&, float weight, float grad, float& first, float& second);
 // and each of its operations is that of the formula it cites, rounded once: see [Note: same bits].
@@ -13,6 +12,7 @@
 
 #include "bits.h"
 #include "isa.h"
+#include "noise.h"
 #include "update.h"
 
 namespace offload {
@@ -84,12 +84,28 @@ OFFLOAD_INLINE void prefetch_tile(const SplitMaster& master, std::size_t i) {
     prefetch_tile(master.residual + i);
 }
 
+// Calls `use` with the parts of a segment, mostly one, each of which has one key of its noise.
+template <class Use>
+void each_noise(const Segment& segment, Use use) {
+    std::size_t start = segment.start;
+    std::uint64_t element = segment.element;
+    do {
+        const std::uint64_t left = kNoiseRange - element % kNoiseRange;
+        const std::size_t stop =
+            segment.stop - start > left ? start + static_cast<std::size_t>(left) : segment.stop;
+        use(start, stop, noise_of(segment.stream, element, start));
+        element += stop - start;
+        start = stop;
+    } while (start < segment.stop);
+}
+
 template <class R, class Master, class Moment, class Grad>
 struct Update {
     struct Part {
         std::size_t start;
         std::size_t stop;
         typename R::Scalars scalars;
+        Noise noise;
     };
 
     struct Args {
@@ -105,26 +121,28 @@ struct Update {
         auto part = std::partition_point(parts.begin(), parts.end(),
                                          [&](const Part& each) { return each.stop <= begin; });
         for (; part != parts.end() && part->start < end; ++part) {
-            over(args, part->scalars, std::max(begin, part->start), std::min(end, part->stop));
+            over(args, *part, std::max(begin, part->start), std::min(end, part->stop));
         }
     }
 
-    OFFLOAD_INLINE static void over(const Args& args, const typename R::Scalars& scalars,
-                                    std::size_t begin, std::size_t end) {
+    OFFLOAD_INLINE static void over(const Args& args, const Part& part, std::size_t begin,
+                                    std::size_t end) {
         for (; begin + kTile <= end; begin += kTile) {
             const std::size_t ahead = begin + kAhead;
             prefetch_tile(args.master, ahead);
             if constexpr (R::kMoments > 0) prefetch_tile(args.first + ahead);
             if constexpr (R::kMoments > 1) prefetch_tile(args.second + ahead);
             prefetch_tile(args.grad + ahead);
-            update(args, scalars, begin, begin + kTile);
+            update(args, part, begin, begin + kTile);
         }
-        update(args, scalars, begin, end);
+        update(args, part, begin, end);
     }
 
-    OFFLOAD_INLINE static void update(const Args& args, const typename R::Scalars& scalars,
-                                      std::size_t begin, std::size_t end) {
-        const typename R::Scalars k = scalars;
+    OFFLOAD_INLINE static void update(const Args& args, const Part& part, std::size_t begin,
+                                      std::size_t end) {
+        const typename R::Scalars k = part.scalars;
+        const Noise noise = part.noise;
+        const std::uint32_t element = noise.shift + static_cast<std::uint32_t>(begin);
         const Master master = args.master;
         Moment* first = args.first;
         Moment* second = args.second;
@@ -136,8 +154,10 @@ struct Update {
             if constexpr (R::kMoments > 0) m = to_float(first[i]);
             if constexpr (R::kMoments > 1) v = to_float(second[i]);
             const float weight = R::step(k, load(master, i), to_float(grad[i]), m, v);
-            if constexpr (R::kMoments > 0) store(&first[i], m);
-            if constexpr (R::kMoments > 1) store(&second[i], v);
+            const std::uint32_t random =
+                bits_for<Moment>(noise, element + static_cast<std::uint32_t>(i - begin));
+            if constexpr (R::kMoments > 0) store_moment(&first[i], m, random);
+            if constexpr (R::kMoments > 1) store_moment(&second[i], v, random >> 16);
             store(master, i, weight);
         }
     }
@@ -149,7 +169,10 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
     std::vector<typename Body::Part> parts;
     parts.reserve(segments.size());
     for (const Segment& each : segments) {
-        parts.push_back({each.start, each.stop, typename R::Scalars(each.settings)});
+        const typename R::Scalars scalars(each.settings);
+        each_noise(each, [&](std::size_t start, std::size_t stop, const Noise& noise) {
+            parts.push_back({start, stop, scalars, noise});
+        });
     }
     run_body<Body>({master, static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1]),
                     static_cast<const Grad*>(b.grad), &parts},
@@ -170,7 +193,7 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
 
 template <class R, class Master>
 void run_update(const Buffers& b, Master master, const std::vector<Segment>& segments) {
-    if constexpr (R::kBf16Moments) {
+    if constexpr (R::kMoments > 0) {
         if (b.moment_type == Element::kBf16) {
             return run_update<R, Master, Bf16>(b, master, segments);
         }

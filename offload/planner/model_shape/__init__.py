@@ -7,7 +7,18 @@ needs no model.
 from __future__ import annotations
 
 from offload.planner.model_shape.from_count import from_count
-from offload.planner.model_shape.from_model import config_of, from_name, from_training, model_of
+from offload.planner.model_shape.from_model import Adapters, config_of, from_adapted, from_name, from_training, model_of
 from offload.planner.model_shape.shape import Block, Shape, Use
 
-__all__ = ["Block", "Shape", "Use", "config_of", "from_count", "from_name", "from_training", "model_of"]
+__all__ = [
+    "Adapters",
+    "Block",
+    "Shape",
+    "Use",
+    "config_of",
+    "from_adapted",
+    "from_count",
+    "from_name",
+    "from_training",
+    "model_of",
+]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.flat_layout import lay_out
+from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.planner.model_shape.shape import Shape, Use
 
 _VOCABULARY = 32000
@@ -59,8 +59,7 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
     layouts = tuple(
-        lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(size, device="meta")))], 1)
-        for name, size in zip(names, sizes, strict=True)
+        _layout(name, size, matrix=name.startswith("layers.")) for name, size in zip(names, sizes, strict=True)
     )
     tokens = sequence * hidden
     # 2 operations per weight and token, and 4 * sequence * hidden per token for the two products of attention.
@@ -89,6 +88,12 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         ),
     )
     return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize)
+
+
+def _layout(name: str, numel: int, matrix: bool) -> UnitLayout:
+    """Returns the layout of a unit of one parameter, which stands for many matrices if `matrix` is true."""
+    found = lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(numel, device="meta")))], 1)
+    return found._replace(segments=tuple(segment._replace(matrix=matrix) for segment in found.segments))
 
 
 def _hidden(parameters: int, layers: int) -> int:

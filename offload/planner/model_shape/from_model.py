@@ -9,13 +9,15 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.flat_layout import layouts_of
+from offload.layout.flat_layout import Stored, layouts_of
+from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.optimizers.matrices import with_matrices
 from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
 from offload.planner.model_shape.shape import Shape
@@ -69,8 +71,42 @@ def from_name(
         ) from error
 
 
+class Adapters(NamedTuple):
+    """Adapters over a model that is frozen otherwise."""
+
+    make: Callable[[nn.Module], nn.Module]
+    """Returns a model with adapters; the model is on the meta device."""
+    frozen: str | None = None
+    """Block format of frozen matrices, as in the config."""
+
+
+def from_adapted(name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+    """Returns the shape of a preset or folder of which the adapters alone are trained.
+
+    Args:
+        name: the preset, or the folder's path.
+        adapters: makes the adapters.
+        sequence: tokens of a sequence.
+        dtype: dtype of the weights.
+        units: names of the units, as in the config.
+
+    Raises:
+        ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
+    """
+    config = config_of(name)
+    check_positions(config, sequence)
+    with torch.device("meta"):
+        model = adapters.make(model_of(config, dtype))
+    return from_training(model, sequence, dtype, units, {}, adapters.frozen)._replace(name=name)
+
+
 def from_training(
-    model: nn.Module, sequence: int, dtype: torch.dtype, units: Sequence[str], always: Mapping[str, Any]
+    model: nn.Module,
+    sequence: int,
+    dtype: torch.dtype,
+    units: Sequence[str],
+    always: Mapping[str, Any],
+    frozen: str | None = None,
 ) -> Shape:
     """Returns the shape of a model that is about to be trained. The model itself stays as it is.
 
@@ -82,6 +118,7 @@ def from_training(
         dtype: dtype of the weights during training.
         units: names of the units, as in the config.
         always: keyword arguments of each forward, beside the batch.
+        frozen: block format of frozen matrices, as in the config.
 
     Raises:
         ConfigError: the model's code needs the values of its tensors.
@@ -95,7 +132,8 @@ def from_training(
                 return torch.func.functional_call(model, made, (), {**inputs, **always})
 
             weights = [made[name] for name, _ in model.named_parameters()]
-            return _counted(model, forward, weights, title, sequence, units)
+            stored = stored_as_blocks(model, frozen, dtype)
+            return _counted(model, forward, weights, title, sequence, units, stored)
     except Exception as error:  # a model's own code may raise any error
         raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
 
@@ -196,6 +234,7 @@ def _counted(
     name: str,
     sequence: int,
     named: Sequence[str],
+    stored: Mapping[str, Stored] = {},
 ) -> Shape:
     """Returns the shape of a causal language model, counted during one call of `forward`.
 
@@ -206,6 +245,7 @@ def _counted(
         name: the shape's name.
         sequence: tokens of a sequence.
         named: names of the units, as in the config.
+        stored: frozen parameters that are stored as blocks, by name.
     """
     units = find_units(model, named)
     ids = torch.zeros(1, sequence, dtype=torch.long)
@@ -230,7 +270,7 @@ def _counted(
     itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
         name,
-        layouts_of(model, units),
+        with_matrices(layouts_of(model, units, stored=stored), model),
         tuple(counter.uses()),
         counter.largest,
         sequence,

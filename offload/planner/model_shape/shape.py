@@ -65,7 +65,7 @@ class Shape(NamedTuple):
     @property
     def parameters(self) -> int:
         """Returns the number of parameters; a tied one counts once."""
-        return sum(segment.numel for layout in self.layouts for segment in layout.segments)
+        return sum(segment.value_numel for layout in self.layouts for segment in layout.segments)
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -61,6 +61,5 @@ def buffer_budgets(parts: Partitions, placement: Placement) -> Budgets:
 
 
 def staying(parts: Partitions, placement: Placement) -> frozenset[int]:
-    """Returns the units whose parameters keep their memory on the device: on one rank, those of tier DEVICE."""
-    tiers = placement.tiers if parts.alone else ()
-    return frozenset(unit for unit, each in enumerate(tiers) if each[State.WEIGHT] is Tier.DEVICE)
+    """Returns the units whose parameters keep their memory on the device."""
+    return frozenset(unit for unit, row in enumerate(placement.tiers) if parts.stays(unit, row))

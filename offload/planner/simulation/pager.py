@@ -155,7 +155,8 @@ class SimulatedPager:
         read = self.machine.read("weight read", "weights_read", entry.index, part, Priority.URGENT)
         yield from self.machine.counted("read", until(read))
         # The copies of all chunks but the last overlap the reads, so only one chunk's copy takes time of its own.
-        entry.copied = self.machine.upload(entry.index, min(part, host_buffer.nbytes))
+        made = entry.size.expanded_nbytes if self.machine.on_cpu else 0
+        entry.copied = self.machine.upload(entry.index, min(part, host_buffer.nbytes) + made)
         yield from self.machine.counted("upload", until(entry.copied))
         for each in (host_buffer, second):
             if each is not None:
@@ -166,7 +167,9 @@ class SimulatedPager:
     def _upload(self, entry: Entry, place: Block) -> Acting[None]:
         """Starts the copy of a unit to the device. On a CPU the model's thread makes the copy and waits for it."""
         self.move(entry, Residency.UPLOADING)
-        entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes)
+        # A GPU makes values far faster than the bus brings their blocks; a CPU makes them at the speed of its copies.
+        made = entry.size.expanded_nbytes if self.machine.on_cpu else 0
+        entry.copied = self.machine.upload(entry.index, entry.size.shard_nbytes + made)
         if self.machine.on_cpu:
             yield from self.machine.counted("upload", until(entry.copied))
         entry.device_buffer = place

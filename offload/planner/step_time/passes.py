@@ -50,7 +50,7 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
     batch, inside = load.batch, {position for block in blocks for position in block.uses}
     for position, use in enumerate(shape.uses):
         layout = shape.layouts[use.unit]
-        learning, nbytes = layout.trainable_stop / layout.numel, hardware.itemsize * layout.numel
+        learning, nbytes = layout.trainable_stop / layout.used_numel, hardware.itemsize * layout.used_numel
         # The time to read weights is paid once per use, for any batch.
         products = batch * use.flops / hardware.matmul + (nbytes / hardware.weights if use.flops else 0.0)
         other = batch * use.nbytes / hardware.elementwise

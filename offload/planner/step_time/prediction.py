@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.optimizers.matrices import product_flops
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
@@ -30,12 +31,10 @@ from offload.planner.step_time.passes import forward
 from offload.planner.step_time.step_order import step_of
 from offload.report import phases
 from offload.states import State, Tier
-from offload.swapper.modes import LAMB, TORCH
+from offload.swapper.modes import LAMB
 
 _NEAR = 1.05
 """Factor within which a step counts as having reached a bound."""
-_SEVERAL_PASSES = (LAMB, TORCH)
-"""Optimizers without updates under the backward: they pass over a unit twice, or change a state of their own."""
 _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
 _SPECULATIVE_STEPS, _COUNTED = 7, 3
@@ -103,10 +102,24 @@ def rates_of(memory: Memory, hardware: Hardware) -> simulate_machine.Rates:
         hardware.written or math.inf,
         hardware.mixed or math.inf,
         hardware.upload,
-        hardware.optimizer if hardware.on_cpu else _updated(memory, hardware),
+        _kernel_rate(memory, hardware),
         hardware.on_cpu,
         hardware.download,
     )
+
+
+def _kernel_rate(memory: Memory, hardware: Hardware) -> float:
+    """Returns the parameters updated per second, with the products of Muon, which the compute device makes.
+
+    The products are in bf16, and the rate is that of the weights' dtype.
+    """
+    rate = hardware.optimizer if hardware.on_cpu else _updated(memory, hardware)
+    optimizer = memory.config.optimizer
+    flops = 0.0
+    if optimizer is not None:
+        flops = product_flops(memory.layouts, memory.mode.optimizer, optimizer.settings.get("ns_steps", 0))
+    numel = sum(memory.parts.trainable_numel)
+    return numel / (numel / rate + flops / hardware.matmul) if flops else rate
 
 
 def _updated(memory: Memory, hardware: Hardware) -> float:
@@ -184,7 +197,7 @@ def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> tup
 
 def speculates(memory: Memory, load: Load) -> bool:
     """Returns True if some unit may be updated before `step()`: its rule needs one pass, and nothing else waits."""
-    one_pass = memory.mode.optimizer not in _SEVERAL_PASSES
+    one_pass = memory.mode.optimizer != LAMB and not memory.mode.whole_units
     return load.speculate and memory.parts.alone and one_pass and memory.config.offload.debug.overlap
 
 

@@ -38,7 +38,8 @@ class RunFacts:
 
 def run_may_speculate(facts: RunFacts) -> bool:
     """Returns True if updates of the run may be made under the backward."""
-    # Ranks would have to agree on every guess. LAMB needs norms first, and torch's optimizers run on whole units.
+    # Ranks would have to agree on every guess. LAMB needs norms first; torch's optimizers, Muon and SinkGD step whole
+    # matrices, so that a unit is one tile, without room for its old states beside.
     return facts.wanted and facts.ranks == 1 and facts.one_pass and facts.commits and facts.on_disk
 
 

@@ -267,6 +267,12 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             advice = 'resume with the durability that the run had, or leave "durability" out'
             there, here = ("none" if spec.slots == 1 else "step, or every N" for spec in (found, mine))
             difference = f'"durability" was {there} in the run and is {here} here'
+        if difference.startswith("layout/frozen "):
+            advice = f'resume with the "frozen" that the run had (or the option --load-in-4bit or -8bit), or {advice}'
+            difference = " and ".join(
+                f'"frozen" {verb} {spec.get("frozen", "not set")} {place}'
+                for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
+            )
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
         if "world_size" in difference:
@@ -278,12 +284,25 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 
 def _advice_of_modes(there: str, here: str) -> str:
-    """Returns advice for a resume in another mode. A mode's name is a dtype, then an optimizer unless it is Adam."""
-    (dtype, _, optimizer), (other_dtype, _, other_optimizer) = there.partition(" "), here.partition(" ")
+    """Returns advice for a resume in another mode; see `Mode.name`."""
+    (dtype, optimizer, moments), (other_dtype, other_optimizer, other_moments) = _words(there), _words(here)
+    if (dtype, optimizer) == (other_dtype, other_optimizer) and moments != other_moments:
+        return (
+            f'resume with "moments": "{moments}" in the block "offload", as the run had; to convert them, call '
+            "save_checkpoint in the run and load_checkpoint in a new one"
+        )
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
     both = " and with the optimizer" if optimizer != other_optimizer else ""
     return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
+
+
+def _words(mode: str) -> tuple[str, str, str]:
+    """Returns dtype, optimizer and moments of a mode's name, in which Adam and moments in fp32 have no word."""
+    dtype, *others = mode.split(" ")
+    moments = [word.removesuffix("-moments") for word in others if word.endswith("-moments")]
+    optimizer = [word for word in others if not word.endswith("-moments")]
+    return dtype, "".join(optimizer), "".join(moments) or "fp32"
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,180 @@
+"""Losses of a small language model whose moments are fp32, bf16 or 8 bits, over several seeds.
+
+The text is Python's own library, byte by byte. fp32 and bf16 are the kernels' own. bf16 rounded to nearest and the
+forms of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8 bits has
+one scale for each 256 elements.
+
+    python -m bench.moments --steps 500 --seeds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from bench.measure import report
+from offload.kernels import CPUAdamW
+
+_BLOCK = 256
+_EVALUATED = 32
+"""Batches of the evaluation."""
+Rounded = Callable[[torch.Tensor], torch.Tensor]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--forms", nargs="*", default=list(FORMS))
+    given = parser.parse_args(arguments)
+    text = corpus()
+    losses: dict[str, list[float]] = {form: [] for form in given.forms}
+    for seed in range(given.seeds):  # in turns, so that a run that is ended early has all forms
+        for form in given.forms:
+            losses[form].append(final_loss(form, seed, given, text))
+            print(form, seed, round(losses[form][-1], 4), flush=True)
+    report(
+        "moments",
+        {
+            "steps": given.steps,
+            "width": given.width,
+            "layers": given.layers,
+            "losses": losses,
+            "means": {form: statistics.mean(each) for form, each in losses.items()},
+            "deviations": {form: statistics.pstdev(each) for form, each in losses.items()},
+            # Of the same seed: the data, the initial weights and so most of the spread are the same.
+            "above_fp32": {
+                form: statistics.mean(one - other for one, other in zip(each, losses["fp32"], strict=True))
+                for form, each in losses.items()
+                if "fp32" in losses
+            },
+        },
+    )
+
+
+def corpus() -> torch.Tensor:
+    """Returns the bytes of the modules of Python's library, in the order of their names."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+
+
+def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tensor) -> float:
+    """Trains a model and returns its loss on text that it has not seen."""
+    torch.manual_seed(seed)
+    sizes = {"n_layer": given.layers, "n_embd": given.width, "n_head": 4, "vocab_size": 256, "n_positions": 128}
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+    moments = torch.bfloat16 if form == "bf16" else torch.float32
+    optimizer = CPUAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.999), weight_decay=0.1, moment_dtype=moments)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=given.steps, cycle_momentum=False)
+    chance = torch.Generator().manual_seed(seed)
+    border = len(text) * 9 // 10
+    for _ in range(given.steps):
+        loss(model, text[:border], chance).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        stored = FORMS[form]
+        if stored is not None:
+            emulate(optimizer, *stored)
+    fixed = torch.Generator().manual_seed(0)  # the same text for all seeds and forms
+    with torch.no_grad():
+        return statistics.mean(float(loss(model, text[border:], fixed)) for _ in range(_EVALUATED))
+
+
+def loss(model: nn.Module, text: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
+    starts = torch.randint(0, len(text) - 128, (8,), generator=chance).tolist()
+    ids = torch.stack([text[start : start + 128] for start in starts])
+    found: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    return found
+
+
+def emulate(optimizer: CPUAdamW, first: Rounded, second: Rounded) -> None:
+    """Rounds all moments to what would be stored of them."""
+    for state in optimizer.state.values():
+        state["exp_avg"].copy_(first(state["exp_avg"]))
+        state["exp_avg_sq"].copy_(second(state["exp_avg_sq"]))
+
+
+def nearest_bf16(values: torch.Tensor) -> torch.Tensor:
+    return values.bfloat16().float()
+
+
+def in_blocks(values: torch.Tensor, codes: Rounded) -> torch.Tensor:
+    """Divides each block by its largest magnitude, applies `codes` to numbers of magnitude 1 at most, and returns."""
+    numel = values.numel()
+    padded = torch.zeros(-(-numel // _BLOCK) * _BLOCK)
+    padded[:numel] = values.flatten()
+    blocks = padded.view(-1, _BLOCK)
+    scales = blocks.abs().amax(1, keepdim=True)
+    found = codes(blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)) * scales
+    return found.flatten()[:numel].view(values.shape)
+
+
+def linear(steps: int, stochastic: bool) -> Rounded:
+    """Codes of equal distances, `steps` of them up to 1, rounded to nearest or by chance."""
+
+    def codes(values: torch.Tensor) -> torch.Tensor:
+        scaled = values * steps
+        rounded = (scaled + torch.rand_like(scaled)).floor() if stochastic else scaled.round()
+        return rounded.clamp(-steps, steps) / steps
+
+    return codes
+
+
+def signed_root(values: torch.Tensor) -> torch.Tensor:
+    return values.sign() * values.abs().sqrt()
+
+
+def signed_square(values: torch.Tensor) -> torch.Tensor:
+    return values * values.abs()
+
+
+def first_moment(stochastic: bool, companded: bool = False) -> Rounded:
+    """The first moment in a signed byte; `companded` stores its root, so that small values keep more of their bits."""
+    codes = linear(127, stochastic)
+    if not companded:
+        return lambda values: in_blocks(values, codes)
+    return lambda values: signed_square(in_blocks(signed_root(values), codes))
+
+
+def second_moment(stochastic: bool, least: int, companded: bool = False) -> Rounded:
+    """The root of the second moment in an unsigned byte, and `least` at least where it is not zero.
+
+    `companded` stores the fourth root.
+    """
+
+    def codes(values: torch.Tensor) -> torch.Tensor:
+        return linear(255, stochastic)(values).clamp_min(least / 255) * (values > 0)
+
+    if not companded:
+        return lambda values: in_blocks(values.sqrt(), codes).square()
+    return lambda values: in_blocks(values.sqrt().sqrt(), codes).square().square()
+
+
+FORMS: dict[str, tuple[Rounded, Rounded] | None] = {
+    "fp32": None,
+    "bf16": None,
+    "bf16 to nearest": (nearest_bf16, nearest_bf16),
+    "int8 to nearest": (first_moment(False), second_moment(False, 0)),
+    "int8": (first_moment(True), second_moment(True, 0)),
+    "int8, v from 1": (first_moment(True), second_moment(True, 1)),
+    "int8, companded": (first_moment(True, companded=True), second_moment(True, 1, companded=True)),
+    "int8, companded to nearest": (first_moment(False, companded=True), second_moment(False, 1, companded=True)),
+}
+"""Forms of the moments by name, with the functions that emulate them."""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Optimizers against each other: `python -m bench.optimizers bytes FOLDER`, and `... learning`."""

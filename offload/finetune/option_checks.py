@@ -1,0 +1,48 @@
+"""Checks of the options of `offload train` by themselves, before a file is read."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from offload.errors import ConfigError
+from offload.finetune.options import FLAGS, Options
+
+
+def check(options: Options) -> None:
+    """Raises `ConfigError` for options that are out of range or contradict each other."""
+    for name in ("steps", "batch_size", "accumulation", "seq_len", "save_every", "log_every"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for name in ("lr", "weight_decay", "grad_clip", "warmup", "eval_every"):
+        value = getattr(options, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
+    if options.seq_len < 2:
+        raise ConfigError("--seq-len must be at least 2: a model learns to predict the next token")
+    if options.warmup is not None and options.warmup >= 1 and options.warmup % 1:
+        raise ConfigError(f"--warmup must be a fraction of the steps below 1, or a number, got {options.warmup}")
+    if options.epochs is not None and not (math.isfinite(options.epochs) and options.epochs > 0):
+        raise ConfigError(f"--epochs must be a number above 0, got {options.epochs}")
+    if options.steps is not None and options.epochs is not None:
+        raise ConfigError("--steps and --epochs both set the length of the training; give one of them")
+    if options.text and options.data:
+        raise ConfigError("--text and --data are two ways to read: segments of text, or documents; give one of them")
+    if options.eval_data and options.eval_every == 0:
+        raise ConfigError("--eval-data is not used with --eval-every 0, which never evaluates; leave one of them out")
+    if (
+        options.log is not None
+        and options.trace is not None
+        and Path(options.trace).absolute() == options.log.absolute()
+    ):
+        raise ConfigError(f"--log and --trace need two files, got {options.log} for both")
+    if options.load_in_4bit and options.load_in_8bit:
+        raise ConfigError("--load-in-4bit and --load-in-8bit exclude each other; give one of them")
+    if options.frozen is not None and options.lora is None:
+        raise ConfigError(
+            f"{FLAGS[options.frozen]} stores frozen weights in fewer bits, and without --lora none is frozen; give "
+            "--lora too"
+        )
+    if options.save_every is not None and options.output is None:
+        raise ConfigError("--save-every writes the model below --output; give both")

@@ -1,0 +1,73 @@
+// Random bits with which moments are rounded to bf16.
+//
+// [Note: stochastic rounding] A moment moves by less than half of bf16's spacing in most steps, and
+// would never move if it were rounded to nearest. Sixteen random bits are added below the bits that
+// remain, so that the mean over all of them is the value itself, exactly. They are a function of
+// the seed of the run, the unit, the update of the parameter, the moment, and the number of the
+// element in its unit, of nothing else: no thread, call, tile, rank, tier or resume changes them.
+// One number of 32 bits serves an element: its halves round the first and the second moment.
+//
+// The hash is that of C. Wellons' "lowbias32", with a second word of key between its two rounds. It
+// takes two products of 32 bits, which every instruction set has for vectors.
+#pragma once
+
+#include <type_traits>
+
+#include "bits.h"
+
+namespace offload {
+
+// A 64-bit finalizer (Stafford's variant 13, that of SplitMix64).
+OFFLOAD_INLINE std::uint64_t mixed(std::uint64_t value) {
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ull;
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EBull;
+    return value ^ (value >> 31);
+}
+
+// The noise of elements whose numbers in the unit agree in all but the lower 32 bits.
+struct Noise {
+    std::uint32_t before;  // the key, a word for each round
+    std::uint32_t between;
+    std::uint32_t shift;  // the lower bits of an element's number, less its index in the arrays
+};
+
+inline constexpr std::uint64_t kNoiseRange = std::uint64_t{1} << 32;
+
+// The noise of an element of a stream, and of those after it up to a multiple of kNoiseRange.
+OFFLOAD_INLINE Noise noise_of(std::uint64_t stream, std::uint64_t element, std::size_t index) {
+    const std::uint64_t key = mixed(stream + 0x9E3779B97F4A7C15ull * (element / kNoiseRange));
+    return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32),
+            static_cast<std::uint32_t>(element - index)};
+}
+
+// The 32 random bits of the element whose number has the lower bits `element`.
+OFFLOAD_INLINE std::uint32_t random_bits(const Noise& noise, std::uint32_t element) {
+    std::uint32_t x = element ^ noise.before;
+    x ^= x >> 16;
+    x *= 0x21F0AAADu;
+    x ^= x >> 15;
+    x += noise.between;
+    x *= 0xD35A2D97u;
+    x ^= x >> 15;
+    return x;
+}
+
+// Stores a moment. The lower 16 of the `random` bits round it, unless it is fp32.
+OFFLOAD_INLINE void store_moment(float* at, float value, std::uint32_t) { *at = value; }
+
+OFFLOAD_INLINE void store_moment(Bf16* at, float value, std::uint32_t random) {
+    const std::uint32_t sum = std::bit_cast<std::uint32_t>(value) + (random & 0xFFFFu);
+    at->bits = static_cast<std::uint16_t>((value == value ? sum : kNanBf16 << 16) >> 16);
+}
+
+// The random bits that `store_moment` takes for an element; none are computed for fp32.
+template <class Moment>
+OFFLOAD_INLINE std::uint32_t bits_for(const Noise& noise, std::uint32_t element) {
+    if constexpr (std::is_same_v<Moment, float>) {
+        return 0;
+    } else {
+        return random_bits(noise, element);
+    }
+}
+
+}  // namespace offload

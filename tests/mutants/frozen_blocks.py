@@ -1,0 +1,50 @@
+"""Faults in the storage of frozen weights as blocks of codes, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "let compute wait for the upload of blocks, not for their values",
+        "offload.swapper.device_cache",
+        "            entry.uploaded = self._table.changed.without_lock(work)",
+        "            self._table.changed.without_lock(work)",
+        "tests/test_frozen_blocks_device.py",
+    ),
+    Mutant(
+        "drop the values that less than a block has left",
+        "offload.layout.frozen.fill",
+        "            values = torch.cat((self._rest.to(values.dtype), values))\n",
+        "            pass\n",
+        "tests/test_kernels_blocks.py",
+    ),
+    Mutant(
+        "convert blocks of a checkpoint as numbers",
+        "offload.engine.checkpoint.restore",
+        "if run.start >= blocks:",
+        "if run.start < 0:",
+        "tests/test_frozen_blocks_files.py",
+    ),
+    Mutant(
+        "join values and blocks of a checkpoint to one run",
+        "offload.engine.checkpoint.resharding",
+        "(layout.trainable_stop, layout.blocks_start))",
+        "(layout.trainable_stop,))",
+        "tests/test_frozen_blocks_files.py",
+    ),
+    Mutant(
+        "read blocks of the second shard of an export over those of the first",
+        "offload.engine.model_io.block_chunks",
+        "        at += shard.numel * itemsize\n",
+        "",
+        "tests/test_frozen_blocks_processes.py",
+    ),
+    Mutant(
+        "store the adapters of peft that do not train as blocks",
+        "offload.layout.frozen.choice",
+        'for name in getattr(module, "adapter_layer_names", ()):',
+        "for name in ():",
+        "tests/test_frozen_blocks.py",
+    ),
+)

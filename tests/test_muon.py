@@ -1,0 +1,392 @@
+"""Muon trains as torch's does, bit for bit, with AdamW for what is no matrix, in any placement and across kills."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.config import load_config
+from offload.engine.optim.matrices import updates
+from offload.engine.optim.matrices.directions import Workspace, orthogonalize
+from offload.errors import ConfigError, UsageError
+from offload.layout.optimizers.matrices import matrices_of, product_flops
+from offload.planner.memory import Memory, Room, settings, settle
+from offload.planner.model_shape import from_training
+from offload.precision import has_products_in_bf16, products_in_bf16
+from offload.states import State
+from tests.support import rounding_bounds
+from tests.support.device_process import engine_device
+from tests.support.matrix_models import MUON, Words, words_loss
+from tests.support.models import gpt2, llama, mixtral
+from tests.support.oracle import (
+    PLACEMENTS,
+    Job,
+    assert_same,
+    assert_same_tensors,
+    config,
+    kill_and_resume,
+    least_host_memory,
+    plain_loop,
+    run,
+    same_bits,
+    start,
+    train_step,
+    weights_of,
+)
+
+DISK = ("nvme", "nvme")
+SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
+with_torch = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
+in_bf16 = pytest.mark.skipif(not products_in_bf16(), reason="without products in bf16 they are in fp32")
+
+NUMBERS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "default": (),
+    "as AdamW": (("adjust_lr_fn", "match_rms_adamw"), ("muon_lr", 1e-3)),
+    "no Nesterov": (("nesterov", False), ("momentum", 0.8)),
+    "one iteration": (("ns_steps", 1), ("ns_coefficients", (2.0, -1.5, 0.5))),
+}
+
+
+@with_torch
+@in_bf16
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_it_is_the_muon_of_torch_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:
+    job = MUON._replace(dtype=dtype, accumulation=accumulation)
+    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
+    assert mine.losses == plain.losses
+    assert_same_tensors(mine.weights, plain.weights)
+
+
+@with_torch
+@in_bf16
+@pytest.mark.parametrize("name", NUMBERS)
+def test_its_numbers_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    job = MUON._replace(params=(*MUON.params, *NUMBERS[name]))
+    mine, plain = run(job, ("cpu", "cpu"), tmp_path), plain_loop(job)
+    assert mine.losses == plain.losses
+    assert_same_tensors(mine.weights, plain.weights)
+
+
+@with_torch
+@in_bf16
+@pytest.mark.numeric
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_with_a_clip_it_follows_torch(dtype: str, tmp_path: Path) -> None:
+    """The norm is summed in another order, so that the last bits of the clipped gradient may differ."""
+    job = MUON._replace(dtype=dtype, clip=0.1, accumulation=2)
+    mine, plain = run(job, DISK, tmp_path), plain_loop(job)
+    assert max(plain.norms) > job.clip
+    rounding_bounds.same_losses(mine.losses, plain.losses, job)
+
+
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40), (24, 24)])
+@pytest.mark.numeric
+def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int, int]) -> None:
+    """An iteration maps each singular value s to as + bs**3 + cs**5, and leaves the singular vectors."""
+    torch.manual_seed(0)
+    matrix = torch.randn(shape)
+    numel, square = shape[0] * shape[1], min(shape) ** 2
+    workspace = Workspace(matrix.flatten().clone(), *(torch.empty(each) for each in (numel, square, square)))
+    a, b, c = 3.4445, -4.7750, 2.0315
+    found = orthogonalize(shape, workspace, 5, (a, b, c)).double()
+    u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    growth = 1.0
+    for _ in range(5):
+        # A rounding grows by the largest derivative of the polynomial on the way that is left.
+        growth *= float((a + 3 * b * values**2 + 5 * c * values**4).abs().max().clamp(min=1.0))
+        values = a * values + b * values**3 + c * values**5
+    expected = u @ torch.diag(values) @ v
+    # Each iteration has three products, whose numbers are up to |a| + |b| + |c| times the matrix, in sums of a row.
+    error = (abs(a) + abs(b) + abs(c)) * growth * rounding_bounds.sum_error(5 * 3 * max(shape))
+    assert error < 0.1  # of a direction that is wrong, all is
+    assert float((found - expected).norm()) <= error * float(expected.norm())
+
+
+@pytest.mark.parametrize("ns_steps", [4, 5])
+def test_without_products_in_bf16_placements_have_the_same_bits(
+    ns_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products are in fp32 then; after an even number of iterations the direction is in the master's memory."""
+    if engine_device() != "cpu":
+        pytest.skip("a device has products in bf16")
+    monkeypatch.setattr(updates, "products_in_bf16", lambda: False)
+    job = MUON._replace(steps=2, dtype="bf16", params=(*MUON.params, ("ns_steps", ns_steps)))
+    slow = same_bits(job, tmp_path / "fp32", SOME)
+    monkeypatch.setattr(updates, "products_in_bf16", lambda: True)
+    fast = run(job, DISK, tmp_path / "bf16")
+    assert not torch.equal(slow.weights["blocks.0.1.weight"], fast.weights["blocks.0.1.weight"])
+    # Two runs of one direction: the second step starts from weights that are apart by roundings of a bf16 direction.
+    assert slow.losses[0] == fast.losses[0]
+    assert abs(slow.losses[1] - fast.losses[1]) < 0.01 * fast.losses[1]
+
+
+def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
+    assert has_products_in_bf16("flags : fpu avx512_bf16 amx_tile", {})
+    assert has_products_in_bf16("Features : fp asimd bf16", {})
+    assert not has_products_in_bf16("flags : fpu avx2 avx512f", {})
+    assert not has_products_in_bf16("flags : fpu amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_placements_have_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:
+    same_bits(MUON._replace(dtype=dtype, accumulation=accumulation, clip=0.1), tmp_path, PLACEMENTS)
+
+
+def test_a_small_budget_has_the_same_bits(tmp_path: Path) -> None:
+    job = MUON._replace(dtype="bf16")
+    least = least_host_memory(job, tmp_path / "least")
+    assert_same(run(job, DISK, tmp_path / "small", host_memory=least), run(job, ("none", "none"), tmp_path / "large"))
+
+
+def test_one_thread_has_the_bits_of_one_thread_in_any_placement(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        same_bits(MUON._replace(steps=2), tmp_path, SOME)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_a_run_is_resumed_and_saved_with_its_states(dtype: str, tmp_path: Path) -> None:
+    job = MUON._replace(dtype=dtype)
+    unbroken = run(job, DISK, tmp_path / "whole")
+    engine = start(job, DISK, tmp_path / "run")
+    losses = [train_step(engine, job, step) for step in range(2)]
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    engine = start(job, DISK, tmp_path / "run", resume="must")
+    resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
+    weights = weights_of(engine)
+    engine.destroy(remove=True)
+    assert resumed == unbroken.losses
+    assert_same_tensors(weights, unbroken.weights)
+    engine = start(job, ("cpu", "none"), tmp_path / "other", units=["blocks.0", "embed"])
+    train_step(engine, job, 7)  # states to be replaced
+    engine.load_checkpoint(tmp_path / "saved")
+    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == unbroken.losses
+    engine.destroy(remove=True)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    job = MUON._replace(steps=20, dtype="bf16")
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", 8), run(job, DISK, tmp_path / "whole"))
+
+
+def test_a_matrix_has_one_moment_and_the_rest_two(tmp_path: Path) -> None:
+    engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
+    components = engine._core.components
+    inner = matrices_of(Words())
+    for layout, store in zip(components.shards.layouts, components.shards.layouts, strict=True):
+        numel = {name: sum(s.numel for s in layout.segments if (s.name in inner) is name) for name in (True, False)}
+        values = sum(each.nbytes for segment in layout.segments for each in segment.kept)
+        assert values == 4 * numel[True] + 8 * numel[False]
+        # Padding: 64 bytes of flags, and as much behind each state.
+        assert values <= 4 * store.packed_numel <= values + 64 * 4 * len(layout.segments) + 4096
+    assert State.EXP_AVG not in components.shards.mode.states
+    engine.destroy(remove=True)
+
+
+def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
+    engine = start(MUON, DISK, tmp_path)
+    assert engine.optimizer.state_dict()["state"] == {}
+    train_step(engine, MUON, 0)
+    found = engine.optimizer.state_dict()
+    names = {name: p for name, p in engine.module.named_parameters()}
+    numbered = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
+    states = {name: found["state"][numbered.index(id(p))] for name, p in names.items()}
+    assert set(states["blocks.0.1.weight"]) == {"momentum_buffer"}
+    assert states["blocks.0.1.weight"]["momentum_buffer"].shape == (40, 24)
+    assert set(states["head.weight"]) == set(states["blocks.0.1.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
+    assert float(states["head.weight"]["step"]) == 1
+    momentum = offload.safe_get_full_optimizer_state(names["blocks.0.1.weight"], "momentum_buffer")
+    assert momentum is not None and torch.equal(momentum.cpu(), states["blocks.0.1.weight"]["momentum_buffer"])
+    with pytest.raises(UsageError, match=r"can be read but not set; engine\.load_checkpoint"):
+        engine.optimizer.load_state_dict(found)
+    engine.destroy(remove=True)
+
+
+# -- which parameters are matrices ---------------------------------------------------------------------
+
+
+def test_embeddings_heads_norms_and_biases_are_no_matrices() -> None:
+    blocks = {f"transformer.h.{i}.{name}.weight" for i in range(3) for name in ("attn.c_attn", "attn.c_proj")}
+    blocks |= {f"transformer.h.{i}.mlp.{name}.weight" for i in range(3) for name in ("c_fc", "c_proj")}
+    assert matrices_of(gpt2()) == blocks  # wte is tied to the head, and wpe an embedding too
+    found = matrices_of(llama())
+    assert "lm_head.weight" not in found and "model.embed_tokens.weight" not in found
+    assert len(found) == 2 * 7
+    # Experts that are stacked into one tensor of three dimensions are no matrices.
+    assert all("experts" not in name for name in matrices_of(mixtral()))
+
+
+def test_a_mark_comes_before_the_rule() -> None:
+    model = Words()
+    model.embed.weight.use_muon = True  # type: ignore[assignment]
+    model.blocks[0][1].weight.use_muon = False  # type: ignore[index, assignment, union-attr]
+    found = matrices_of(model)
+    assert "embed.weight" in found and "blocks.0.1.weight" not in found and "blocks.0.3.weight" in found
+    model.blocks[0][1].bias.use_muon = True  # type: ignore[index, assignment, union-attr]
+    with pytest.raises(ConfigError, match=r"blocks\.0\.1\.bias is marked with use_muon=True and has shape \[40\]"):
+        matrices_of(model)
+
+
+def test_a_group_decides_for_its_parameters(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    first = model.blocks[0][1].weight  # type: ignore[index, union-attr]
+    groups = [
+        {"params": [first], "use_muon": False, "lr": 0.5},
+        {"params": [p for p in model.parameters() if p is not first], "weight_decay": 0.3},
+    ]
+    engine = offload.initialize(model=model, model_parameters=groups, config=config(MUON, DISK, tmp_path))[0]
+    found = [
+        (group["use_muon"], group["lr"], group["weight_decay"], len(group["params"]))
+        for group in engine.optimizer.param_groups
+    ]
+    assert found == [(False, 0.5, 0.1, 1), (True, 0.02, 0.3, 8), (False, 3e-3, 0.3, 17)]
+    engine.destroy(remove=True)
+
+
+def test_a_parameter_stays_what_it_was(tmp_path: Path) -> None:
+    engine = start(MUON, DISK, tmp_path)
+    train_step(engine, MUON, 0)
+    weight = engine.module.get_parameter("blocks.0.1.weight")
+    engine.optimizer.add_param_group({"params": [weight], "lr": 1e-3})
+    assert engine.optimizer.param_groups[-1]["use_muon"]
+    train_step(engine, MUON, 1)
+    with pytest.raises(
+        UsageError, match=r"use_muon of a group differs from that at offload\.initialize for 1 parameter"
+    ):
+        engine.optimizer.add_param_group({"params": [weight], "use_muon": False})
+    engine.optimizer.param_groups[-1]["use_muon"] = False
+    loss = words_loss(engine, 2, 0)
+    engine.backward(loss)
+    with pytest.raises(UsageError, match="set it back"):
+        engine.step()
+    engine.optimizer.param_groups[-1]["use_muon"] = True
+    engine.step()
+    engine.destroy(remove=True)
+
+
+def test_frozen_matrices_have_no_states(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    frozen = model.get_parameter("blocks.1.1.weight").requires_grad_(False)
+    before = frozen.detach().clone()
+    engine = offload.initialize(model=model, config=config(MUON, DISK, tmp_path))[0]
+    for step in range(2):
+        train_step(engine, MUON, step)
+    assert torch.equal(weights_of(engine)["blocks.1.1.weight"], before)
+    engine.destroy(remove=True)
+
+
+# -- configs -------------------------------------------------------------------------------------------
+
+
+def _block(**params: Any) -> dict[str, Any]:
+    return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "muon", "params": params}}
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"lr": 1e-3, "momentum": 1.0}, "params.momentum 1, which Muon needs to be below 1"),
+        ({"lr": 1e-3, "ns_steps": 0}, "optimizer.params.ns_steps"),
+        ({"lr": 1e-3, "ns_steps": 100}, "optimizer.params.ns_steps"),
+        ({"lr": 1e-3, "adjust_lr_fn": "root"}, "optimizer.params.adjust_lr_fn"),
+        ({"lr": 1e-3, "ns_method": "gram"}, "optimizer.params.ns_method"),
+        ({"lr": 1e-3, "ns_coefficients": [1, 2]}, "optimizer.params.ns_coefficients"),
+        ({"lr": 1e-3, "dampening": 0.1}, "contains params.dampening, and Muon takes lr, muon_lr, adam_lr"),
+    ],
+)
+def test_wrong_params_are_errors_that_name_the_key(params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(_block(**params))
+
+
+def test_two_learning_rates_stand_for_one(tmp_path: Path) -> None:
+    def begin(**params: Any) -> offload.Engine:
+        content = config(MUON, DISK, tmp_path)
+        content["optimizer"]["params"] = params
+        return offload.initialize(model=Words(), config=content)[0]
+
+    engine = begin(muon_lr=0.5, adam_lr=0.25)
+    assert [(group["use_muon"], group["lr"]) for group in engine.optimizer.param_groups] == [(True, 0.5), (False, 0.25)]
+    engine.destroy(remove=True)
+    for params in ({"muon_lr": 0.5}, {"adam_lr": 0.5}, {}):
+        with pytest.raises(ConfigError, match="learning rate"):
+            begin(**params)
+
+
+def test_a_model_without_matrices_trains_by_adamw(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 1))
+
+    def loss(model: Any, step: int, micro: int) -> torch.Tensor:
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        found: torch.Tensor = model(rows).square().mean()
+        return found
+
+    job = Job(make, loss, steps=3, clip=0.0)
+    numbers = (("betas", (0.9, 0.999)), ("eps", 1e-8))
+    assert_same(
+        run(job._replace(optimizer="Muon", params=numbers), DISK, tmp_path / "a"), run(job, DISK, tmp_path / "b")
+    )
+
+
+# -- plans ---------------------------------------------------------------------------------------------
+
+
+def _plan(optimizer: str) -> Memory:
+    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
+    content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None))
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "SinkGD"])
+def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None:
+    content = config(MUON._replace(dtype="bf16", optimizer=optimizer, params=()), DISK, tmp_path)
+    engine = offload.initialize(model=gpt2(), config=content)[0]
+    found = [layout.packed_numel for layout in engine._core.components.shards.layouts]
+    engine.destroy(remove=True)
+    plan = _plan(optimizer)
+    assert [layout.packed_numel for layout in plan.layouts] == found
+    assert plan.nbytes_on_disk(State.PACKED) == 4 * sum(found)
+
+
+def test_a_plan_counts_fewer_bytes_for_a_matrix() -> None:
+    numel = {
+        matrix: sum(s.numel for layout in _plan("Muon").layouts for s in layout.segments if s.matrix is matrix)
+        for matrix in (True, False)
+    }
+    moments = {name: _plan(name).nbytes_on_disk(State.PACKED) for name in ("Muon", "SinkGD")}
+    layouts = _plan("Muon").layouts
+    padding = 64 * 4 * sum(len(layout.segments) for layout in layouts) + 4096 * len(layouts)
+    assert 0 <= moments["Muon"] - (4 * numel[True] + 8 * numel[False]) <= padding
+    assert 0 <= moments["SinkGD"] - 8 * numel[False] <= padding
+
+
+def test_a_plan_counts_the_products() -> None:
+    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
+    square = sum(s.numel for layout in shape.layouts for s in layout.segments if s.matrix and len(set(s.shape)) == 1)
+    assert square == 3 * 64 * 64
+    by_hand = 0.0
+    for layout in shape.layouts:
+        for segment in layout.segments:
+            if segment.matrix:
+                small, large = sorted(segment.shape)
+                # X X', its square, and both times X.
+                by_hand += 5 * (2 * small * small * large + 2 * small**3 + 2 * small * small * large)
+    assert product_flops(shape.layouts, "muon", 5) == by_hand
+    assert product_flops(shape.layouts, "sinkgd", 5) == product_flops(shape.layouts, "adam", 5) == 0
