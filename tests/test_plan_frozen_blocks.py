@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.optimizers.matrices import with_matrices
 from offload.layout.tiers import Partitions
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described
@@ -40,7 +41,7 @@ def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
     memory = settle(shape.layouts, config(JOB, DISK, tmp_path, frozen=form), ROOM)
     engine = start(JOB, DISK, tmp_path, frozen=form)
     components = engine._core.components
-    assert _unmarked(shape.layouts) == _unmarked(components.layouts)  # the planner alone marks matrices
+    assert shape.layouts == with_matrices(components.layouts, JOB.model())  # a run has the marks from its groups
     assert components.store is not None
     assert memory.stored == components.store.spec.nbytes
     assert (memory.host, memory.device) == (engine.host_memory, engine.device_memory)
@@ -104,7 +105,3 @@ def test_a_unit_in_codes_comes_and_goes_on_its_own_device() -> None:
     )
     assert [parts.stays(unit, {State.WEIGHT: Tier.DEVICE}) for unit in (0, 1)] == [True, False]
     assert stored_as_blocks(JOB.model(), None, torch.bfloat16) == {}
-
-
-def _unmarked(layouts):  # type: ignore[no-untyped-def]
-    return [[segment._replace(matrix=False) for segment in each.segments] for each in layouts]
