@@ -38,6 +38,7 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
+from tests.support.resuming import assert_resumes_and_loads
 
 DISK = ("nvme", "nvme")
 SOME = (DISK, ("cpu", "cpu"), ("none", "nvme"), ("none", "none"))
@@ -158,23 +159,7 @@ def test_one_thread_has_the_bits_of_one_thread_in_any_placement(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_run_is_resumed_and_saved_with_its_states(dtype: str, tmp_path: Path) -> None:
-    job = MUON._replace(dtype=dtype)
-    unbroken = run(job, DISK, tmp_path / "whole")
-    engine = start(job, DISK, tmp_path / "run")
-    losses = [train_step(engine, job, step) for step in range(2)]
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.destroy()
-    engine = start(job, DISK, tmp_path / "run", resume="must")
-    resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
-    weights = weights_of(engine)
-    engine.destroy(remove=True)
-    assert resumed == unbroken.losses
-    assert_same_tensors(weights, unbroken.weights)
-    engine = start(job, ("cpu", "none"), tmp_path / "other", units=["blocks.0", "embed"])
-    train_step(engine, job, 7)  # states to be replaced
-    engine.load_checkpoint(tmp_path / "saved")
-    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == unbroken.losses
-    engine.destroy(remove=True)
+    assert_resumes_and_loads(MUON._replace(dtype=dtype), tmp_path, units=["blocks.0", "embed"])
 
 
 @pytest.mark.slow
@@ -187,12 +172,12 @@ def test_a_matrix_has_one_moment_and_the_rest_two(tmp_path: Path) -> None:
     engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
     components = engine._core.components
     inner = matrices_of(Words())
-    for layout, store in zip(components.shards.layouts, components.shards.layouts, strict=True):
+    for layout in components.shards.layouts:
         numel = {name: sum(s.numel for s in layout.segments if (s.name in inner) is name) for name in (True, False)}
         values = sum(each.nbytes for segment in layout.segments for each in segment.kept)
         assert values == 4 * numel[True] + 8 * numel[False]
         # Padding: 64 bytes of flags, and as much behind each state.
-        assert values <= 4 * store.packed_numel <= values + 64 * 4 * len(layout.segments) + 4096
+        assert values <= 4 * layout.packed_numel <= values + 64 * 4 * len(layout.segments) + 4096
     assert State.EXP_AVG not in components.shards.mode.states
     engine.destroy(remove=True)
 

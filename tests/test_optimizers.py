@@ -26,6 +26,7 @@ from tests.support.oracle import (
 )
 from tests.support.param_states import GPT2
 from tests.support.param_states import MIXTURE as THREE_BLOCKS
+from tests.support.resuming import assert_resumes_and_loads
 
 pytestmark = pytest.mark.numeric
 
@@ -101,22 +102,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:
-    job = JOBS[name]._replace(dtype=dtype)
-    unbroken = run(job, DISK, tmp_path / "whole")
-    engine = start(job, DISK, tmp_path / "run")
-    losses = [train_step(engine, job, step) for step in range(2)]
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.destroy()
-    engine = start(job, DISK, tmp_path / "run", resume="must")
-    resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
-    weights = engine.module.state_dict()
-    engine.destroy(remove=True)
-    assert resumed == unbroken.losses
-    assert_same_tensors(weights, unbroken.weights)
-    engine = start(job, ("cpu", "none"), tmp_path / "other")
-    engine.load_checkpoint(tmp_path / "saved")
-    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == unbroken.losses
-    engine.destroy(remove=True)
+    assert_resumes_and_loads(JOBS[name]._replace(dtype=dtype), tmp_path)
 
 
 def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:

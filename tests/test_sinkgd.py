@@ -23,8 +23,8 @@ from tests.support.oracle import (
     same_bits,
     start,
     train_step,
-    weights_of,
 )
+from tests.support.resuming import assert_resumes_and_loads
 from tests.support.rounding_bounds import sum_error
 
 DISK = ("nvme", "nvme")
@@ -61,23 +61,7 @@ def test_a_small_budget_has_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_a_run_is_resumed_and_saved_with_its_states(tmp_path: Path) -> None:
-    job = SINKGD._replace(dtype="bf16")
-    unbroken = run(job, DISK, tmp_path / "whole")
-    engine = start(job, DISK, tmp_path / "run")
-    losses = [train_step(engine, job, step) for step in range(2)]
-    engine.save_checkpoint(tmp_path / "saved")
-    engine.destroy()
-    engine = start(job, DISK, tmp_path / "run", resume="must")
-    resumed = losses + [train_step(engine, job, step) for step in range(2, job.steps)]
-    weights = weights_of(engine)
-    engine.destroy(remove=True)
-    assert resumed == unbroken.losses
-    assert_same_tensors(weights, unbroken.weights)
-    engine = start(job, ("cpu", "none"), tmp_path / "other", units=["blocks.0", "embed"])
-    train_step(engine, job, 7)  # states to be replaced
-    engine.load_checkpoint(tmp_path / "saved")
-    assert losses + [train_step(engine, job, step) for step in range(2, job.steps)] == unbroken.losses
-    engine.destroy(remove=True)
+    assert_resumes_and_loads(SINKGD._replace(dtype="bf16"), tmp_path, units=["blocks.0", "embed"])
 
 
 @pytest.mark.slow

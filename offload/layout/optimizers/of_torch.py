@@ -134,4 +134,5 @@ def _stepped(name: str, arguments: Mapping[str, Any], shape: tuple[int, ...], de
     for _ in range(2):
         parameter.grad = torch.ones(shape, device=device)
         optimizer.step()
-    return optimizer.state[parameter]  # type: ignore[no-any-return]
+    states: Mapping[str, Any] = optimizer.state[parameter]
+    return states
