@@ -5,11 +5,24 @@
 
 from __future__ import annotations
 
-from tests.mutants import above, activations, device, engine, frozen_blocks, optimizers, swapper, tiles
+from tests.mutants import (
+    above,
+    activations,
+    checkpoints,
+    device,
+    engine,
+    frozen_blocks,
+    gradients,
+    optimizers,
+    swapper,
+    tiles,
+)
 
 MUTANTS = (
     *swapper.MUTANTS,
     *engine.MUTANTS,
+    *gradients.MUTANTS,
+    *checkpoints.MUTANTS,
     *above.MUTANTS,
     *device.MUTANTS,
     *activations.MUTANTS,
