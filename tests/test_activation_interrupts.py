@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import offload
+from offload.engine.params import saved_tensors
 from offload.errors import EngineFailed, UsageError
 from offload.swapper.memory.host_arena import process_memory
 from offload.torch_internals import top_saved_tensor_hooks
@@ -157,3 +158,25 @@ def test_a_handler_may_destroy_the_engine(
             raise Stopped
     assert process_memory().needed_bytes == before
     assert top_saved_tensor_hooks() is None
+
+
+def test_a_handler_that_destroys_the_engine_waits_for_a_pack_hook(tmp_path: Path) -> None:
+    """torch refuses a pack hook that changes its tensor, and the end of an engine changes its parameters."""
+    sent = []
+
+    def send(frame: FrameType, event: str, argument: object) -> None:
+        packs = event == "call" and frame.f_code is saved_tensors._Pack.__call__.__code__
+        if packs and not sent and frame.f_locals["tensor"]._is_view():  # of a weight that stays on the device
+            sent.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with running(DEEP, tmp_path, activations="nvme") as engine:
+        signal.signal(signal.SIGTERM, lambda number, frame: engine.destroy())
+        train_step(engine, DEEP, 0)
+        sys.setprofile(send)
+        try:
+            with pytest.raises((UsageError, EngineFailed)):
+                _interrupted(engine, 1)
+        finally:
+            sys.setprofile(None)
+    assert sent

@@ -81,6 +81,8 @@ class _Pack:
         bindings, placeholders = self._bindings, self._placeholders
         return Pack(torch.Tensor, nn.Parameter, bindings, placeholders, arena, innermost, self).pack
 
+    # torch refuses a pack hook in which its tensor changes, as weights do when a handler destroys the engine.
+    @uninterrupted
     def __call__(self, tensor: torch.Tensor) -> Any:
         handle = self.saved.handle(tensor)
         if handle is not None:
