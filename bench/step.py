@@ -35,7 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp32"))
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=4, help="steps of a turn that count")
-    parser.add_argument("--device-memory", default=None)
+    parser.add_argument("--host-memory", default=None, help="of an engine on disk, as in the config")
+    parser.add_argument("--device-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
     given = parser.parse_args(arguments)
     memory = Contender("memory", _engine(given, "memory", "none,none", "micro_batch_major", "false"))
@@ -114,10 +115,8 @@ def _engine(given: argparse.Namespace, run: str, tiers: str, schedule: str, spec
     if weights == "nvme" or states == "nvme":
         more["debug"] = {"overlap": not given.no_overlap}
         more["speculate"] = {"true": True, "false": False}.get(speculate, speculate)
-        if given.device_memory:
-            more["device_memory"] = given.device_memory
-        if given.activations:
-            more["activations"] = given.activations
+        optional = {name: getattr(given, name) for name in ("host_memory", "device_memory", "activations")}
+        more |= {name: value for name, value in optional.items() if value}
     settings = settings_for(given.folder, f"bench-{run}", weights, **more)
     settings["zero_optimization"]["offload_optimizer"]["device"] = states
     settings["bf16"] = {"enabled": given.dtype == "bf16"}

@@ -21,6 +21,7 @@ from offload.planner.simulation.clock import Clock
 from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
 from offload.planner.simulation.simulate import Budgets, Use, simulate
+from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
 from tests.support.oracle import small_pieces
@@ -182,6 +183,16 @@ def test_one_unit_on_disk_is_waited_for() -> None:
         assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
         assert found.waited.update == pytest.approx(kept + kernel + max(write - compute, 0.0))
         assert found.worked == pytest.approx((kernel, kept, write)), "the worker has nothing else to do"
+
+
+def test_an_update_of_states_in_memory_is_not_held_up_by_its_writes() -> None:
+    numel, compute = 64, 100.0
+    update = UpdateCost(numel, written_nbytes=12 * numel)
+    rates = Rates(written=12 * numel / compute)
+    found = simulate(
+        [Use(0, compute)], [unit(1, Tier.HOST)], [update], Budgets(0, PAGE), tile_numel=1, rates=rates, steps=2
+    )
+    assert found.seconds == pytest.approx(compute) and found.waited.update == pytest.approx(0.0)
 
 
 def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:

@@ -345,17 +345,18 @@ class GradientAccumulator:
                 self._squares[unit] = {}
 
     def segment_range(
-        self, unit: int, start: int, stop: int, room: HostBuffer, offset: int
+        self, unit: int, start: int, stop: int, room: HostBuffer | None, offset: int
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
 
-        A gradient on DISK is read into `room`, from byte `offset` on. If one changes under the backward, its update is
-        dropped.
+        A gradient on DISK is read into `room`, from byte `offset` on; any other one needs no room. If one changes under
+        the backward, its update is dropped.
         """
         assert unit in self._reading or self.completion is not None
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
         if self.spill is not None and unit in self.spill:
+            assert room is not None
             end = offset + (stop - start) * self.dtype.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)

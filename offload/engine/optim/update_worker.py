@@ -222,7 +222,7 @@ class UpdateWorker:
         self._retire(wait=False)
         self._carry_out_verdicts()
         # All free buffers are put to use before anything is computed, so that the drives stay busy during the kernel.
-        while self._pipeline.free_buffers and (job := self._current_job()) is not None:
+        while (job := self._current_job()) is not None and self._pipeline.has_room(job):
             self._pipeline.begin(job)
             if job.all_begun:
                 self._job = None
@@ -255,7 +255,7 @@ class UpdateWorker:
 
     def _current_job(self) -> Job | None:
         """Returns the job whose next tile may begin, or None."""
-        if self._job is None:
+        if self._job is None and self._pipeline.free_buffers:
             self._job = self._next_job()
         return self._job
 

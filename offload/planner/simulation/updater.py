@@ -48,9 +48,15 @@ class _Job:
         self.unwritten_tiles = 0
         self.computed = False
 
+    def needs_buffer(self, tier: Tier) -> bool:
+        """Returns True if its tiles take a buffer, for a read or a copy. `tier` is that of the weights."""
+        read = self.cost.state_nbytes or self.cost.gradient_nbytes or (tier is Tier.DISK and not self.has_buffer)
+        return bool(read or (tier is Tier.DEVICE and self.cost.written_nbytes))
+
 
 class _Tile(NamedTuple):
     job: _Job
+    buffered: bool
     start: int
     stop: int
     reads: list[Work]
@@ -136,7 +142,7 @@ class SimulatedUpdater:
             seen = self._pager.version
             yield from self._retire()
             # Reads of the next tiles start before the kernel of this one, as many as there are buffers.
-            while self._free and (tile := (yield from self._next_tile())) is not None:
+            while (tile := (yield from self._next_tile())) is not None:
                 self._reading.append(tile)
             if self._reading:
                 yield from self._compute_tile(self._reading.popleft())
@@ -152,19 +158,23 @@ class SimulatedUpdater:
     def _retire(self) -> Acting[None]:
         """Frees tiles whose writes have ended, the oldest first."""
         while self._writing and all(write.done for write in self._writing[0].writes):
-            job = self._writing.popleft().job
-            self._free += 1
+            tile = self._writing.popleft()
+            job = tile.job
+            self._free += tile.buffered
             job.unwritten_tiles -= 1
             if job.computed and job.unwritten_tiles == 0:
                 yield from self._written(job)
 
     def _next_tile(self) -> Acting[_Tile | None]:
-        """Starts the reads of the next tile and returns the tile; None if no update can start."""
-        if self._job is None:
+        """Starts the reads of the next tile and returns the tile; None if there is no room, or no update can start."""
+        if self._job is None and self._free:
             self._job = yield from self._next_job()
-            if self._job is None:
-                return None
         job = self._job
+        if job is None:
+            return None
+        buffered = job.needs_buffer(self._pager.entries[job.unit].size.tier)
+        if not self._free if buffered else len(self._reading) >= TILE_BUFFERS:
+            return None
         start, stop = job.next_start, job.cost.numel
         if self._tile_numel is not None:
             stop = min(start + self._tile_numel, stop)
@@ -172,9 +182,9 @@ class SimulatedUpdater:
         job.unwritten_tiles += 1
         if stop == job.cost.numel:
             self._job = None
-        self._free -= 1
+        self._free -= buffered
         reads = yield from self._read_tile(job, start, stop)
-        return _Tile(job, start, stop, reads, [])
+        return _Tile(job, buffered, start, stop, reads, [])
 
     def _next_job(self) -> Acting[_Job | None]:
         """Starts the next update: that of the unit that the model's thread waits for, else the first in the queue.

@@ -2,8 +2,8 @@
 
     free buffers ─► reading ─► kernel ─► writing ─► free buffers
 
-Tiles keep their order, across the borders of units. The pipeline reports the jobs whose last tile was computed or
-written; the update worker decides what follows from it.
+Tiles whose memory is elsewhere go the same way without a buffer. Tiles keep their order, across the borders of units.
+The pipeline reports the jobs whose last tile was computed or written; the update worker decides what follows from it.
 
 Threads. Everything here belongs to the update worker.
 """
@@ -34,11 +34,11 @@ class TilePipeline:
         Args:
             shards: this rank's partitions.
             reader: starts the reads of a tile.
-            buffers: memory of the tiles, whose number limits the tiles in flight.
+            buffers: memory of the tiles, whose number limits the tiles in flight that need one.
             timeline: records waits, copies and kernels.
         """
         self._shards, self._reader, self._timeline = shards, reader, timeline
-        self._free = list(buffers)
+        self._free, self._most_ahead = list(buffers), len(buffers)
         self._reading, self._writing = deque[Tile](), deque[Tile]()
 
     @property
@@ -64,9 +64,15 @@ class TilePipeline:
         """Returns True if bytes of `job` are being written."""
         return any(tile.job is job and tile.writes for tile in self._writing)
 
+    def has_room(self, job: Job) -> bool:
+        """Returns True if the next tile of `job` can begin now."""
+        # Without a limit all tiles of many units would stand before the one for which a thread waits.
+        return bool(self._free) if self._reader.needs_buffer(job) else len(self._reading) < self._most_ahead
+
     def begin(self, job: Job) -> None:
-        """Starts the reads of the next tile of `job`, in a free buffer."""
-        self._reading.append(self._reader.begin(job, job.cut(), self._free.pop()))
+        """Starts the reads of the next tile of `job`, for which there is room."""
+        buffer = self._free.pop() if self._reader.needs_buffer(job) else None
+        self._reading.append(self._reader.begin(job, job.cut(), buffer))
 
     def compute(self) -> Job | None:
         """Waits for the reads of the oldest tile, runs the arithmetic and starts the writes.
@@ -81,7 +87,7 @@ class TilePipeline:
                 read.wait()
         if job.fate is Fate.DROPPED:
             self._reading.popleft()
-            self._free.append(tile.buffer)
+            self._take_back(tile)
             return None
         for tile_state in tile.states.values():
             if tile_state.away is not None and not job.steps.in_place:
@@ -92,7 +98,7 @@ class TilePipeline:
         # earlier passes are free at once.
         if not tile.last:
             self._reading.popleft()
-            self._free.append(tile.buffer)
+            self._take_back(tile)
             return None
         for tile_state in tile.states.values():
             if tile_state.away is not None:
@@ -126,7 +132,7 @@ class TilePipeline:
                     write.wait()
             wait = False
             self._writing.popleft()
-            self._free.append(tile.buffer)
+            self._take_back(tile)
             if tile.job.end_writes(tile.writes):
                 ended.append(tile.job)
         return ended
@@ -136,6 +142,11 @@ class TilePipeline:
         # The buffers are freed once this thread has ended, but the I/O queue would still write into them.
         for tile in [*self._reading, *self._writing]:
             wait_for_all([*tile.reads, *(write for _, write in tile.writes.values())])
+
+    def _take_back(self, tile: Tile) -> None:
+        """Makes the buffer of a tile free again."""
+        if tile.buffer is not None:
+            self._free.append(tile.buffer)
 
     def _start_write(self, unit: int, tile_state: StateTile, buffer: memoryview) -> Future:
         """Starts the write of a state of a tile to the slot that updates may overwrite."""

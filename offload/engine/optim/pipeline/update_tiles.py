@@ -2,7 +2,8 @@
 
 A tile takes at most one buffer of the host arena. A state whose tier is above DISK takes nothing of the buffer, with
 three exceptions: the kernel cannot work on the tier's memory, a pass whose results are dropped would change that
-memory, or a state on the device is also written to the store.
+memory, or a state on the device is also written to the store. A tile that takes nothing has no buffer at all, so its
+unit is computed at the speed of memory: its writes hold up no other tile.
 
 Threads. Everything in this module belongs to the update worker.
 """
@@ -150,7 +151,8 @@ class Tile:
     cut: Cut
     last: bool
     """True if the results are kept: the tile belongs to the last pass."""
-    buffer: HostBuffer
+    buffer: HostBuffer | None
+    """None for a tile all of whose memory is elsewhere."""
     states: dict[State, StateTile]
     gradient: torch.Tensor | None
     reads: list[Future]
@@ -177,13 +179,34 @@ class TileReader:
         """
         self._shards, self._gradients, self._strategy = shards, gradients, strategy
 
-    def begin(self, job: Job, cut: Cut, buffer: HostBuffer) -> Tile:
+    def needs_buffer(self, job: Job) -> bool:
+        """Returns True if a tile of `job` takes any bytes of a buffer."""
+        unit = job.unit
+        if job.update.segments and not (self._gradients.stays(unit) or self._gradients.is_on_host(unit)):
+            return True
+        return any(self._takes_room(job, state) for state in self._shards.mode.states)
+
+    def _takes_room(self, job: Job, state: State) -> bool:
+        """Returns True if a tile has a copy of a state, read or copied."""
+        resident = self._resident(job, state)
+        if resident is None:
+            return state is not State.WEIGHT or job.host_buffer is None
+        if state in job.steps.drafts and job.steps.passes > 1:
+            return True
+        return resident.buffer is None and not self._works_in_place(job, state)
+
+    def _works_in_place(self, job: Job, state: State) -> bool:
+        """Returns True if the kernel works on a state on the device itself, which is not stored either."""
+        in_place = self._shards.device.host_addressable or job.steps.in_place
+        return in_place and not self._shards.stored(job.unit, state)
+
+    def begin(self, job: Job, cut: Cut, buffer: HostBuffer | None) -> Tile:
         """Starts the reads of a tile, into `buffer` and the host buffer of the unit's weights.
 
         Args:
             job: the update of the unit.
             cut: the elements.
-            buffer: memory of the tile, owned by the tile until the worker takes it back.
+            buffer: memory of the tile, owned by the tile until the worker takes it back; None if it needs none.
         """
         reads: list[Future] = []
         try:
@@ -192,7 +215,7 @@ class TileReader:
             wait_for_all(reads)  # no tile exists by which the worker could find them
             raise
 
-    def _begin(self, job: Job, cut: Cut, buffer: HostBuffer, reads: list[Future]) -> Tile:
+    def _begin(self, job: Job, cut: Cut, buffer: HostBuffer | None, reads: list[Future]) -> Tile:
         """Starts the reads of a tile. `reads` receives each as it starts; for the other arguments see `begin`."""
         states: dict[State, StateTile] = {}
         offset, last = 0, job.is_last(cut)
@@ -238,8 +261,7 @@ class TileReader:
         # In HOST the kernel works on the state itself, and writes start from there.
         if resident.buffer is not None:
             work, away, buffer = resident_values, None, resident.buffer[first:last] if slots else None
-        # On a device that the kernel can address, and without a slot: nothing is copied.
-        elif not slots and (self._shards.device.host_addressable or job.steps.in_place):
+        elif self._works_in_place(job, state):
             work, away, buffer = resident_values, None, None
         else:
             # The tile takes a copy in host memory: as input of the host's kernel, or as source of the write to the
@@ -314,15 +336,18 @@ class TileReader:
 class _Room:
     """Bytes [start, stop) of a tile's buffer, reserved for one state."""
 
-    host_buffer: HostBuffer
+    host_buffer: HostBuffer | None
+    """None if nothing takes the bytes."""
     start: int
     stop: int
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """Returns the bytes as elements of `dtype`."""
+        assert self.host_buffer is not None
         return self.host_buffer.tensor(torch.uint8)[self.start : self.stop].view(dtype)
 
     @property
     def memory(self) -> memoryview:
         """The bytes in the form of the I/O queue."""
+        assert self.host_buffer is not None
         return self.host_buffer.buffer[self.start : self.stop]

@@ -1,0 +1,78 @@
+"""An update of states in host memory waits for no write: the weights are in use while all of it is in flight."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from offload.aio import IoQueue
+from offload.engine.setup import initialize
+from tests.support import models
+from tests.support.oracle import run, small_pieces, start, train_step
+
+JOB = models.GPT2._replace(steps=4)
+_LONGEST_HOLD = 30.0
+"""Seconds after which writes that are held go on, so that a fault fails the test and does not stop it."""
+
+
+class HeldWrite:
+    """A write that has ended once nobody holds writes any more."""
+
+    def __init__(self, future: Any, go: threading.Event) -> None:
+        self._future, self._go = future, go
+
+    def done(self) -> bool:
+        return self._go.is_set() and bool(self._future.done())
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._go.wait()
+        return int(self._future.wait(timeout))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._future, name)
+
+
+class HoldingQueue:
+    """A queue whose writes do not end while `go` is clear."""
+
+    def __init__(self) -> None:
+        self._inner, self.go, self.held = IoQueue(), threading.Event(), 0
+        self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
+        self.go.set()
+
+    def write(self, *args: Any, **kwargs: Any) -> HeldWrite:
+        self.held += not self.go.is_set()
+        return HeldWrite(self._inner.write(*args, **kwargs), self.go)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    queue = HoldingQueue()
+    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: queue)
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory="16MiB")  # room for every state
+    worker = engine._core.components.update_worker
+    assert worker is not None
+    losses = [train_step(engine, JOB, step) for step in range(2)]
+    engine.synchronize()
+    engine.backward(JOB.loss(engine, 2, 0))
+    queue.go.clear()
+    watchdog = threading.Timer(_LONGEST_HOLD, queue.go.set)
+    watchdog.start()
+    engine.step()
+    loss = JOB.loss(engine, 3, 0)  # uses the weights of every unit
+    assert not queue.go.is_set(), "the forward has waited for writes"
+    tiles = -(-max(map(len, engine._core.components.trainable)) // worker.tile_numel)
+    assert queue.held > tiles > 3, "more tiles are in flight than there are buffers"
+    queue.go.set()
+    watchdog.cancel()
+    engine.backward(loss)
+    engine.step()
+    engine.destroy(remove=True)
+    alone = run(JOB, ("none", "none"), tmp_path)
+    assert [*losses, float(loss.detach())] == [*alone.losses[:2], alone.losses[3]]
