@@ -56,7 +56,10 @@ class Config(Block):
             CHANGES_TRAINING,
         ),
         "amp": missing("is apex's mixed precision", 'set "bf16", "fp16" or "torch_autocast"'),
-        "fp8": missing("asks for matrix products in fp8", 'set "bf16"'),
+        "fp8": missing(
+            "asks for matrix products in fp8",
+            "call torchao.float8.convert_to_float8_training on the model before offload.initialize, and remove it",
+        ),
         "compile": missing("has DeepSpeed compile the model", "call torch.compile on the model, or remove it"),
         "hybrid_engine": missing(
             "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
