@@ -28,6 +28,7 @@ from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
+from offload.layout.optimizers.matrices import states_of
 from offload.layout.placement import CHUNK
 from offload.sizes import format_size
 from offload.states import State
@@ -59,7 +60,6 @@ class ParamAccess:
             callbacks: the engine.
         """
         self._components, self._held, self._callbacks = components, components.shards, callbacks
-        self._states = {state.value: state for state in components.shards.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
     def handle(self, parameter: Any) -> ParamHandle | None:
@@ -76,15 +76,15 @@ class ParamAccess:
         Raises:
             UsageError: if the optimizer keeps no state of that name.
         """
-        by_torch = [each.name for each in self._segment(handle).kept]
-        if name in by_torch:
-            return State.PACKED
-        if name not in self._states:
-            known = ", ".join(f'"{known}"' for known in (*self._states, *by_torch)) or "none"
+        segment = self._segment(handle)
+        states = states_of(self._held.mode, self._components.layouts[handle.unit], segment)
+        states |= {each.name: State.PACKED for each in segment.kept}
+        if name not in states:
+            known = ", ".join(f'"{known}"' for known in states) or "none"
             raise UsageError(
-                f"the optimizer of this engine keeps no state {name!r}; the states of a parameter are: {known}"
+                f"the optimizer of this engine keeps no state {name!r} of {handle.name}, whose states are: {known}"
             )
-        return self._states[name]
+        return states[name]
 
     def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
@@ -101,9 +101,17 @@ class ParamAccess:
         self._finish()
         segment = self._segment(handle)
         # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
-        # dtypes.
+        # dtypes. Of several ranks one has it.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
-        self._read_newest(handle, State.PACKED, segment.packed.start, words)
+
+        def mine() -> None:
+            if segment.packed_rank == self._components.rank:
+                self._read_newest(handle, State.PACKED, segment.packed.start, words)
+
+        with self._together("access a parameter", handle, state) as everyone:
+            everyone.settle(mine)
+            if self._components.ranks is not None:
+                self._components.ranks.broadcast(words, segment.packed_rank)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
@@ -124,8 +132,10 @@ class ParamAccess:
         state = self.state(handle, name)
         if state is not State.PACKED:
             return self.read_local(handle, state)
-        value = self.read_state(handle, name)  # not partitioned: such an optimizer runs on one rank
-        return None if value is None else value.view(-1)
+        value = self.read_state(handle, name)
+        # Not partitioned: one rank has all of it.
+        here = self._segment(handle).packed_rank == self._components.rank
+        return None if value is None else value.view(-1) if here else value.view(-1)[:0]
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
@@ -183,8 +193,7 @@ class ParamAccess:
         self._check_room(handle, self._numel(handle))
         if state is State.PACKED:
             raise UsageError(
-                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
-                "engine.load_checkpoint loads them"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             # No update may still read the gradient of the step before while that gradient is replaced.
