@@ -12,8 +12,8 @@ regions are the values of the blocks, which the device makes once the partitions
 
     device:  [ trainable region | frozen region: weights, blocks of codes | values of the blocks, padding ]
 
-An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that tiles
-can be cut there, and so that states which a matrix does not have are those of the elements before.
+An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that
+tiles can be cut there, and so that states which a matrix does not have are those of the elements before.
 """
 
 from __future__ import annotations

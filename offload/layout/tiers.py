@@ -17,7 +17,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.layout.flat_layout import WORD, UnitLayout
-from offload.layout.optimizers.whole import Whole, whole_sizes
+from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Copied
@@ -42,7 +42,7 @@ class Partitions:
     gradient_dtype: torch.dtype
     alone: bool
     """True if this is the only rank."""
-    whole: Whole = Whole()
+    whole: Whole = NO_WHOLE
     """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""

@@ -9,7 +9,7 @@ import torch
 
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
-from offload.sizes import MIB, align_up
+from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, Mode
@@ -122,7 +122,8 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
     copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.matrix_rule or not parts.alone else 1
     squares = align_up(whole.square * itemsize) if mode.matrix_rule else 0
     traded = align_up((1 if mode.matrix_rule else 2) * whole.traded * itemsize)
-    return copies * align_up(whole.parameter * itemsize) + squares + traded
+    # A model may have no matrix, and an arena gives no empty memory.
+    return copies * align_up(whole.parameter * itemsize) + squares + traded or PAGE
 
 
 def _tile_step(mode: Mode) -> int:

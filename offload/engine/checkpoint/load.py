@@ -194,11 +194,11 @@ def check_fits(
     both = ((layout, segment) for layout in held.layouts for segment in layout.segments if options.states)
     for layout, segment in both:
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
-        kept, mine = _states_of(found, segment), _fields(held.mode, layout, segment)
-        if kept is not None and kept != mine:
+        kept, now = _states_of(found, segment), _fields(held.mode, layout, segment)
+        if kept is not None and kept != now:
             raise StoreError(
                 f"{what} contains the states {_names(kept)} of {segment.name}, this optimizer keeps "
-                f"{_names(mine)}: load the weights alone (load_optimizer_states=False), or give the same "
+                f"{_names(now)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
 

@@ -139,9 +139,9 @@ class Ranks:
             to: the purpose, for messages.
         """
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        sizes = [[count * size for count in counts] for counts in (got, gives)]
-        start = functools.partial(dist.all_to_all_single, out, into, *sizes, group=self._control, async_op=True)
-        self._begin(start, to).wait()
+        outs, ins = ([count * size for count in counts] for counts in (got, gives))
+        group = self._control
+        self._begin(lambda: dist.all_to_all_single(out, into, outs, ins, group=group, async_op=True), to).wait()
 
     # -- weights and gradients ----------------------------------------------------------------------
 

@@ -54,7 +54,7 @@ class Exchange:
             number: number of this exchange, if several of a unit are under way at once.
             of: number of these.
         """
-        found = [each for each in self._divided[unit] if each.index in indices]
+        found = [each for each in self._divided[unit] if each.number in indices]
         numel = len(self._memory) // of
         memory = self._memory[number * numel : (number + 1) * numel].view(dtype)
         return Trade(self._ranks, found, memory)
@@ -66,7 +66,7 @@ class Trade:
     def __init__(self, ranks: Ranks, found: Sequence[Divided], memory: torch.Tensor) -> None:
         """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
         self._ranks = ranks
-        self.away = {each.index: _mine(each, ranks.rank) for each in found if each.home != ranks.rank}
+        self.away = {each.number: _mine(each, ranks.rank) for each in found if each.home != ranks.rank}
         """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
         self.here = tuple(each for each in found if each.home == ranks.rank)
         """Parameters whose home is this rank."""
@@ -75,15 +75,15 @@ class Trade:
         end = 0
         for home in range(ranks.size):
             for each in (each for each in found if each.home == home != ranks.rank):
-                numel = self.away[each.index][1]
-                self._places[each.index, ranks.rank] = memory[end : end + numel]
+                numel = self.away[each.number][1]
+                self._places[each.number, ranks.rank] = memory[end : end + numel]
                 self._sent[home] += numel
                 end += numel
         self._out, first = memory[:end], end
         for rank in range(ranks.size):
             for each in self.here if rank != ranks.rank else ():
                 _, numel = _mine(each, rank)
-                self._places[each.index, rank] = memory[end : end + numel]
+                self._places[each.number, rank] = memory[end : end + numel]
                 self._got[rank] += numel
                 end += numel
         self._in = memory[first:end]

@@ -1,8 +1,8 @@
-"""Updates by a torch optimizer without a kernel here: a tile is all that a rank has of a unit, whose parameters step one
-by one.
+"""Updates by a torch optimizer without a kernel here: a tile is an entire unit, whose parameters step one by one.
 
-See `torch_fallback` for the step of one parameter apart from the others, and `opaque_state` for its packed states. A
-parameter that several ranks divide steps on one of them, its home (see `exchange`), which keeps all its states.
+See `torch_fallback` for the step of one parameter apart from the others, and `opaque_state` for its packed states. Of
+several ranks each has a tile of all its elements of a unit. A parameter that they divide steps on one of them, its home
+(see `exchange`), which keeps all its states.
 """
 
 from __future__ import annotations
@@ -149,24 +149,24 @@ class _TorchSteps:
         masters.go()
         gradients.go()
         for each in masters.here:
-            parameter, segment = self._segments[each.index], mine[each.index]
+            parameter, segment = self._segments[each.number], mine[each.number]
             states, gradient = _content(tile, segment)
             master, whole = (memory[: parameter.numel] for memory in (self._updates.master, self._updates.gradient))
             for rank, position, numel in each.parts:
-                place = slice(position, position + numel)
+                here = slice(position, position + numel)
                 if rank == exchange.rank:
-                    master[place].copy_(join(states, master[place]))
-                    whole[place].copy_(gradient)
+                    master[here].copy_(join(states, master[here]))
+                    whole[here].copy_(gradient)
                 else:
-                    master[place].copy_(masters.part(each.index, rank))
-                    whole[place].copy_(gradients.part(each.index, rank))
+                    master[here].copy_(masters.part(each.number, rank))
+                    whole[here].copy_(gradients.part(each.number, rank))
             after = self._updates.step(parameter, master, whole, _words(tile, parameter, whole), segment.step)
             for rank, position, numel in each.parts:
-                place = slice(position, position + numel)
+                here = slice(position, position + numel)
                 if rank == exchange.rank:
-                    split(after[place], states)
+                    split(after[here], states)
                 else:
-                    masters.part(each.index, rank).copy_(after[place])
+                    masters.part(each.number, rank).copy_(after[here])
         masters.back()
         for index in away:
             split(masters.part(index, exchange.rank), _content(tile, mine[index])[0])
@@ -176,7 +176,9 @@ def _content(tile: TileContent, segment: TorchSegment) -> tuple[dict[State, torc
     """Returns the states of a master and the gradient, (n,) each, of what a tile has of a parameter."""
     assert tile.gradient is not None
     own = slice(segment.start, segment.stop)
-    states = {state: memory[own] for state, memory in tile.states.items() if state is not State.PACKED}
+    states: dict[State, torch.Tensor] = {
+        state: memory[own] for state, memory in tile.states.items() if state is not State.PACKED
+    }
     return states, tile.gradient[own]
 
 

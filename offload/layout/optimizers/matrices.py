@@ -81,7 +81,8 @@ def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, Sta
     """
     if not (mode.matrix_rule and layout.is_matrix(segment)):
         return {state.value: state for state in mode.moments if state is not State.PACKED}
-    return {MOMENTUM: state for state in mode.moments if state not in mode.partial}
+    of_matrices = [state for state in mode.moments if state not in mode.partial]
+    return dict(zip((MOMENTUM,), of_matrices, strict=False))
 
 
 def for_rule(

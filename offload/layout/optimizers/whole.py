@@ -12,6 +12,7 @@ Pure functions of layouts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from offload.layout.flat_layout import Segment, UnitLayout, home, segment_shards
@@ -31,6 +32,9 @@ class Whole(NamedTuple):
     """Most elements of a unit that this rank sends to the homes of parameters, and receives as their home."""
 
 
+NO_WHOLE = Whole()
+
+
 class Part(NamedTuple):
     """Elements [position, position + numel) of a parameter, which are on one rank."""
 
@@ -42,7 +46,7 @@ class Part(NamedTuple):
 class Divided(NamedTuple):
     """A parameter that several ranks divide, and that is stepped as a whole."""
 
-    index: int
+    number: int
     """Index of the parameter in its unit."""
     home: int
     """Rank on which it is stepped."""
@@ -94,7 +98,7 @@ def cuts(layout: UnitLayout, mode: Mode, part: range, alone: bool, tile_numel: i
 def whole_sizes(layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int) -> Whole:
     """Returns the sizes of what an optimizer steps as a whole, for one rank."""
     if not mode.steps_whole:
-        return Whole()
+        return NO_WHOLE
     numels = [segment.numel for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     shapes = [segment.shape for layout in layouts for _, segment in _stepped_whole(layout, mode)]
     return Whole(
@@ -131,7 +135,7 @@ def _longest(layout: UnitLayout, mode: Mode, rank: int, world_size: int) -> int:
     if world_size > 1:
         return len(part) - rest
     borders = [rest, *_borders(layout)]
-    return max(stop - start for start, stop in zip(borders, borders[1:], strict=False))
+    return max(stop - start for start, stop in pairwise(borders))
 
 
 def _traded(found: Sequence[Divided], rank: int) -> int:

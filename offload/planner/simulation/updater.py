@@ -36,7 +36,7 @@ class UpdateCost(NamedTuple):
     revocable: bool = False
     """True if the store keeps the states from before the update, so that the update may be done again or dropped."""
     stops: tuple[int, ...] = ()
-    """Ends of the tiles, in elements; empty for tiles of one size. Their bytes count as if elements had equally many."""
+    """Ends of tiles, in elements; empty for tiles of one size. Each element counts as many bytes as the mean one."""
 
 
 class _Job:

@@ -264,7 +264,7 @@ class _UnitSteps:
             trade.part(index, exchange.rank).copy_(update)
         trade.go()
         for each in trade.here:
-            self._step_home(trade, each.index, tile, mine[each.index])
+            self._step_home(trade, each.number, tile, mine[each.number])
         trade.back()
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
@@ -275,7 +275,7 @@ class _UnitSteps:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
         exchange, parameter, step = self._updates.exchange, self._layout.segments[index], segment.step
         assert exchange is not None
-        parts = next(each.parts for each in trade.here if each.index == index)
+        parts = next(each.parts for each in trade.here if each.number == index)
         places = {part.rank: slice(part.position, part.position + part.numel) for part in parts}
         own = places.pop(exchange.rank)
         states, gradient = _content(tile, segment)
