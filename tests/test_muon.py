@@ -198,7 +198,7 @@ def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
     assert momentum is not None and torch.equal(momentum.cpu(), states["blocks.0.1.weight"]["momentum_buffer"])
     for parameter, there in ((names["blocks.0.1.weight"], "momentum_buffer"), (names["head.weight"], "exp_avg")):
         other = "exp_avg" if there == "momentum_buffer" else "momentum_buffer"
-        with pytest.raises(UsageError, match=f'keeps no state \'{other}\' of .*, whose states are: "{there}"'):
+        with pytest.raises(UsageError, match=f"keeps no state '{other}' of .*, whose states are: \"{there}\""):
             offload.safe_get_full_optimizer_state(parameter, other)
     engine.destroy(remove=True)
 
@@ -377,9 +377,7 @@ def test_a_plan_counts_fewer_bytes_for_a_matrix() -> None:
         matrix: sum(s.numel for layout in layouts for s in layout.segments if layout.is_matrix(s) is matrix)
         for matrix in (True, False)
     }
-    moments = {
-        name: _plan(name).nbytes_on_disk(State.EXP_AVG, State.EXP_AVG_SQ) for name in ("Muon", "SinkGD")
-    }
+    moments = {name: _plan(name).nbytes_on_disk(State.EXP_AVG, State.EXP_AVG_SQ) for name in ("Muon", "SinkGD")}
     count = sum(len(layout.segments) for layout in layouts)
     padding = 8 * (32 * count + 2048 * (numel[True] // 64**2 + len(layouts)))
     assert 0 <= moments["Muon"] - (4 * numel[True] + 8 * numel[False]) <= padding

@@ -120,7 +120,7 @@ def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
 @pytest.mark.parametrize("name", ["Muon", "SinkGD", "Adafactor"])
 @pytest.mark.numeric
 def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    """Gradients are added in another order. One step: the direction of Muon is a discontinuous function of roundings."""
+    """Gradients are added in another order, and the direction of Muon is no continuous function of them: one step."""
     job = JOBS[name]._replace(loss=rows_loss, steps=1)
     alone = train(job, DISK, tmp_path / "alone")
     for result in ranks.run(train, job, DISK, tmp_path / "two"):
