@@ -303,7 +303,7 @@ class UpdateWorker:
         return UnitFacts(
             on_disk=shards.sizes[unit].tier is Tier.DISK
             and all(
-                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.mode.states
+                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             ),
             gradient_on_host=self._gradients.is_on_host(unit),
             newest=store.newest[unit],

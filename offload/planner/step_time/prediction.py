@@ -199,7 +199,7 @@ def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> tup
 
 def speculates(memory: Memory, load: Load) -> bool:
     """Returns True if some unit may be updated before `step()`: its rule needs one pass, and nothing else waits."""
-    one_pass = memory.mode.optimizer != LAMB and not memory.mode.steps_whole
+    one_pass = memory.mode.optimizer != LAMB and not memory.mode.whole_units
     return load.speculate and memory.parts.alone and one_pass and memory.config.offload.debug.overlap
 
 
