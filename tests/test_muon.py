@@ -11,7 +11,7 @@ from torch import nn
 
 import offload
 from offload.config import load_config
-from offload.engine.optim.matrices import updates
+from offload.engine.optim.matrices import directions
 from offload.engine.optim.matrices.directions import Workspace, orthogonalize
 from offload.errors import ConfigError, UsageError
 from offload.layout.optimizers.matrices import matrices_of, product_flops
@@ -93,7 +93,7 @@ def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int
     torch.manual_seed(0)
     matrix = torch.randn(shape)
     numel, square = shape[0] * shape[1], min(shape) ** 2
-    workspace = Workspace(matrix.flatten().clone(), *(torch.empty(each) for each in (numel, square, square)))
+    workspace = Workspace(matrix.flatten().clone(), *(torch.empty(each) for each in (numel, square)))
     a, b, c = 3.4445, -4.7750, 2.0315
     found = orthogonalize(shape, workspace, 5, (a, b, c)).double()
     u, values, v = torch.linalg.svd(matrix.double(), full_matrices=False)
@@ -117,10 +117,10 @@ def test_without_products_in_bf16_placements_have_the_same_bits(
     """The products are in fp32 then; after an even number of iterations the direction is in the master's memory."""
     if engine_device() != "cpu":
         pytest.skip("a device has products in bf16")
-    monkeypatch.setattr(updates, "products_in_bf16", lambda: False)
+    monkeypatch.setattr(directions, "products_in_bf16", lambda: False)
     job = MUON._replace(steps=2, dtype="bf16", params=(*MUON.params, ("ns_steps", ns_steps)))
     slow = same_bits(job, tmp_path / "fp32", SOME)
-    monkeypatch.setattr(updates, "products_in_bf16", lambda: True)
+    monkeypatch.setattr(directions, "products_in_bf16", lambda: True)
     fast = run(job, DISK, tmp_path / "bf16")
     assert not torch.equal(slow.weights["blocks.0.1.weight"], fast.weights["blocks.0.1.weight"])
     # Two runs of one direction: the second step starts from weights that are apart by roundings of a bf16 direction.
@@ -172,13 +172,13 @@ def test_a_matrix_has_one_moment_and_the_rest_two(tmp_path: Path) -> None:
     engine = start(MUON._replace(dtype="bf16"), DISK, tmp_path)
     components = engine._core.components
     inner = matrices_of(Words())
-    for layout in components.shards.layouts:
+    for layout, states in zip(components.shards.layouts, components.shards.nbytes, strict=True):
+        assert {s.name for s in layout.segments if layout.is_matrix(s)} == inner & {s.name for s in layout.segments}
         numel = {name: sum(s.numel for s in layout.segments if (s.name in inner) is name) for name in (True, False)}
-        values = sum(each.nbytes for segment in layout.segments for each in segment.kept)
-        assert values == 4 * numel[True] + 8 * numel[False]
-        # Padding: 64 bytes of flags, and as much behind each state.
-        assert values <= 4 * layout.packed_numel <= values + 64 * 4 * len(layout.segments) + 4096
-    assert State.EXP_AVG not in components.shards.mode.states
+        values = states.get(State.EXP_AVG, 0) + states.get(State.EXP_AVG_SQ, 0)
+        # Padding: up to 2048 elements behind each matrix and the others, and 32 behind each of these.
+        padding = 8 * (2048 * (1 + len(inner)) + 32 * len(layout.segments))
+        assert 0 <= values - (4 * numel[True] + 8 * numel[False]) <= padding
     engine.destroy(remove=True)
 
 
@@ -190,15 +190,36 @@ def test_its_state_dict_names_the_states_as_torch(tmp_path: Path) -> None:
     names = {name: p for name, p in engine.module.named_parameters()}
     numbered = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
     states = {name: found["state"][numbered.index(id(p))] for name, p in names.items()}
-    assert set(states["blocks.0.1.weight"]) == {"momentum_buffer"}
+    assert set(states["blocks.0.1.weight"]) == {"step", "momentum_buffer"}
     assert states["blocks.0.1.weight"]["momentum_buffer"].shape == (40, 24)
     assert set(states["head.weight"]) == set(states["blocks.0.1.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
     assert float(states["head.weight"]["step"]) == 1
     momentum = offload.safe_get_full_optimizer_state(names["blocks.0.1.weight"], "momentum_buffer")
     assert momentum is not None and torch.equal(momentum.cpu(), states["blocks.0.1.weight"]["momentum_buffer"])
-    with pytest.raises(UsageError, match=r"can be read but not set; engine\.load_checkpoint"):
-        engine.optimizer.load_state_dict(found)
+    for parameter, there in ((names["blocks.0.1.weight"], "momentum_buffer"), (names["head.weight"], "exp_avg")):
+        other = "exp_avg" if there == "momentum_buffer" else "momentum_buffer"
+        with pytest.raises(UsageError, match=f"keeps no state '{other}' of .*, whose states are: \"{there}\""):
+            offload.safe_get_full_optimizer_state(parameter, other)
     engine.destroy(remove=True)
+
+
+def test_its_states_can_be_set(tmp_path: Path) -> None:
+    """A state dict goes into another engine, which then trains as the first one does."""
+    one = start(MUON, DISK, tmp_path / "one")
+    train_step(one, MUON, 0)
+    states, weights = one.optimizer.state_dict(), weights_of(one)
+    other = start(MUON, ("cpu", "cpu"), tmp_path / "other")
+    other.module.load_state_dict(weights)
+    other.optimizer.load_state_dict(states)
+    for engine in (one, other):
+        train_step(engine, MUON, 1)
+    assert_same_tensors(weights_of(one), weights_of(other))
+    momentum = other.module.get_parameter("blocks.0.1.weight")
+    offload.safe_set_full_optimizer_state(momentum, torch.full((40, 24), 0.5), "momentum_buffer")
+    found = offload.safe_get_full_optimizer_state(momentum, "momentum_buffer")
+    assert found is not None and torch.equal(found.cpu(), torch.full((40, 24), 0.5))
+    one.destroy(remove=True)
+    other.destroy(remove=True)
 
 
 # -- which parameters are matrices ---------------------------------------------------------------------
@@ -336,42 +357,43 @@ def test_a_model_without_matrices_trains_by_adamw(tmp_path: Path) -> None:
 def _plan(optimizer: str) -> Memory:
     shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
     content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
-    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None))
+    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices)
 
 
 @pytest.mark.parametrize("optimizer", ["Muon", "SinkGD"])
 def test_a_plan_has_the_bytes_of_the_run(optimizer: str, tmp_path: Path) -> None:
     content = config(MUON._replace(dtype="bf16", optimizer=optimizer, params=()), DISK, tmp_path)
     engine = offload.initialize(model=gpt2(), config=content)[0]
-    found = [layout.packed_numel for layout in engine._core.components.shards.layouts]
+    shards = engine._core.components.shards
     engine.destroy(remove=True)
     plan = _plan(optimizer)
-    assert [layout.packed_numel for layout in plan.layouts] == found
-    assert plan.nbytes_on_disk(State.PACKED) == 4 * sum(found)
+    assert plan.layouts == shards.layouts
+    assert plan.parts.nbytes == shards.nbytes
 
 
 def test_a_plan_counts_fewer_bytes_for_a_matrix() -> None:
+    layouts = _plan("Muon").layouts
     numel = {
-        matrix: sum(s.numel for layout in _plan("Muon").layouts for s in layout.segments if s.matrix is matrix)
+        matrix: sum(s.numel for layout in layouts for s in layout.segments if layout.is_matrix(s) is matrix)
         for matrix in (True, False)
     }
-    moments = {name: _plan(name).nbytes_on_disk(State.PACKED) for name in ("Muon", "SinkGD")}
-    layouts = _plan("Muon").layouts
-    padding = 64 * 4 * sum(len(layout.segments) for layout in layouts) + 4096 * len(layouts)
+    moments = {name: _plan(name).nbytes_on_disk(State.EXP_AVG, State.EXP_AVG_SQ) for name in ("Muon", "SinkGD")}
+    count = sum(len(layout.segments) for layout in layouts)
+    padding = 8 * (32 * count + 2048 * (numel[True] // 64**2 + len(layouts)))
     assert 0 <= moments["Muon"] - (4 * numel[True] + 8 * numel[False]) <= padding
     assert 0 <= moments["SinkGD"] - 8 * numel[False] <= padding
 
 
 def test_a_plan_counts_the_products() -> None:
-    shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
-    square = sum(s.numel for layout in shape.layouts for s in layout.segments if s.matrix and len(set(s.shape)) == 1)
-    assert square == 3 * 64 * 64
+    layouts = _plan("Muon").layouts
+    matrices = [s for layout in layouts for s in layout.segments if layout.is_matrix(s)]
+    assert sum(s.numel for s in matrices if len(set(s.shape)) == 1) == 3 * 64 * 64
     by_hand = 0.0
-    for layout in shape.layouts:
+    for layout in layouts:
         for segment in layout.segments:
-            if segment.matrix:
+            if segment in matrices:
                 small, large = sorted(segment.shape)
                 # X X', its square, and both times X.
                 by_hand += 5 * (2 * small * small * large + 2 * small**3 + 2 * small * small * large)
-    assert product_flops(shape.layouts, "muon", 5) == by_hand
-    assert product_flops(shape.layouts, "sinkgd", 5) == product_flops(shape.layouts, "adam", 5) == 0
+    assert product_flops(layouts, "muon", 5) == by_hand
+    assert product_flops(layouts, "sinkgd", 5) == product_flops(layouts, "adam", 5) == 0

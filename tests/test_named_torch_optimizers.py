@@ -126,8 +126,8 @@ def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
     layouts = engine._core.components.shards.layouts
     engine.destroy(remove=True)
     plan = _plan(name)
-    assert [layout.packed_numel for layout in plan.layouts] == [layout.packed_numel for layout in layouts]
-    assert plan.nbytes_on_disk(State.PACKED) == 4 * sum(layout.packed_numel for layout in layouts)
+    assert [layout.packed_numel() for layout in plan.layouts] == [layout.packed_numel() for layout in layouts]
+    assert plan.nbytes_on_disk(State.PACKED) == 4 * sum(layout.packed_numel() for layout in layouts)
 
 
 def _plan(name: str) -> Memory:

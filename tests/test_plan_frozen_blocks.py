@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.layout.frozen.choice import stored_as_blocks
-from offload.layout.optimizers.matrices import with_matrices
 from offload.layout.tiers import Partitions
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described
@@ -41,7 +40,7 @@ def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
     memory = settle(shape.layouts, config(JOB, DISK, tmp_path, frozen=form), ROOM)
     engine = start(JOB, DISK, tmp_path, frozen=form)
     components = engine._core.components
-    assert shape.layouts == with_matrices(components.layouts, JOB.model())  # a run has the marks from its groups
+    assert shape.layouts == components.layouts
     assert components.store is not None
     assert memory.stored == components.store.spec.nbytes
     assert (memory.host, memory.device) == (engine.host_memory, engine.device_memory)

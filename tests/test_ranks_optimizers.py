@@ -137,21 +137,3 @@ def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_pat
     one, other = ranks.run(refused_read, tmp_path)
     assert "/drive/data" in other, other
     assert one.startswith("RankError"), one
-
-
-def refused_start(job: Job, folder: Path) -> str:
-    """The error of a start on several ranks."""
-    try:
-        rank_pool.start(job, DISK, folder)
-    except OffloadError as error:
-        return f"{type(error).__name__}: {error}"
-    return "started"
-
-
-@pytest.mark.parametrize("name", ["Muon", "SinkGD"])
-def test_rules_for_matrices_are_refused(name: str, ranks: rank_pool.RankPool, tmp_path: Path) -> None:
-    """Each rank stores a part of a matrix, and nothing gathers it for an update."""
-    for message in ranks.run(refused_start, MIXTURE._replace(optimizer=name), tmp_path):
-        assert message.startswith(f"ConfigError: {name} needs whole matrices, but 2 ranks store shards of them"), (
-            message
-        )

@@ -387,7 +387,7 @@ def test_states_are_looked_at_by_name(tmp_path: Path) -> None:
             local = offload.safe_get_local_optimizer_state(parameter, name)
             assert local is not None and torch.equal(local, value.view(-1))
     with pytest.raises(
-        UsageError, match=r'keeps no state \'exp_avg\'; the states of a parameter are: .*"col_var", "row_var", "step"'
+        UsageError, match=r'keeps no state \'exp_avg\' of .*, whose states are: .*"col_var", "row_var", "step"'
     ):
         offload.safe_get_full_optimizer_state(weight, "exp_avg")
     with pytest.raises(UsageError, match="can be read but not set"):

@@ -21,8 +21,8 @@ class Passes:
     in_place = False
     drafts: Sequence[State] = ()
 
-    def __init__(self, passes: int) -> None:
-        self.passes = passes
+    def __init__(self, passes: int, cuts: Sequence[range] = ()) -> None:
+        self.passes, self.cuts = passes, cuts
 
     def run(self, tile: TileContent, last: bool) -> None:
         raise AssertionError("nothing is run here")

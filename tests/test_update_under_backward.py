@@ -82,7 +82,7 @@ def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: 
     assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon", "SinkGD"])
 def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> None:
     params = (("momentum", 0.9),) if optimizer == "SGD" else ()
     seen = in_all_ways(JOB._replace(optimizer=optimizer, params=params, steps=3), tmp_path)
@@ -141,10 +141,12 @@ def test_requests_that_end_late_change_nothing(
 # -- the step decides otherwise -----------------------------------------------------------------------
 
 
-def test_each_update_of_a_step_that_clips_is_made_again(tmp_path: Path) -> None:
-    free = trained(JOB, MEMORY, tmp_path / "free")
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_each_update_of_a_step_that_clips_is_made_again(tmp_path: Path, optimizer: str) -> None:
+    without = JOB._replace(optimizer=optimizer)
+    free = trained(without, MEMORY, tmp_path / "free")
     clip = sorted(free.norms)[2]  # some steps clip, others do not
-    job = JOB._replace(clip=clip, steps=8)
+    job = without._replace(clip=clip, steps=8)
     norms = trained(job, MEMORY, tmp_path / "norms").norms
     seen = in_all_ways(job, tmp_path)
     clipped = [norm + 1e-6 > clip for norm in norms]

@@ -19,7 +19,7 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.optimizers.matrices import MATRIX_RULES
+from offload.layout.optimizers.matrices import states_of
 from offload.states import State
 from offload.swapper.modes import Mode
 
@@ -51,19 +51,17 @@ class OptimizerStates:
         count = self._steps(handle)
         if not count:
             return {}
-        kept = self._layouts[handle.unit].segments[handle.position].kept
-        if kept:
+        if State.PACKED in self._mode.moments:
+            kept = self._layouts[handle.unit].segments[handle.position].kept
             found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
-            values = {name: value.cpu() for name, value in found.items() if value is not None}
             # torch's own code keeps the count among its states, if it counts.
-            counted = "exp_avg" in values and self._mode.optimizer in MATRIX_RULES
-            return {_STEP: torch.tensor(float(count), device="cpu"), **values} if counted else values
+            return {name: value.cpu() for name, value in found.items() if value is not None}
         # torch's optimizers keep the count as a floating-point tensor.
         values = {_STEP: torch.tensor(float(count), device="cpu")}
-        for state in self._moments:
+        for name, state in self._moments(handle).items():
             value = self._param_access.read(handle, state)
             assert value is not None
-            values[state.value] = value.cpu()
+            values[name] = value.cpu()
         return values
 
     def check(self, parameter: nn.Parameter, state: Mapping[str, Any], number: int) -> None:
@@ -84,11 +82,10 @@ class OptimizerStates:
             return
         if State.PACKED in self._mode.moments:
             raise UsageError(
-                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
-                "engine.load_checkpoint loads them"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
-        names = [moment.value for moment in self._moments] if state else []
+        names = list(self._moments(handle)) if state else []
         shape = self._layouts[handle.unit].segments[handle.position].shape
         for name in names:
             value = state.get(name)
@@ -122,8 +119,8 @@ class OptimizerStates:
             return
         shape = self._layouts[handle.unit].segments[handle.position].shape
         # A parameter that trained in an earlier run and is frozen now has a count to reset, but no moments.
-        for moment in self._moments if handle.trainable else ():
-            value = state[moment.value].float() if state else torch.zeros(shape, device="cpu")
+        for name, moment in self._moments(handle).items() if handle.trainable else ():
+            value = state[name].float() if state else torch.zeros(shape, device="cpu")
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"
@@ -133,10 +130,10 @@ class OptimizerStates:
         """Returns the number of updates of a parameter; 0 if it is frozen."""
         return self._training_state.parameter_steps[handle.unit][handle.position]
 
-    @property
-    def _moments(self) -> tuple[State, ...]:
-        # PACKED is one blob of all states that torch's own code keeps for a parameter.
-        return tuple(state for state in self._mode.moments if state is not State.PACKED)
+    def _moments(self, handle: ParamHandle) -> dict[str, State]:
+        """Returns the moments of a parameter by the names that torch gives them."""
+        layout = self._layouts[handle.unit]
+        return states_of(self._mode, layout, layout.segments[handle.position])
 
     def _handle(self, parameter: nn.Parameter) -> ParamHandle:
         handle = self._param_access.handle(parameter)

@@ -22,19 +22,16 @@ from offload.aio.protocols import Future, wait_for_all
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Collective
 from offload.engine.distributed.all_or_nothing import AllOrNothing, all_or_nothing
+from offload.engine.param_values import check_room, check_values
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.components import EngineComponents
-from offload.errors import BudgetError, UsageError
+from offload.errors import UsageError
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
+from offload.layout.optimizers.matrices import states_of
 from offload.layout.placement import CHUNK
-from offload.sizes import format_size
 from offload.states import State
-from offload.swapper.memory.limits import free_host_memory
-
-_EXACT = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes that fp32 represents exactly."""
 
 # Weak, so that an engine that the user has dropped is not kept alive.
 _engines: weakref.WeakSet[ParamAccess] = weakref.WeakSet()
@@ -59,7 +56,6 @@ class ParamAccess:
             callbacks: the engine.
         """
         self._components, self._held, self._callbacks = components, components.shards, callbacks
-        self._states = {state.value: state for state in components.shards.mode.moments if state is not State.PACKED}
         _engines.add(self)
 
     def handle(self, parameter: Any) -> ParamHandle | None:
@@ -76,15 +72,15 @@ class ParamAccess:
         Raises:
             UsageError: if the optimizer keeps no state of that name.
         """
-        by_torch = [each.name for each in self._segment(handle).kept]
-        if name in by_torch:
-            return State.PACKED
-        if name not in self._states:
-            known = ", ".join(f'"{known}"' for known in (*self._states, *by_torch)) or "none"
+        segment = self._segment(handle)
+        states = states_of(self._held.mode, self._components.layouts[handle.unit], segment)
+        states |= {each.name: State.PACKED for each in segment.kept}
+        if name not in states:
+            known = ", ".join(f'"{known}"' for known in states) or "none"
             raise UsageError(
-                f"the optimizer of this engine keeps no state {name!r}; the states of a parameter are: {known}"
+                f"the optimizer of this engine keeps no state {name!r} of {handle.name}, whose states are: {known}"
             )
-        return self._states[name]
+        return states[name]
 
     def read_state(self, handle: ParamHandle, name: Any) -> torch.Tensor | None:
         """Returns a copy of an optimizer state as `read` does, or None for a frozen parameter.
@@ -101,9 +97,17 @@ class ParamAccess:
         self._finish()
         segment = self._segment(handle)
         # The states of torch's own optimizers are one blob for each parameter, stored as fp32 words whatever their
-        # dtypes.
+        # dtypes. Of several ranks one has it.
         words = torch.empty(len(segment.packed), dtype=torch.float32, device="cpu")
-        self._read_newest(handle, State.PACKED, segment.packed.start, words)
+
+        def mine() -> None:
+            if segment.packed_rank == self._components.rank:
+                self._read_newest(handle, State.PACKED, segment.packed.start, words)
+
+        with self._together("access a parameter", handle, state) as everyone:
+            everyone.settle(mine)
+            if self._components.ranks is not None:
+                self._components.ranks.broadcast(words, segment.packed_rank)
         value = unpack(segment.kept, words.view(torch.uint8)).get(name)
         if value is None:
             return None
@@ -124,8 +128,10 @@ class ParamAccess:
         state = self.state(handle, name)
         if state is not State.PACKED:
             return self.read_local(handle, state)
-        value = self.read_state(handle, name)  # not partitioned: such an optimizer runs on one rank
-        return None if value is None else value.view(-1)
+        value = self.read_state(handle, name)
+        # Not partitioned: one rank has all of it.
+        here = self._segment(handle).packed_rank == self._components.rank
+        return None if value is None else value.view(-1) if here else value.view(-1)[:0]
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
         """Returns a copy of a state, of the parameter's shape in fp32, on the compute device. Every rank calls it.
@@ -151,7 +157,7 @@ class ParamAccess:
 
         def mine() -> None:
             nonlocal whole
-            self._check_room(handle, self._numel(handle))
+            check_room(handle.name, self._numel(handle))
             whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
             shard = self._own_shard(handle)
             self._read_own_shard(handle, state, shard, whole[shard.position : shard.position + shard.numel])
@@ -179,12 +185,11 @@ class ParamAccess:
         self._begin(state)
         if state is not State.WEIGHT and not handle.trainable:
             raise UsageError(f"parameter {handle.name} is frozen: it has no gradient and no optimizer states to set")
-        self._check_values(handle, values, self._shape(handle))
-        self._check_room(handle, self._numel(handle))
+        check_values(handle.name, values, self._shape(handle), self._shape(handle))
+        check_room(handle.name, self._numel(handle))
         if state is State.PACKED:
             raise UsageError(
-                "the states of Muon, of SinkGD and of an optimizer without a kernel can be read but not set; "
-                "engine.load_checkpoint loads them"
+                "the states of an optimizer without a kernel can be read but not set; engine.load_checkpoint loads them"
             )
         if state is State.GRAD:
             # No update may still read the gradient of the step before while that gradient is replaced.
@@ -217,7 +222,7 @@ class ParamAccess:
                 "read the whole parameter with safe_get_full_fp32_param"
             )
         shard = self._own_shard(handle)
-        self._check_room(handle, shard.numel)
+        check_room(handle.name, shard.numel)
         values = torch.empty(shard.numel, dtype=torch.float32, device="cpu")
         self._read_own_shard(handle, state, shard, values)
         return values.to(handle.device)
@@ -240,8 +245,8 @@ class ParamAccess:
         def mine() -> None:
             nonlocal whole
             shard = self._own_shard(handle)
-            self._check_values(handle, values, (shard.numel,))
-            self._check_room(handle, 2 * self._numel(handle))
+            check_values(handle.name, values, (shard.numel,), self._shape(handle))
+            check_room(handle.name, 2 * self._numel(handle))
             whole = torch.empty(self._numel(handle), dtype=torch.float32, device="cpu")
             whole[shard.position : shard.position + shard.numel] = values.detach().to("cpu", torch.float32)
 
@@ -374,24 +379,3 @@ class ParamAccess:
 
     def _numel(self, handle: ParamHandle) -> int:
         return self._segment(handle).value_numel
-
-    def _check_values(self, handle: ParamHandle, values: Any, shape: tuple[int, ...]) -> None:
-        values_here = (
-            "" if shape == self._shape(handle) else f"this rank's shard of the {self._numel(handle)} elements of "
-        )
-        expected = f"values of {values_here}parameter {handle.name} must be a tensor of shape {list(shape)} in fp32"
-        if not isinstance(values, torch.Tensor):
-            raise UsageError(f"{expected}, got {type(values).__name__}")
-        if tuple(values.shape) != shape:
-            raise UsageError(f"{expected}, got shape {list(values.shape)}")
-        if values.dtype not in _EXACT:
-            raise UsageError(f"{expected}, or in bf16 or fp16, got {values.dtype}; convert it first: value.float()")
-
-    def _check_room(self, handle: ParamHandle, numel: int) -> None:
-        need = numel * torch.float32.itemsize
-        free = free_host_memory()
-        if need > free:
-            raise BudgetError(
-                f"parameter {handle.name} takes {format_size(need)} of RAM in fp32, {format_size(free)} is free; lower "
-                '"host_memory" in the "offload" block, or end other programs that use memory'
-            )

@@ -244,6 +244,9 @@ class OptimizerStep:
         updater.schedule(updates, state.global_steps)
         if self._early is not None:
             self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
+        if any(update.shared for update in updates):
+            # Ranks step these together, on their workers, and no other collective may come in between.
+            updater.finish(commit=False)
         # What the updates do not concern, such as frozen weights, comes back now. The rest comes as it is updated.
         self._components.pager.prefetch()
         self.applied = finite
@@ -260,7 +263,9 @@ class OptimizerStep:
             scale: factor for each gradient: the clip and the inverse of the loss scale.
         """
         components = self._components
-        updates = self._update_builder.updates(present, order, scale, self._state.parameter_steps)
+        # Ranks that step parameters together need one order, and predict each their own.
+        together = components.agreement is not None and components.shards.mode.steps_whole
+        updates = self._update_builder.updates(present, () if together else order, scale, self._state.parameter_steps)
         for update in updates:
             if not update.segments:
                 components.gradients.drop(update.unit)

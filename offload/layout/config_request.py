@@ -83,9 +83,9 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     """
     if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
         raise ConfigError(
-            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, or steps matrices as a '
-            'whole, and keeps states of its own dtypes; leave "moments" and bf16_optimizer_states out, or use an '
-            "optimizer with a kernel (AdamW, Adam, Lamb, Lion, Adagrad, SGD)"
+            f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, and keeps states of its own '
+            'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
+            "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
         )
     return make_mode(config.dtype, optimizer, config.moments)
 

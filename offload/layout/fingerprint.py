@@ -29,6 +29,8 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict
                 "name": layout.name,
                 "numel": layout.numel,
                 "trainable": layout.trainable_stop,
+                # Written for rules of matrices alone: descriptions of other stores have no such key.
+                **({} if layout.matrices_start is None else {"matrices": layout.matrices_start}),
                 "parameters": [_described(segment) for segment in layout.segments],
             }
             for layout in layouts
@@ -55,8 +57,9 @@ def _described(segment: Segment) -> dict[str, Any]:
 
 def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
     """Returns the layouts from which `describe` made `description`."""
+    ranks = description["world_size"]
     return tuple(
-        with_kept(_described_layout(unit), {each["name"]: _kept(each) for each in unit["parameters"]})
+        with_kept(_described_layout(unit), {each["name"]: _kept(each) for each in unit["parameters"]}, ranks)
         for unit in description["units"]
     )
 
@@ -83,6 +86,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
         ),
         unit["numel"],
         unit["trainable"],
+        unit.get("matrices"),
     )
 
 

@@ -11,12 +11,16 @@ counted in elements as all else. On the device the unit has more elements than i
 regions are the values of the blocks, which the device makes once the partitions are there.
 
     device:  [ trainable region | frozen region: weights, blocks of codes | values of the blocks, padding ]
+
+An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that
+tiles can be cut there, and so that states which a matrix does not have are those of the elements before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -63,9 +67,9 @@ class Segment(NamedTuple):
     kept: tuple[StateField, ...] = ()
     """States of the parameter, for an optimizer whose states are packed."""
     packed_start: int = 0
-    """Start of those states in the unit's PACKED partition, in words of four bytes."""
-    matrix: bool = False
-    """True if Muon and SinkGD step the parameter as a matrix; set by the planner, where a run has groups."""
+    """Start of those states in the PACKED partition of their rank, in words of four bytes."""
+    packed_rank: int = 0
+    """Rank that keeps those states: the parameter's home."""
     form: str = ""
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
 
@@ -76,7 +80,7 @@ class Segment(NamedTuple):
 
     @property
     def packed(self) -> range:
-        """Words of the unit's PACKED partition that belong to this parameter."""
+        """Words of the PACKED partition of `packed_rank` that belong to this parameter."""
         # Packed states are padded to 64 bytes, so the division leaves no remainder.
         return range(self.packed_start, self.packed_start + packed_nbytes(self.kept) // WORD)
 
@@ -98,6 +102,17 @@ class UnitLayout(NamedTuple):
     """Elements in the partitions of all ranks."""
     trainable_stop: int
     """End of the trainable region. Both regions are padded to a multiple of world size times 2048."""
+    matrices_start: int | None = None
+    """Start of the matrices, which end the trainable region; None if the optimizer has no rule for them."""
+
+    @property
+    def rest_stop(self) -> int:
+        """End of the trainable elements that are in no matrix."""
+        return self.trainable_stop if self.matrices_start is None else self.matrices_start
+
+    def is_matrix(self, segment: Segment) -> bool:
+        """Returns True if the optimizer's rule for matrices steps the parameter."""
+        return segment.trainable and segment.start >= self.rest_stop
 
     @property
     def blocks_start(self) -> int:
@@ -126,14 +141,19 @@ class UnitLayout(NamedTuple):
         """Elements that a use of the unit reads: those of its weights, without those of blocks."""
         return self.blocks_start + self.device_numel - self.numel
 
-    @property
-    def packed_numel(self) -> int:
-        """Words of the PACKED partition, padded to full pages."""
-        return align_up(max((segment.packed.stop for segment in self.segments), default=0) * WORD, PAGE) // WORD
+    def packed_numel(self, rank: int = 0) -> int:
+        """Returns the words of a rank's PACKED partition, padded to full pages."""
+        mine = (segment.packed.stop for segment in self.segments if segment.packed_rank == rank)
+        return align_up(max(mine, default=0) * WORD, PAGE) // WORD
 
     def trainable(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the trainable region, which come first in its partition and have states."""
         return _shard_of(range(self.trainable_stop), rank, world_size)
+
+    def rest(self, rank: int, world_size: int) -> range:
+        """Returns this rank's trainable elements that are in no matrix: the first of its trainable ones."""
+        part = self.trainable(rank, world_size)
+        return range(part.start, max(part.start, min(part.stop, self.rest_stop)))
 
     def frozen(self, rank: int, world_size: int) -> range:
         """Returns this rank's elements of the frozen region: the rest of its partition."""
@@ -147,7 +167,11 @@ def _shard_of(region: range, rank: int, world_size: int) -> range:
 
 
 def lay_out(
-    name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int, stored: Mapping[str, Stored] = {}
+    name: str,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    world_size: int,
+    stored: Mapping[str, Stored] = {},
+    matrices: Collection[str] | None = None,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -156,40 +180,64 @@ def lay_out(
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
         stored: frozen parameters that are stored as blocks, by name.
+        matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
     """
+    segments = []
+    for parameter_name, parameter in parameters:
+        found = Stored("", parameter.numel())
+        if not parameter.requires_grad:
+            found = stored.get(parameter_name, found)
+        shape = tuple(parameter.shape)
+        segments.append(Segment(parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form))
+    return arrange(name, segments, world_size, matrices)
+
+
+def arrange(
+    name: str, segments: Sequence[Segment], world_size: int, matrices: Collection[str] | None = None
+) -> UnitLayout:
+    """Returns the layout of parameters of which all but the positions is known; for the arguments see `lay_out`."""
     step = _PARTITION_ALIGNMENT * world_size
-    named_parameters = list(parameters)
-    end = trainable_stop = 0
-    segments: list[Segment] = []
-    # Three passes: parameters keep the model's order among those that train, that are frozen, and that are blocks.
-    for trainable, blocks in ((True, False), (False, False), (False, True)):
-        for parameter_name, parameter in named_parameters:
-            if parameter.requires_grad is trainable and (not trainable and parameter_name in stored) is blocks:
-                form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
-                shape = tuple(parameter.shape)
-                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form))
-                end = align_up(end + numel, _ALIGNMENT)
-        # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
-        if trainable:
-            trainable_stop = end = align_up(end, step)
-    end = align_up(end, step)
+    end = 0
+
+    def place(chosen: Iterable[Segment], alignment: int = _ALIGNMENT) -> list[Segment]:
+        nonlocal end
+        placed = []
+        for segment in chosen:
+            placed.append(segment._replace(start=end))
+            end = align_up(end + segment.numel, alignment)
+        return placed
+
+    # Parameters keep the model's order among those that train, matrices, those that are frozen, and blocks.
+    mine = [segment for segment in segments if segment.trainable]
+    placed = place(segment for segment in mine if segment.name not in (matrices or ()))
+    matrices_start = None
+    if matrices is not None:
+        matrices_start = end = align_up(end, _PARTITION_ALIGNMENT)
+        placed += place((segment for segment in mine if segment.name in matrices), _PARTITION_ALIGNMENT)
+    # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
+    trainable_stop = end = align_up(end, step)
+    for blocks in (False, True):
+        placed += place(segment for segment in segments if not segment.trainable and bool(segment.form) is blocks)
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
-    return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
+    return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start)
 
 
-def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:
+def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:
     """Returns `layout` with the states that an optimizer of torch keeps of each parameter, packed one after the other.
 
     Args:
         layout: a unit's layout.
         kept: the states by parameter name; a parameter that is missing keeps none.
+        world_size: number of ranks. Each keeps the states of the parameters whose home it is.
     """
     segments: list[Segment] = []
-    end = 0
+    ends = [0] * world_size
     for segment in layout.segments:
+        rank = home(layout, world_size, segment) if segment.trainable else 0
         # The end of a segment's packed range follows from its start, so the start is set first.
-        segments.append(segment._replace(kept=kept.get(segment.name, ()), packed_start=end))
-        end = segments[-1].packed.stop
+        fields = kept.get(segment.name, ())
+        segments.append(segment._replace(kept=fields, packed_start=ends[rank], packed_rank=rank))
+        ends[rank] = segments[-1].packed.stop
     return layout._replace(segments=tuple(segments))
 
 
@@ -199,6 +247,7 @@ def layouts_of(
     world_size: int = 1,
     kept: Mapping[str, tuple[StateField, ...]] = {},
     stored: Mapping[str, Stored] = {},
+    matrices: Collection[str] | None = None,
 ) -> tuple[UnitLayout, ...]:
     """Returns the layout of every unit of `model`.
 
@@ -208,11 +257,12 @@ def layouts_of(
         world_size: number of ranks.
         kept: the states of an optimizer of torch, by parameter name.
         stored: frozen parameters that are stored as blocks, by name.
+        matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
     """
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
-        return with_kept(lay_out(unit.name, parameters, world_size, stored), kept)
+        return with_kept(lay_out(unit.name, parameters, world_size, stored, matrices), kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
 
@@ -251,3 +301,15 @@ def segment_shards(
         numel = min(last - first, shard_numel - within)
         yield SegmentShard(rank, first - segment.start, before + within, numel)
         first += numel
+
+
+def home(layout: UnitLayout, world_size: int, segment: Segment) -> int:
+    """Returns the rank where a trainable parameter is stepped, if its step needs the whole of it.
+
+    That is the rank with the most of its elements; of several, one that follows from its name, so that they share the
+    work.
+    """
+    shards = list(segment_shards(layout, world_size, segment))
+    most = max((shard.numel for shard in shards), default=0)
+    ranks = [shard.rank for shard in shards if shard.numel == most] or [0]
+    return ranks[zlib.crc32(segment.name.encode()) % len(ranks)]

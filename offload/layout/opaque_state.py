@@ -78,17 +78,6 @@ def unpack(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def open_states(kept: Sequence[StateField], memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns views of all states in `memory`, (nbytes,) uint8, to change in place; absent ones become zeros."""
-    found: dict[str, torch.Tensor] = {}
-    for there, each, value in _fields(kept, memory):
-        if not there.item():
-            value.zero_()
-            there.fill_(True)
-        found[each.name] = value
-    return found
-
-
 def pack(kept: Sequence[StateField], state: Mapping[str, Any], memory: torch.Tensor) -> None:
     """Writes a state into `memory`; its tensors may be the views that `unpack` returned, which need no copy.
 

@@ -17,6 +17,7 @@ import torch
 
 from offload.errors import BudgetError
 from offload.layout.flat_layout import WORD, UnitLayout
+from offload.layout.optimizers.whole import NO_WHOLE, Whole, whole_sizes
 from offload.sizes import PAGE, align_up, count_of, format_size
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import Copied
@@ -41,8 +42,8 @@ class Partitions:
     gradient_dtype: torch.dtype
     alone: bool
     """True if this is the only rank."""
-    largest_parameter: int = 0
-    """Elements of the largest trainable parameter."""
+    whole: Whole = NO_WHOLE
+    """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
 
@@ -123,10 +124,13 @@ def partitions(
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
             row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
-            # PACKED is sized by its fields; every other state has one value for each element.
+            # PACKED is sized by its fields; every other state has one value for each element, or for those outside of
+            # matrices.
             if State.PACKED in row:
-                row[State.PACKED] = layout.packed_numel * WORD
-            # PACKED is empty if the optimizer of torch keeps nothing of the unit's parameters.
+                row[State.PACKED] = layout.packed_numel(rank) * WORD
+            rest = len(layout.rest(rank, world_size))
+            row |= {state: rest * mode.states[state].itemsize for state in mode.partial}
+            # States may be empty: an optimizer of torch may keep nothing of a unit's parameters here.
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
@@ -138,7 +142,7 @@ def partitions(
         largest_gradient=max((layout.trainable_stop * itemsize for layout in layouts), default=0),
         gradient_dtype=gradient_dtype,
         alone=world_size == 1,
-        largest_parameter=max((s.numel for layout in layouts for s in layout.segments if s.trainable), default=0),
+        whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
     )
 

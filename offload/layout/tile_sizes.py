@@ -9,15 +9,17 @@ import torch
 
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
-from offload.sizes import MIB, align_up
+from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
-from offload.swapper.modes import LAMB, TORCH, Mode
+from offload.swapper.modes import LAMB, Mode
 
 _STEP = 2048
 """Elements by which tiles grow: 4096 bytes of the smallest state."""
 _WHOLE_UNITS = 3
 """Number of tiles if each holds an entire unit: one is read, one computed, one written."""
+_MATRICES = 4
+"""Number of tiles if each holds a matrix: matrices differ in size, so that one more evens them out."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
 """Smallest and largest bytes of the host buffer of one tile."""
 
@@ -35,9 +37,11 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
     if not numel:
         return 0, 0
     step = tile_growth(parts, mode, tiers)
-    # An optimizer of torch, or one of matrices, needs all elements of a parameter at once: its tiles are entire units.
-    if mode.whole_units:
-        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + _WHOLE_UNITS * step
+    # An optimizer of torch needs all elements of a parameter at once: its tiles are entire units. One with a rule for
+    # matrices needs a matrix at once.
+    if mode.steps_whole:
+        most = _WHOLE_UNITS if mode.whole_units else _MATRICES
+        return _scratch_nbytes(parts, mode) + step, _scratch_nbytes(parts, mode) + most * step
     element_bytes = _tile_element_bytes(parts, mode, tiers)
     if request.tile is not None:
         # A tile holds at least one step, however small the config's limit is.
@@ -50,11 +54,13 @@ def pipeline(parts: Partitions, mode: Mode, request: PlacementRequest, tiers: Ti
 
 
 def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes by which the class of tiles grows: one more unit, or one more step of every tile."""
+    """Returns the bytes by which the class of tiles grows: one more unit or matrix, or one more step of every tile."""
     if not any(parts.trainable_numel):
         return 0
     if mode.whole_units:
         return _whole_unit_nbytes(parts, tiers)
+    if mode.matrix_rule:
+        return _matrix_nbytes(parts, mode, tiers)
     return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, tiers)
 
 
@@ -71,6 +77,10 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
         scratch = _scratch_nbytes(parts, mode) if nbytes else 0
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
+    if mode.matrix_rule:
+        scratch, tile = _scratch_nbytes(parts, mode) if nbytes else 0, _matrix_nbytes(parts, mode, tiers)
+        numel = tile // _tile_element_bytes(parts, mode, tiers) // _STEP * _STEP
+        return numel, (nbytes - scratch) // max(tile, 1), scratch
     # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
     step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
     return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
@@ -90,13 +100,30 @@ def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
     )
 
 
-def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
-    """Returns the bytes of an fp32 gradient and, if masters have no memory of their own, of an fp32 master.
+def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile that holds any matrix, or else elements that are in none, in tiles as of others."""
+    spilled = parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0
+    of_matrices = [dtype.itemsize for state, dtype in mode.states.items() if state not in mode.partial]
+    matrix = sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled))
+    element_bytes = _tile_element_bytes(parts, mode, tiers)
+    steps = max(_TILE_NBYTES[0] // element_bytes // _STEP, 1)
+    numel = min(max(parts.trainable_numel, default=0), steps * _STEP)
+    return align_up(max(matrix, numel * element_bytes))
 
-    Rules of matrices also compute in the memory of both, so they have it for any precision.
+
+def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
+    """Returns the bytes beside the tiles of a step that needs whole parameters.
+
+    These are an fp32 gradient, an fp32 master if masters have no memory of their own as a whole, and what ranks
+    exchange: of an optimizer of torch a master and a gradient, else an update. Rules of matrices also compute in the
+    memory of gradient and master, and of a square, so they have it for any precision.
     """
-    copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.optimizer != TORCH else 1
-    return copies * align_up(parts.largest_parameter * torch.float32.itemsize)
+    itemsize, whole = torch.float32.itemsize, parts.whole
+    copies = 2 if State.MASTER_LOW_BITS in mode.weights or mode.matrix_rule or not parts.alone else 1
+    squares = align_up(whole.square * itemsize) if mode.matrix_rule else 0
+    traded = align_up((1 if mode.matrix_rule else 2) * whole.traded * itemsize)
+    # A model may have no matrix, and an arena gives no empty memory.
+    return copies * align_up(whole.parameter * itemsize) + squares + traded or PAGE
 
 
 def _tile_step(mode: Mode) -> int:

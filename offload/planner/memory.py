@@ -6,7 +6,7 @@ as the plan assumed uses exactly the planned bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from offload.layout.memory_plan import (
     plan_memory,
     wanted_slots,
 )
-from offload.layout.optimizers.matrices import with_states
+from offload.layout.optimizers.matrices import for_rule
 from offload.layout.optimizers.of_torch import with_states_of_torch
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
@@ -120,7 +120,12 @@ class Memory:
 
 
 def settle(
-    layouts: Sequence[UnitLayout], content: Mapping[str, Any], room: Room, accumulation: int = 1, world_size: int = 1
+    layouts: Sequence[UnitLayout],
+    content: Mapping[str, Any],
+    room: Room,
+    accumulation: int = 1,
+    world_size: int = 1,
+    matrices: Collection[str] = (),
 ) -> Memory:
     """Returns the memory of a run on the first rank, by the same decisions as `initialize`.
 
@@ -130,6 +135,7 @@ def settle(
         room: the machine's free memory and disk.
         accumulation: micro-batches of a step.
         world_size: ranks of the run.
+        matrices: names of the parameters that an optimizer with a rule for matrices steps so.
 
     Raises:
         ConfigError: the config is wrong, or the drives have no room for the durability that the config demands.
@@ -138,7 +144,10 @@ def settle(
     config = load_config(content)
     # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
     rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
-    layouts = _with_states(layouts, config, rule)
+    if rule == TORCH and config.optimizer is not None:
+        arguments = config.optimizer.settings
+        layouts = with_states_of_torch(layouts, config.optimizer.type, arguments, world_size)
+    layouts = for_rule(layouts, rule, matrices, world_size)
     # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
@@ -170,13 +179,6 @@ def settle(
         notices=plan.notices,
         machine=machine,
     )
-
-
-def _with_states(layouts: Sequence[UnitLayout], config: Config, rule: str) -> tuple[UnitLayout, ...]:
-    """Returns the layouts with the states that the config's optimizer packs."""
-    if rule == TORCH and config.optimizer is not None:
-        return with_states_of_torch(layouts, config.optimizer.type, config.optimizer.settings)
-    return with_states(layouts, rule)
 
 
 def _no_room(placed: PlacedStates, wanted: WantedSlots, room: Room) -> str | None:

@@ -148,7 +148,7 @@ def settled(shape: Shape, hardware: Hardware, load: Load, content: Mapping[str, 
         ConfigError: the config is wrong, or needs a drive that the machine does not have.
         BudgetError: a budget is too small.
     """
-    memory = settle(shape.layouts, content, _room(hardware), load.accumulation)
+    memory = settle(shape.layouts, content, _room(hardware), load.accumulation, matrices=shape.matrices)
     if not hardware.drives and (memory.slots or memory.spilled):
         raise ConfigError("this machine has no drive, and the config needs one; give --drive or --nvme-path")
     return memory
@@ -302,7 +302,7 @@ def _fitting(shape: Shape, hardware: Hardware, load: Load, content: dict[str, An
     except BudgetError:
         if hardware.on_cpu or "nvme" not in tiers:
             raise
-        memory = settle(shape.layouts, content, _room(hardware))
+        memory = settle(shape.layouts, content, _room(hardware), matrices=shape.matrices)
         wish = wish_of(memory.config)
         # With no room on the device all inputs leave it that can.
         least = activation_room.within(shape, load, wish, room_of(hardware, memory, wish)._replace(device=0))

@@ -205,7 +205,7 @@ class CheckpointChecking:
         for rank in range(0 if wrong else manifest.world_size):
             try:
                 found = look(path, rank, manifest.world_size, {})
-                compare_bytes(found, [(rank, name) for name in found.places], queue, damaged, compared)
+                compare_bytes(found, [(rank, name) for name in found.places[rank]], queue, damaged, compared)
                 compared(manifest.files[progress_file(rank)].nbytes)
             except (StoreError, IoError) as error:
                 wrong.append(Wrong(str(path), str(error)))

@@ -18,7 +18,7 @@ class Mode(NamedTuple):
     weights: Mapping[State, torch.dtype]
     """WEIGHT, and MASTER_LOW_BITS or MASTER if the weight is not its own master."""
     moments: tuple[State, ...]
-    """States of the optimizer, in the kernel's order of arguments; PACKED if parameters differ in theirs."""
+    """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
     moment_dtype: torch.dtype = torch.float32
     """Dtype of the moments: fp32, or bf16, which the kernels round stochastically."""
 
@@ -39,8 +39,23 @@ class Mode(NamedTuple):
 
     @property
     def whole_units(self) -> bool:
-        """True if a tile of an update is an entire unit: a step needs whole parameters, whose states are packed."""
+        """True if a tile of an update is all that a rank has of a unit: a step needs whole parameters."""
         return State.PACKED in self.moments
+
+    @property
+    def matrix_rule(self) -> bool:
+        """True if the optimizer steps each matrix as a whole, and all else by AdamW."""
+        return self.optimizer in NOT_OF_MATRICES
+
+    @property
+    def steps_whole(self) -> bool:
+        """True if the optimizer steps matrices, or all parameters, as a whole."""
+        return self.whole_units or self.matrix_rule
+
+    @property
+    def partial(self) -> tuple[State, ...]:
+        """States that a matrix does not have, if the optimizer has a rule for matrices."""
+        return NOT_OF_MATRICES.get(self.optimizer, ())
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -49,7 +64,7 @@ class Mode(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of all states of one trainable element, without PACKED.
+        """Returns the bytes of all states of one trainable element that is in no matrix, without PACKED.
 
         With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10.
         """
@@ -83,10 +98,15 @@ MOMENTS: dict[str, tuple[State, ...]] = {
     "momentum": (State.MOMENTUM_BUFFER,),
     "sgd": (),
     TORCH: (State.PACKED,),
-    # A matrix has one moment or none, and every other parameter has the two of AdamW.
-    MUON: (State.PACKED,),
-    SINKGD: (State.PACKED,),
+    # AdamW's, for what is no matrix. The first is a matrix's momentum with Muon.
+    MUON: (State.EXP_AVG, State.EXP_AVG_SQ),
+    SINKGD: (State.EXP_AVG, State.EXP_AVG_SQ),
 }
+NOT_OF_MATRICES: dict[str, tuple[State, ...]] = {
+    MUON: (State.EXP_AVG_SQ,),
+    SINKGD: (State.EXP_AVG, State.EXP_AVG_SQ),
+}
+"""Rules that step matrices in their own way, and the states that a matrix does not have."""
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Dtypes of moments, by their names in configs."""
 
@@ -97,7 +117,7 @@ def make_mode(precision: str, optimizer: str, moments: str = "fp32") -> Mode:
     Args:
         precision: one of `PRECISIONS`.
         optimizer: one of `MOMENTS`.
-        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or packed ones.
+        moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or its own code keeps them.
     """
     states = MOMENTS[optimizer]
     dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32

@@ -15,15 +15,15 @@ MUTANTS = (
     Mutant(
         "the length of Muon's step is that of the transposed matrix",
         "offload.engine.optim.matrices.updates",
-        "step.length((rows, columns))",
-        "step.length((columns, rows))",
+        "step.length(shape)",
+        "step.length(shape[::-1])",
         "tests/test_muon.py",
     ),
     Mutant(
         "Muon moves a matrix by the momentum where Nesterov's is asked for",
         "offload.engine.optim.matrices.updates",
-        "scaled.lerp_(momentum, step.momentum) if step.nesterov else momentum",
-        "momentum",
+        "        if step.nesterov:\n            return scaled.lerp_(momentum, step.momentum)\n",
+        "",
         "tests/test_muon.py",
     ),
     Mutant(
@@ -32,6 +32,41 @@ MUTANTS = (
         "            split(master, states)",
         "            states[State.WEIGHT].copy_(master)",
         "tests/test_muon.py",
+    ),
+    Mutant(
+        "a rank gets the direction of the first rows for its rows of a matrix",
+        "offload.engine.optim.matrices.updates",
+        "trade.part(index, rank).copy_(direction[place])",
+        "trade.part(index, rank).copy_(direction[: place.stop - place.start])",
+        "tests/test_ranks_matrices.py",
+    ),
+    Mutant(
+        "the home of a matrix leaves the parts of other ranks out",
+        "offload.engine.optim.matrices.updates",
+        "            room[place] = trade.part(index, rank)",
+        "            room[place] = 0",
+        "tests/test_ranks_matrices.py",
+    ),
+    Mutant(
+        "the home of a parameter that an optimizer of torch steps mixes up its parts",
+        "offload.engine.optim.torch_updates",
+        "whole[here].copy_(gradients.part(each.number, rank))",
+        "whole[here].copy_(masters.part(each.number, rank))",
+        "tests/test_ranks_matrices.py",
+    ),
+    Mutant(
+        "each rank rounds a momentum by the noise of the unit's first elements",
+        "offload.engine.optim.unit_updates",
+        "MatrixSegment(start, stop, step, self._noise(unit, counts[position], part, start))",
+        "MatrixSegment(start, stop, step, self._noise(unit, counts[position], range(0), start))",
+        "tests/test_ranks_matrices.py",
+    ),
+    Mutant(
+        "a tile ends within a matrix",
+        "offload.layout.optimizers.whole",
+        "    borders = [rest, *_borders(layout)] if alone else [rest, len(part)]",
+        "    borders = [*range(rest, len(part), 2048), len(part)]",
+        "tests/test_matrix_tiles.py",
     ),
     Mutant(
         "Muon trains embeddings as matrices",
@@ -162,8 +197,8 @@ MUTANTS = (
     Mutant(
         "give an optimizer of torch no unscaled gradient",
         "offload.engine.optim.torch_updates",
-        ".copy_(gradient).mul_(step.grad_scale)",
-        ".copy_(gradient)",
+        "gradient.mul_(step.grad_scale)",
+        "gradient",
         "tests/test_torch_optimizers.py",
     ),
     Mutant(

@@ -127,13 +127,16 @@ def tensor_name(unit: int, state: State) -> str:
     return f"{unit}.{state.value}"
 
 
-def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, frozen: bool) -> dict[str, Tensor]:
-    """Returns the tensors of a rank's file of states, in their order in the file. All ranks' files have the same.
+def tensors_of(
+    layouts: Sequence[UnitLayout], mode: Mode, rank: int, world_size: int, frozen: bool
+) -> dict[str, Tensor]:
+    """Returns the tensors of a rank's file of states, in their order in the file.
 
     Args:
         layouts: All units.
         mode: Precision mode, which determines the states and their dtypes.
-        world_size: Number of ranks; each tensor is one rank's partition, of shape (numel / world_size,).
+        rank: The rank; each tensor is its partition, mostly of shape (numel / world_size,).
+        world_size: Number of ranks.
         frozen: True to include frozen weights.
     """
     # Imported late: the module imports torch, which looking at a checkpoint does not need.
@@ -144,9 +147,11 @@ def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, froze
         trainable = layout.trainable_stop // world_size
         for state, dtype in mode.states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
-            # An optimizer without a kernel runs on one rank only, so its packed state is not partitioned.
+            # States that not every parameter has differ in size from rank to rank.
             if state is State.PACKED:
-                numel = layout.packed_numel
+                numel = layout.packed_numel(rank)
+            elif state in mode.partial:
+                numel = len(layout.rest(rank, world_size))
             if numel:
                 found[tensor_name(unit, state)] = Tensor(dtype, (numel,))
     return found

@@ -7,7 +7,7 @@ engine. So a checkpoint that is damaged or does not fit changes nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import KEPT
 from offload.layout.opaque_state import StateField
+from offload.layout.optimizers.matrices import states_of
 from offload.sizes import count_of
 from offload.states import State
 from offload.swapper.modes import MODES, Mode
@@ -62,8 +63,8 @@ class FoundCheckpoint:
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, Segment]]
-    places: Mapping[str, TensorLocation]
-    """Location of each tensor, the same in every rank's file of states."""
+    places: Sequence[Mapping[str, TensorLocation]]
+    """Location of each tensor in the file of states of each rank."""
     progress: Snapshot
     contents: Mapping[str, torch.Tensor]
     own: bool
@@ -112,21 +113,18 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
     try:
         layouts, mode = described_layouts(manifest.layout), MODES[manifest.layout["mode"]]
         tied = manifest.about["tied"]
-        # All ranks' partitions have equal shapes, so the same tensors are expected in every file.
-        expected = tensors_of(layouts, mode, manifest.world_size, manifest.frozen)
-        names = [name for each in range(manifest.world_size) for name in (states_file(each), progress_file(each))]
-        found: dict[str, TensorLocation] = {}
+        found: list[Mapping[str, TensorLocation]] = []
         # Files that are missing or have another size come first: their names are the most useful message.
         if wrong := wrong_files(folder, manifest):
             raise ValueError("; ".join(f"{name} {reason}" for name, reason in wrong.items()))
-        for name in names:
-            if name.startswith("states."):
-                # All files have tensors of the same names and shapes, so each tensor's location is the same in all.
-                found, _ = read_header(folder / name)
-                if {key: place.tensor for key, place in found.items()} != expected:
-                    raise ValueError(f"{name} contains other tensors than the manifest lists")
-                if found.keys() != manifest.files[name].sums.keys():
-                    raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
+        for each in range(manifest.world_size):
+            name = states_file(each)
+            found.append(read_header(folder / name)[0])
+            expected = tensors_of(layouts, mode, each, manifest.world_size, manifest.frozen)
+            if {key: place.tensor for key, place in found[each].items()} != expected:
+                raise ValueError(f"{name} contains other tensors than the manifest lists")
+            if found[each].keys() != manifest.files[name].sums.keys():
+                raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
         # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
         own = manifest.world_size == world_size
         name = progress_file(rank if own else 0)
@@ -193,13 +191,14 @@ def check_fits(
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
     _check_forms(found, held, what)
-    for segment in (segment for layout in held.layouts for segment in layout.segments if options.states):
+    both = ((layout, segment) for layout in held.layouts for segment in layout.segments if options.states)
+    for layout, segment in both:
         # A parameter that the checkpoint does not contain keeps its states, so it cannot differ.
-        kept = found.saved[segment.name][1].kept if segment.name in found.saved else segment.kept
-        if kept != segment.kept:
+        kept, now = _states_of(found, segment), _fields(held.mode, layout, segment)
+        if kept is not None and kept != now:
             raise StoreError(
                 f"{what} contains the states {_names(kept)} of {segment.name}, this optimizer keeps "
-                f"{_names(segment.kept)}: load the weights alone (load_optimizer_states=False), or give the same "
+                f"{_names(now)}: load the weights alone (load_optimizer_states=False), or give the same "
                 "optimizer"
             )
 
@@ -222,9 +221,27 @@ def _form(segment: Segment, mode: Mode) -> str:
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 
-def _names(kept: Sequence[StateField]) -> str:
+def _states_of(found: FoundCheckpoint, segment: Segment) -> Mapping[str, StateField | None] | None:
+    """Returns what `_fields` does, of a parameter in the checkpoint; None if it is not there or does not train there.
+
+    The states of weights that were frozen begin at zero.
+    """
+    if segment.name not in found.saved:
+        return None
+    unit, there = found.saved[segment.name]
+    if not (there.trainable and segment.trainable) and not there.kept and not segment.kept:
+        return None
+    return _fields(found.mode, found.layouts[unit], there)
+
+
+def _fields(mode: Mode, layout: UnitLayout, segment: Segment) -> Mapping[str, StateField | None]:
+    """Returns the states of a parameter by name, with their form where an optimizer of torch chooses it."""
+    return dict.fromkeys(states_of(mode, layout, segment)) | {each.name: each for each in segment.kept}
+
+
+def _names(kept: Collection[str]) -> str:
     """Returns the names of optimizer states for a message."""
-    return ", ".join(each.name for each in kept) or "none"
+    return ", ".join(kept) or "none"
 
 
 def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, schedule: Any) -> None:
@@ -286,9 +303,13 @@ def check_bytes(found: FoundCheckpoint, options: LoadOptions, queue: Queue, rank
         StoreError: If a tensor is damaged or cannot be read.
     """
     states = found.mode.states if options.states else KEPT
-    wanted = [name for name in found.places if State(name.partition(".")[2]) in states]
     # Round robin over all tensors: each is compared by exactly one rank.
-    work = [(each, name) for each in range(found.manifest.world_size) for name in wanted][rank::world_size]
+    work = [
+        (each, name)
+        for each, places_of in enumerate(found.places)
+        for name in places_of
+        if State(name.partition(".")[2]) in states
+    ][rank::world_size]
 
     def damaged(path: Path, name: str) -> None:
         raise StoreError(f"{path} is damaged: {name} does not match its checksum; load another checkpoint")
@@ -323,7 +344,7 @@ def compare_bytes(
     sums: dict[tuple[int, str], int] = {}
 
     def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-        offset = found.places[chunk.name].offset + chunk.start
+        offset = found.places[chunk.rank][chunk.name].offset + chunk.start
         chunk.reads.append(queue.read(files[chunk.rank], offset, buffer[: chunk.nbytes], checksum=True))
         return chunk.reads
 
@@ -333,7 +354,7 @@ def compare_bytes(
         # The manifest has one checksum for a whole tensor. Chunks end in order, so their checksums are joined.
         sums[key] = crc32c_joined(sums.get(key, 0), chunk.reads[0].crc32c(), chunk.nbytes)
         # More chunks of this tensor follow.
-        if chunk.start + chunk.nbytes < found.places[chunk.name].tensor.nbytes:
+        if chunk.start + chunk.nbytes < found.places[chunk.rank][chunk.name].tensor.nbytes:
             return
         path = found.folder / states_file(chunk.rank)
         if sums.pop(key) != found.manifest.files[path.name].sums[chunk.name]:
@@ -341,7 +362,7 @@ def compare_bytes(
 
     def chunks() -> Iterator[_Chunk]:
         for each, name in work:
-            nbytes = found.places[name].tensor.nbytes
+            nbytes = found.places[each][name].tensor.nbytes
             for start in range(0, nbytes, BUFFER_NBYTES):
                 yield _Chunk(each, name, start, min(BUFFER_NBYTES, nbytes - start), [])
 

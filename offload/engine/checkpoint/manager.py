@@ -146,7 +146,7 @@ class Checkpoints:
         components.gradients.clear()
         components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
-        CheckpointRestorer(found, components.shards, options, queue).run()
+        CheckpointRestorer(found, components.shards, options, queue, components.rank).run()
         components.pager.end_load()
         steps = (
             found.steps(components.layouts, self._state.parameter_steps)

@@ -25,6 +25,8 @@ class Source(NamedTuple):
     start: int
     trainable: bool
     """True if the elements have optimizer states in the checkpoint, in addition to the weight."""
+    rank: int = 0
+    """Of states that a torch optimizer keeps, the rank that has saved them."""
 
 
 class Difference(NamedTuple):
@@ -114,14 +116,22 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     return found
 
 
-def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
-    """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter."""
+def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], rank: int) -> list[Run]:
+    """Returns the runs of a torch optimizer's states, in words of the PACKED partitions, one for each parameter.
+
+    Args:
+        layout: The unit.
+        saved: The parameters of the checkpoint by name.
+        rank: This rank.
+    """
     found: list[Run] = []
-    for segment in layout.segments:
+    for segment in (segment for segment in layout.segments if segment.packed_rank == rank):
         place = saved.get(segment.name)
         # Packed states can only be copied if this optimizer keeps the same states of the parameter, in the same order.
         has = place is not None and place[1].kept == segment.kept
-        source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
+        source = None
+        if place is not None and has:
+            source = Source(place[0], place[1].packed.start, True, place[1].packed_rank)
         found.append(Run(segment.packed.start, segment.packed.stop, source))
     return found
 

@@ -19,7 +19,7 @@ from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions, open_st
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
 from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
+from offload.layout.flat_layout import WORD, Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, split
 from offload.states import State
 
@@ -46,10 +46,12 @@ class _Work(NamedTuple):
 class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
-    def __init__(self, found: FoundCheckpoint, shards: LocalShards, options: LoadOptions, queue: Queue) -> None:
+    def __init__(
+        self, found: FoundCheckpoint, shards: LocalShards, options: LoadOptions, queue: Queue, rank: int
+    ) -> None:
         self._found, self._shards, self._states, self._queue = found, shards, options.states, queue
         self._runs = [runs(layout, found.saved) for layout in shards.layouts]
-        self._packed_runs = [packed_runs(layout, found.saved) for layout in shards.layouts]
+        self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
         self._buffers = flow_buffers()
         self._files = open_states(found)
 
@@ -177,8 +179,12 @@ class CheckpointRestorer:
         store = self._shards.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
         mine = self._shards.mode.weights
-        for state in self._shards.states(unit) if share else ():
-            part = range(self._shards.layouts[unit].packed_numel) if state is State.PACKED else share
+        for state, nbytes in self._shards.states(unit).items() if share else ():
+            # A state that not every parameter has is that of the first elements; PACKED is in words of its own.
+            numel = min(nbytes // self._shards.mode.states[state].itemsize, len(share))
+            part = range(share.start, share.start + numel)
+            if state is State.PACKED:
+                part = range(nbytes // WORD)
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
@@ -300,16 +306,16 @@ class CheckpointRestorer:
         itemsize = found.mode.states[state].itemsize
         # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
-        place = found.places[tensor_name(source.unit, state)]
-        if state is State.PACKED:  # not partitioned: such an optimizer runs on one rank
-            shards = iter([SegmentShard(0, 0, source.start, segment.numel)])
+        name = tensor_name(source.unit, state)
+        if state is State.PACKED:  # of one rank, the home of the parameter
+            shards = iter([SegmentShard(source.rank, 0, source.start, segment.numel)])
         else:
             shards = segment_shards(found.layouts[source.unit], found.manifest.world_size, segment)
         for chunk in shards:
             first = (start + chunk.position) * itemsize
             yield self._queue.read(
                 self._files[chunk.rank],
-                place.offset + chunk.start * itemsize,
+                found.places[chunk.rank][name].offset + chunk.start * itemsize,
                 memory[first : first + chunk.numel * itemsize],
             )
 

@@ -159,7 +159,7 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
     def prepare() -> int:
         moment = take()
         taken.append((moment, safetensors.torch.save(dict(moment.contents))))
-        return sum(tensor.nbytes for tensor in _tensors(held, order, ranks.size).values()) + len(taken[0][1])
+        return sum(tensor.nbytes for tensor in _tensors(held, order, ranks).values()) + len(taken[0][1])
 
     # Room is checked once, on rank 0, for the files of all ranks.
     need = sum(ranks.settle(prepare)) + _SLACK
@@ -178,9 +178,9 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
             raise
 
 
-def _tensors(held: LocalShards, order: SaveRequest, world_size: int) -> dict[str, Tensor]:
-    """Returns the tensors of every rank's file of states."""
-    return tensors_of(held.layouts, held.mode, world_size, order.frozen)
+def _tensors(held: LocalShards, order: SaveRequest, ranks: AllOrNothing) -> dict[str, Tensor]:
+    """Returns the tensors of this rank's file of states."""
+    return tensors_of(held.layouts, held.mode, ranks.rank, ranks.size, order.frozen)
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
@@ -250,7 +250,7 @@ def _write(
             f"rank {ranks.rank} does not see {partial}, which rank 0 has created: save to a folder that all ranks share"
         )
     name = states_file(ranks.rank)
-    states = _write_states(held, partial / name, _tensors(held, order, ranks.size), queue)
+    states = _write_states(held, partial / name, _tensors(held, order, ranks), queue)
     write_new(partial / progress_file(ranks.rank), progress)
     return {name: states, progress_file(ranks.rank): (len(progress), {"": crc32c(progress)})}
 

@@ -4,7 +4,8 @@
     data       weights and gradients, between the devices' memories, through gloo on CPUs, NCCL on GPUs, and torch's
                default backend of any other accelerator
 
-One thread at a time may call: the thread that runs the model, or its backward. Every wait is a series of waits of one
+One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
+waits for it in `step()` (`optim.exchange`). Every wait is a series of waits of one
 second, so that Ctrl-C can end it (but not inside of a backward that torch runs on a thread of its own, as on a GPU:
 there the main thread waits in C++). Each rank also counts up every second in torch's own key-value store (`heartbeat`),
 by which the remaining ranks can tell which rank has ended when a connection breaks.
@@ -124,6 +125,23 @@ class Ranks:
         content = values.view(-1).view(torch.uint8)
         start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
         self._begin(start, "share weights").wait()
+
+    def swap(
+        self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
+    ) -> None:
+        """Sends each rank some elements, and receives some from each. The tensors are on the CPU, of one dtype.
+
+        Args:
+            received: (n,), filled with what each rank gives to this one, in rank order.
+            got: number of elements from each rank.
+            sent: (m,), what this rank gives, in rank order.
+            gives: number of elements for each rank.
+            to: the purpose, for messages.
+        """
+        size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
+        outs, ins = ([count * size for count in counts] for counts in (got, gives))
+        group = self._control
+        self._begin(lambda: dist.all_to_all_single(out, into, outs, ins, group=group, async_op=True), to).wait()
 
     # -- weights and gradients ----------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class CheckpointSource:
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
         name = tensor_name(unit, state)
-        place = self._found.places[name]
+        place = self._found.places[rank][name]
         assert start + len(buffer) <= place.tensor.nbytes
         future = self._queue.read(self._files[rank], place.offset + start, buffer, checksum=True)
         return Compared(future, partial(self._compare, rank, name, start))
@@ -60,7 +60,7 @@ class CheckpointSource:
         Raises:
             IoError: If the tensor has been read completely and differs from the saved one.
         """
-        place, file = self._found.places[name], states_file(rank)
+        place, file = self._found.places[rank][name], states_file(rank)
         total = crc32c_joined(self._sums.pop((rank, name), 0), crc, nbytes)
         if start + nbytes < place.tensor.nbytes:
             self._sums[rank, name] = total

@@ -16,7 +16,7 @@ from offload.engine.optim.torch_fallback import find_kept
 from offload.errors import ConfigError
 from offload.layout.config_request import rule_name
 from offload.layout.opaque_state import StateField
-from offload.layout.optimizers.matrices import MARK, MATRIX_RULES, states_of
+from offload.layout.optimizers.matrices import MARK, MATRIX_RULES
 from offload.layout.optimizers.of_torch import make
 from offload.sizes import count_of
 from offload.swapper.modes import ADAM, TORCH
@@ -181,17 +181,23 @@ def kept_by(optimizer: Optimizer, model: nn.Module) -> dict[str, tuple[StateFiel
     Raises:
         ConfigError: the optimizer cannot run parameter by parameter.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if optimizer.rule.name in MATRIX_RULES:
-        return {
-            names[id(parameter)]: states_of(optimizer.rule.name, tuple(parameter.shape), group[MARK])
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if id(parameter) in names
-        }
     if optimizer.rule.name != TORCH or optimizer.replaced is None:
         return {}
-    return find_kept(optimizer.replaced, names)
+    return find_kept(optimizer.replaced, _names(model))
+
+
+def matrices_by(optimizer: Optimizer, model: nn.Module) -> frozenset[str] | None:
+    """Returns the names of the parameters that the optimizer steps as matrices; None if it has no rule for them."""
+    if optimizer.rule.name not in MATRIX_RULES:
+        return None
+    names, groups = _names(model), optimizer.param_groups
+    marked = (id(parameter) for group in groups if group[MARK] for parameter in group["params"])
+    return frozenset(names[each] for each in marked if each in names)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Returns the names of the trainable parameters, by their ids."""
+    return {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def _check_covers(optimizer: Optimizer, model: nn.Module) -> None:

@@ -41,6 +41,7 @@ class _HostSteps:
 
     passes = 1
     in_place = False
+    cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
     def __init__(self, update: UnitUpdate, mode: Mode) -> None:
@@ -59,6 +60,7 @@ class _DeviceSteps:
 
     passes = 1
     in_place = True
+    cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
     def __init__(self, update: UnitUpdate, mode: Mode, device: Device) -> None:

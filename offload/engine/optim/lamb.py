@@ -46,6 +46,7 @@ class _LambSteps:
     """Steps of one unit. The first of two passes only computes norms, on copies of the moments."""
 
     in_place = False
+    cuts: Sequence[range] = ()
 
     def __init__(self, update: UnitUpdate, mode: Mode, passes: int) -> None:
         self._update, self._mode = update, mode

@@ -1,6 +1,8 @@
 """Updates by a torch optimizer without a kernel here: a tile is an entire unit, whose parameters step one by one.
 
-See `torch_fallback` for the step of one parameter apart from the others, and `opaque_state` for its packed states.
+See `torch_fallback` for the step of one parameter apart from the others, and `opaque_state` for its packed states. Of
+several ranks each has a tile of all its elements of a unit. A parameter that they divide steps on one of them, its home
+(see `exchange`), which keeps all its states.
 """
 
 from __future__ import annotations
@@ -10,69 +12,86 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from offload.engine.distributed.process_group import Ranks
+from offload.engine.optim.exchange import Exchange, carve
 from offload.engine.optim.torch_fallback import TorchSegment, TorchStep, cause, likeness
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.engine.optim.update_strategy import TileContent, UnitSteps
 from offload.errors import UsageError
-from offload.layout.flat_layout import UnitLayout
+from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, split
 from offload.layout.opaque_state import pack, unpack
+from offload.layout.optimizers.whole import Whole
 from offload.states import State
+from offload.swapper.modes import Mode
 
 
 class TorchUpdates:
     """Strategy of torch's optimizers. Belongs to the update worker, on whose thread alone it runs."""
 
     def __init__(
-        self, *, optimizer: torch.optim.Optimizer, layouts: Sequence[UnitLayout], scratch: torch.Tensor
+        self,
+        *,
+        optimizer: torch.optim.Optimizer,
+        mode: Mode,
+        layouts: Sequence[UnitLayout],
+        whole: Whole,
+        scratch: torch.Tensor,
+        ranks: Ranks | None,
     ) -> None:
         """Takes over the scratch memory.
 
         Args:
             optimizer: the user's optimizer, cloned for each step.
+            mode: the mode.
             layouts: the layout of each unit.
-            scratch: (n,) fp32 of the host arena, for a gradient and, if masters have no memory of their own, a master.
+            whole: sizes of parameters.
+            scratch: (n,) fp32 of the host arena, for a gradient and, if masters have no memory of their own, a master,
+                and for what ranks exchange.
+            ranks: all ranks; None if there is one.
         """
-        self._optimizer, self._layouts = optimizer, layouts
+        self._optimizer, self.layouts, self._rank = optimizer, layouts, 0 if ranks is None else ranks.rank
         self.scratch_nbytes = scratch.nbytes
-        # One buffer for all parameters: the gradient is at its start, the master at its end.
-        largest = max(s.numel for layout in layouts for s in layout.segments if s.trainable)
-        self._gradient, self._master = scratch[:largest], scratch[len(scratch) - largest :]
+        # Masters that have memory of their own take none: then the gradient's serves, which nobody asks for.
+        copied = State.MASTER_LOW_BITS in mode.weights or ranks is not None
+        sizes = (whole.parameter, whole.parameter if copied else 0, 2 * whole.traded)
+        self.gradient, self.master, traded = carve(scratch, *sizes)
+        self.exchange: Exchange | None = None
+        """Exchange of divided parameters; None on one rank."""
+        if ranks is not None:
+            self.exchange = Exchange(ranks=ranks, layouts=layouts, mode=mode, memory=traded)
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
         """Returns the same elements of every state but PACKED, of which a tile contains all words."""
-        return range(self._layouts[unit].packed_numel) if state is State.PACKED else range(start, stop)
+        return range(self.layouts[unit].packed_numel(self._rank)) if state is State.PACKED else range(start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit, which one tile contains entirely."""
         return _TorchSteps(self, update)
 
     def step(
-        self, unit: int, position: int, states: Mapping[State, torch.Tensor], gradient: torch.Tensor, step: TorchStep
-    ) -> None:
-        """Updates one parameter in place, by its `position` in the unit.
+        self, segment: Segment, master: torch.Tensor, gradient: torch.Tensor, words: torch.Tensor, step: TorchStep
+    ) -> torch.Tensor:
+        """Steps one parameter.
 
         Args:
-            unit: index of the unit.
-            position: index of the parameter in the unit.
-            states: states of the unit, (numel,) each, and PACKED.
-            gradient: (n,) of the parameter; not written.
+            segment: the parameter.
+            master: (numel,) fp32, which the step may change.
+            gradient: (numel,) fp32, unscaled, which the step may change.
+            words: the parameter's packed states, changed in place.
             step: options of the parameter's group, and the factor of the gradient.
+
+        Returns:
+            The new master, (numel,): in the memory of `master`, or of a tensor by which the optimizer has replaced it.
 
         Raises:
             UsageError: the optimizer's own code has raised.
         """
-        segment = self._layouts[unit].segments[position]
-        mine = {state: memory[segment.start : segment.stop] for state, memory in states.items()}
-        # Without PACKED the parameter has no packed states: its range is empty, and any tensor serves.
-        packed = states.get(State.PACKED, gradient)[segment.packed.start : segment.packed.stop].view(torch.uint8)
-        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
-        grad = self._gradient[: segment.numel].copy_(gradient).mul_(step.grad_scale)
-        master = join(mine, self._master[: segment.numel])
+        packed = words.view(torch.uint8)
         parameter = nn.Parameter(master.view(segment.shape))
         # Optimizers may read such attributes, for example a learning-rate factor for each layer.
         parameter.__dict__.update(step.attributes)
-        parameter.grad = grad.view(segment.shape)
+        parameter.grad = gradient.mul_(step.grad_scale).view(segment.shape)
         alone = likeness(self._optimizer, step.options, {parameter: unpack(segment.kept, packed)})
         try:
             type(self._optimizer).step(alone)
@@ -81,10 +100,7 @@ class TorchUpdates:
             raise UsageError(
                 f"the step of {type(self._optimizer).__name__} failed for {segment.name}: {cause(error)}"
             ) from error
-        after = parameter.detach().reshape(-1)
-        # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
-        if after.data_ptr() != mine[State.WEIGHT].data_ptr():
-            split(after, mine)
+        return parameter.detach().reshape(-1)
 
 
 class _TorchSteps:
@@ -92,15 +108,87 @@ class _TorchSteps:
 
     passes = 1
     in_place = False
+    cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
     def __init__(self, updates: TorchUpdates, update: UnitUpdate) -> None:
         self._updates, self._update = updates, update
+        self._segments = updates.layouts[update.unit].segments
 
     def run(self, tile: TileContent, last: bool) -> None:
-        """Steps all parameters of the unit, which the tile contains entirely."""
-        assert tile.gradient is not None
-        for position, segment in zip(self._update.parameters, self._update.segments, strict=True):
-            if isinstance(segment, TorchSegment):
-                gradient = tile.gradient[segment.start : segment.stop]
-                self._updates.step(self._update.unit, position, tile.states, gradient, segment.step)
+        """Steps all parameters of the unit, of which the tile contains all that this rank has."""
+        pairs = zip(self._update.parameters, self._update.segments, strict=True)
+        mine = {index: segment for index, segment in pairs if isinstance(segment, TorchSegment)}
+        for index, segment in mine.items():
+            if index not in self._update.shared:
+                self._step(self._segments[index], tile, segment)
+        if self._update.shared:
+            self._trade(tile, mine)
+
+    def _step(self, parameter: Segment, tile: TileContent, segment: TorchSegment) -> None:
+        """Steps a parameter of which this rank has all elements."""
+        states, gradient = _content(tile, segment)
+        # A copy of the gradient, because an optimizer may write into it. In fp32 the master is the weight itself.
+        own = self._updates.gradient[: len(gradient)].copy_(gradient)
+        master = join(states, self._updates.master[: len(gradient)])
+        _store(self._updates.step(parameter, master, own, _words(tile, parameter, own), segment.step), states)
+
+    def _trade(self, tile: TileContent, mine: Mapping[int, TorchSegment]) -> None:
+        """Steps the parameters that several ranks divide: master and gradient go to a home, the master comes back."""
+        exchange, shared = self._updates.exchange, self._update.shared
+        assert exchange is not None
+        masters, gradients = (
+            exchange.begin(self._update.unit, shared, torch.float32, number, of=2) for number in range(2)
+        )
+        away = [index for index in masters.away if index in mine]
+        for index in away:
+            states, gradient = _content(tile, mine[index])
+            place = masters.part(index, exchange.rank)
+            place.copy_(join(states, place))
+            gradients.part(index, exchange.rank).copy_(gradient)
+        masters.go()
+        gradients.go()
+        for each in masters.here:
+            parameter, segment = self._segments[each.number], mine[each.number]
+            states, gradient = _content(tile, segment)
+            master, whole = (memory[: parameter.numel] for memory in (self._updates.master, self._updates.gradient))
+            for rank, position, numel in each.parts:
+                here = slice(position, position + numel)
+                if rank == exchange.rank:
+                    master[here].copy_(join(states, master[here]))
+                    whole[here].copy_(gradient)
+                else:
+                    master[here].copy_(masters.part(each.number, rank))
+                    whole[here].copy_(gradients.part(each.number, rank))
+            after = self._updates.step(parameter, master, whole, _words(tile, parameter, whole), segment.step)
+            for rank, position, numel in each.parts:
+                here = slice(position, position + numel)
+                if rank == exchange.rank:
+                    split(after[here], states)
+                else:
+                    masters.part(each.number, rank).copy_(after[here])
+        masters.back()
+        for index in away:
+            split(masters.part(index, exchange.rank), _content(tile, mine[index])[0])
+
+
+def _content(tile: TileContent, segment: TorchSegment) -> tuple[dict[State, torch.Tensor], torch.Tensor]:
+    """Returns the states of a master and the gradient, (n,) each, of what a tile has of a parameter."""
+    assert tile.gradient is not None
+    own = slice(segment.start, segment.stop)
+    states: dict[State, torch.Tensor] = {
+        state: memory[own] for state, memory in tile.states.items() if state is not State.PACKED
+    }
+    return states, tile.gradient[own]
+
+
+def _words(tile: TileContent, parameter: Segment, other: torch.Tensor) -> torch.Tensor:
+    """Returns the packed states of a parameter in a tile; any tensor serves for one that has none, `other` here."""
+    return tile.states.get(State.PACKED, other)[parameter.packed.start : parameter.packed.stop]
+
+
+def _store(master: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
+    """Writes a new master into its states."""
+    # An fp32 weight that was changed in place is stored already. An optimizer may also replace `parameter.data`.
+    if master.data_ptr() != states[State.WEIGHT].data_ptr():
+        split(master, states)

@@ -31,6 +31,13 @@ class UnitUpdate:
     """Index in the unit of each segment's parameter."""
     ratios: tuple[float, ...] = ()
     """Trust ratio of each segment, for LAMB on several ranks; see `lamb_norms`."""
+    shared: tuple[int, ...] = ()
+    """Indices in the unit of parameters that several ranks step as a whole, together; the same on every rank."""
+
+    @property
+    def changes(self) -> bool:
+        """True if the update changes this rank's elements, or takes part in steps of other ranks."""
+        return bool(self.segments or self.edits or self.shared)
 
 
 def grad_scale(norm: float, clip: float, loss_scale: float) -> float:
@@ -138,23 +145,34 @@ class UpdateBuilder:
         part = self._trainable[unit]
         segments: list[kernels.Segment | TorchSegment | MatrixSegment] = []
         parameters: list[int] = []
+        shared: list[int] = []
         for position in sorted(present):
             segment = self._layouts[unit].segments[position]
             start, stop = part_of(part, segment.start, segment.stop)
             group = settings[id(self._parameters[unit][position])]
             step = self._optimizer.rule.step(group, counts[position], scale)
+            # Ranks have equally many elements of a unit each.
+            borders = segment.start // len(part), (segment.stop - 1) // len(part)
+            if isinstance(step, TorchStep | MuonStep | SinkGDStep) and segment.numel and borders[0] < borders[1]:
+                shared.append(position)
             if start < stop:
                 if isinstance(step, TorchStep):
                     attributes = attributes_of(self._parameters[unit][position])
                     segments.append(TorchSegment(start, stop, step._replace(attributes=attributes)))
                 elif isinstance(step, MuonStep | SinkGDStep):
-                    segments.append(MatrixSegment(start, stop, step))
+                    segments.append(MatrixSegment(start, stop, step, self._noise(unit, counts[position], part, start)))
                 else:
                     segments.append(
                         kernels.Segment(start, stop, step, self._noise(unit, counts[position], part, start))
                     )
                 parameters.append(position)
-        return UnitUpdate(unit=unit, numel=len(part), segments=tuple(segments), parameters=tuple(parameters))
+        return UnitUpdate(
+            unit=unit,
+            numel=len(part),
+            segments=tuple(segments),
+            parameters=tuple(parameters),
+            shared=tuple(shared),
+        )
 
     def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
         """Returns the noise that rounds the moments from element `start` of `part` on; None for fp32 moments.

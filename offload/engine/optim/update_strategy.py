@@ -3,8 +3,8 @@
     worker      tiles, reads, copies, writes, publication of weights, commits
     strategy    number of passes over the tiles, content of a tile for each state, arithmetic on a tile
 
-Each way to step has one strategy: `fused` (one kernel, in one pass), `lamb` (norms first) and `torch_updates` (an
-optimizer of torch). Values that a user sets are written by `EditSteps`, under every strategy.
+Each way to step has one strategy: `fused` (one kernel, in one pass), `lamb` (norms first), `matrices` (Muon and SinkGD)
+and `torch_updates` (an optimizer of torch). Values that a user sets are written by `EditSteps`, under every strategy.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class UnitSteps(Protocol):
     @property
     def in_place(self) -> bool:
         """True if states and gradient are updated in their own memory on the device, without a copy to the host."""
+
+    @property
+    def cuts(self) -> Sequence[range]:
+        """Elements of each tile, in order; empty for tiles of the worker's own size."""
 
     @property
     def drafts(self) -> Sequence[State]:
@@ -96,6 +100,7 @@ class EditSteps:
 
     passes = 1
     in_place = False
+    cuts: Sequence[range] = ()
     drafts: Sequence[State] = ()
 
     def __init__(self, edits: Sequence[Edit], mode: Mode) -> None:

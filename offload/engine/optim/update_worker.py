@@ -111,10 +111,10 @@ class UpdateWorker:
         # Done first: the worker may begin as soon as it sees an update, and no thread may use the units then.
         with self._speculative.paused():
             self._pager.begin_updates([update.unit for update in updates])
-        mine = [update for update in updates if update.segments or update.edits]
+        mine = [update for update in updates if update.changes]
         self._gradients.give([update.unit for update in mine if update.segments])
         for update in updates:
-            if not update.segments and not update.edits:  # all changes of the unit are on other ranks
+            if not update.changes:  # all changes of the unit are on other ranks
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
         with self._pager.lock:
             assert not self._queue and self._commit_step is None, "one step in flight at most"
@@ -303,7 +303,7 @@ class UpdateWorker:
         return UnitFacts(
             on_disk=shards.sizes[unit].tier is Tier.DISK
             and all(
-                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.mode.states
+                shards.stored(unit, state) and (unit, state) not in shards.residents for state in shards.states(unit)
             ),
             gradient_on_host=self._gradients.is_on_host(unit),
             newest=store.newest[unit],

@@ -40,7 +40,6 @@ from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
 from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
-from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -273,11 +272,26 @@ def _strategy(
     if plan.mode.optimizer == TORCH:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None and optimizer.replaced is not None
-        return TorchUpdates(optimizer=optimizer.replaced, layouts=plan.layouts, scratch=scratch.tensor(torch.float32))
-    if plan.mode.optimizer in MATRIX_RULES:
+        return TorchUpdates(
+            optimizer=optimizer.replaced,
+            mode=plan.mode,
+            layouts=plan.layouts,
+            whole=plan.parts.whole,
+            scratch=scratch.tensor(torch.float32),
+            ranks=plan.ranks,
+        )
+    if plan.mode.matrix_rule:
         scratch = host.tiles.take(plan.placement.scratch_nbytes)
         assert scratch is not None
-        return MatrixUpdates(layouts=plan.layouts, scratch=scratch.tensor(torch.float32), device=held.device)
+        return MatrixUpdates(
+            mode=plan.mode,
+            layouts=plan.layouts,
+            parts=plan.trainable,
+            whole=plan.parts.whole,
+            scratch=scratch.tensor(torch.float32),
+            device=held.device,
+            ranks=plan.ranks,
+        )
     if plan.mode.optimizer == LAMB:
         return LambUpdates(mode=plan.mode)
     return FusedUpdates(mode=plan.mode, device=held.device, gradients=gradients)

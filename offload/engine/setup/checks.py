@@ -10,30 +10,14 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
-from offload.engine.optim.algorithms import RULES
+from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.optimizers.matrices import MATRIX_RULES
 from offload.sizes import count_of
-from offload.swapper.modes import TORCH, Mode, dtype_name
-
-
-def check_alone(optimizer: str, world_size: int) -> None:
-    """Raises `ConfigError` if an optimizer that needs whole parameters would have to work on partitions of them."""
-    if world_size == 1:
-        return
-    if optimizer == TORCH:
-        raise ConfigError(
-            f"an optimizer without a kernel needs complete parameters, but {world_size} ranks store shards of them; "
-            "train on one rank, or with AdamW"
-        )
-    if optimizer in MATRIX_RULES:
-        raise ConfigError(
-            f"{RULES[optimizer].title({})} needs whole matrices, but {world_size} ranks store shards of them, and "
-            "gathering matrices for an update is not built; train on one rank, or with AdamW"
-        )
+from offload.swapper.memory.device import Device
+from offload.swapper.modes import MUON, Mode, dtype_name
 
 
 def check_partitioned_activations(config: Config, world_size: int) -> None:
@@ -47,7 +31,13 @@ def check_partitioned_activations(config: Config, world_size: int) -> None:
 
 
 def check_same(
-    ranks: Ranks, config: Config, batch: Batch, mode: Mode, layouts: Sequence[UnitLayout], model: nn.Module
+    ranks: Ranks,
+    config: Config,
+    batch: Batch,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    model: nn.Module,
+    device: Device,
 ) -> None:
     """Compares config and model of all ranks. Collective.
 
@@ -58,6 +48,7 @@ def check_same(
         mode: States and dtypes.
         layouts: All units.
         model: The model before it is taken over.
+        device: The compute device.
 
     Raises:
         ConfigError: If the ranks differ, on every rank.
@@ -87,6 +78,8 @@ def check_same(
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
         "frozen": config.offload.frozen,
+        # Ranks send each other matrices of Muon in this dtype.
+        "Muon's products in bf16": in_bf16(device) if mode.optimizer == MUON else None,
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [

@@ -123,7 +123,7 @@ def _run_facts(plan: Plan) -> RunFacts:
         one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(
-            part and all(row.get(state) is Tier.DISK for state in plan.mode.states)
+            part and all(tier is Tier.DISK for state, tier in row.items() if state is not State.GRAD)
             for part, row in zip(plan.trainable, plan.placement.tiers, strict=True)
         ),
     )

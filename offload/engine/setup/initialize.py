@@ -166,7 +166,8 @@ def _initialize(
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
-    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept)
+    matrices = optimizer_choice.matrices_by(chosen, model)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = (*_as_trained(loaded, plan.world_size, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))

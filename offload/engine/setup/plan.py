@@ -6,7 +6,7 @@ be equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,6 @@ from offload.engine.activations.policy import check_tier
 from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.setup.checks import (
-    check_alone,
     check_batch_norm,
     check_model,
     check_partitioned_activations,
@@ -105,6 +104,7 @@ def decide(
     ranks: Ranks | None,
     optimizer: str,
     kept: Mapping[str, tuple[StateField, ...]],
+    matrices: Collection[str] | None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -116,6 +116,7 @@ def decide(
         ranks: All ranks; None if there is only one.
         optimizer: Name of the optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
+        matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -125,7 +126,6 @@ def decide(
     rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
     # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
-    check_alone(optimizer, world_size)
     check_partitioned_activations(config, world_size)
     check_tier(config.activation_tier, bool(config.drives))
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
@@ -133,12 +133,12 @@ def decide(
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
     stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype)
-    layouts = layouts_of(model, units, world_size, kept, stored)
+    layouts = layouts_of(model, units, world_size, kept, stored, matrices)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
         # Before the disks are inspected: ranks with different configs would look for different runs.
-        check_same(ranks, config, batch, mode, layouts, model)
+        check_same(ranks, config, batch, mode, layouts, model, device)
     device_kernels, why_not = _device_kernels(device)
     request = _request(config, layouts, optimizer, batch, _machine(config, device, ranks, device_kernels), ranks)
     memory, found = _with_disks(place_states(request), ranks)

@@ -1,26 +1,28 @@
 """Optimizers with a rule for matrices, Muon and SinkGD: the parameters that are matrices, and the states of each.
 
-    a matrix of Muon      momentum_buffer             4 bytes an element
+    a matrix of Muon      momentum_buffer             4 bytes an element, in the place of exp_avg
     a matrix of SinkGD    nothing
     any other parameter   exp_avg, exp_avg_sq         8 bytes an element: AdamW
 
-Pure functions of the model. A run and the planner decide by them.
+Pure functions of the model and its layout. A run and the planner decide by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.flat_layout import UnitLayout, with_kept
-from offload.layout.opaque_state import StateField
-from offload.swapper.modes import MUON, SINKGD
+from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.states import State
+from offload.swapper.modes import MUON, NOT_OF_MATRICES, Mode
 
-MATRIX_RULES = (MUON, SINKGD)
+MATRIX_RULES = tuple(NOT_OF_MATRICES)
 """Names of the rules that step matrices in their own way, and all other parameters by AdamW."""
+MOMENTUM = "momentum_buffer"
+"""torch's name of the state of a matrix of Muon."""
 MARK = "use_muon"
 """Attribute of a parameter, and key of a group, by which a user decides; DeepSpeed's name."""
 _ENDS = ("embed", "lm_head")
@@ -69,54 +71,47 @@ def checked_mark(mark: Any, name: str, shape: Sequence[int]) -> bool:
     return bool(mark)
 
 
-def states_of(rule: str, shape: tuple[int, ...], matrix: bool) -> tuple[StateField, ...]:
-    """Returns the states that a rule of `MATRIX_RULES` keeps for a parameter.
+def states_of(mode: Mode, layout: UnitLayout, segment: Segment) -> dict[str, State]:
+    """Returns the moments that a kernel of ours keeps of a parameter, by the names that torch gives them.
 
     Args:
-        rule: name of the rule.
-        shape: shape of the parameter.
-        matrix: True if the rule steps the parameter as a matrix.
+        mode: the mode.
+        layout: the parameter's unit.
+        segment: the parameter.
     """
-    if not matrix:
-        return (StateField("exp_avg", "float32", shape), StateField("exp_avg_sq", "float32", shape))
-    return (StateField("momentum_buffer", "float32", shape),) if rule == MUON else ()
+    if not (mode.matrix_rule and layout.is_matrix(segment)):
+        return {state.value: state for state in mode.moments if state is not State.PACKED}
+    of_matrices = [state for state in mode.moments if state not in mode.partial]
+    return dict(zip((MOMENTUM,), of_matrices, strict=False))
 
 
-def with_matrices(layouts: Sequence[UnitLayout], model: nn.Module) -> tuple[UnitLayout, ...]:
-    """Returns the layouts of a model's units, whose segments know which of them are matrices."""
-    matrices = matrices_of(model)
-    return tuple(
-        layout._replace(segments=tuple(s._replace(matrix=s.name in matrices) for s in layout.segments))
-        for layout in layouts
-    )
-
-
-def with_states(layouts: Sequence[UnitLayout], rule: str) -> tuple[UnitLayout, ...]:
-    """Returns the layouts with the states that the optimizer keeps of each trainable parameter.
+def for_rule(
+    layouts: Sequence[UnitLayout], rule: str, matrices: Collection[str], world_size: int
+) -> tuple[UnitLayout, ...]:
+    """Returns the layouts as a rule needs them: with the matrices last, if it has a way of its own for them.
 
     Args:
-        layouts: the layout of each unit, from `with_matrices`.
-        rule: name of the optimizer's rule; one outside of `MATRIX_RULES` changes nothing.
+        layouts: the layout of each unit.
+        rule: name of the optimizer's rule.
+        matrices: names of the parameters that are matrices.
+        world_size: number of ranks.
     """
     if rule not in MATRIX_RULES:
         return tuple(layouts)
-    return tuple(
-        with_kept(layout, {s.name: states_of(rule, s.shape, s.matrix) for s in layout.segments if s.trainable})
-        for layout in layouts
-    )
+    return tuple(arrange(layout.name, layout.segments, world_size, matrices) for layout in layouts)
 
 
 def product_flops(layouts: Sequence[UnitLayout], rule: str, iterations: int) -> float:
     """Returns the floating-point operations of Muon's products in one step; 0 for other rules.
 
     Args:
-        layouts: the layout of each unit, from `with_matrices`.
+        layouts: the layout of each unit, from `for_rule`.
         rule: name of the optimizer's rule.
         iterations: Newton-Schulz iterations.
     """
     if rule != MUON:
         return 0.0
-    matrices = (s for layout in layouts for s in layout.segments if s.matrix and s.trainable)
+    matrices = (segment for layout in layouts for segment in layout.segments if layout.is_matrix(segment))
     return float(iterations) * sum(_flops(s.shape) for s in matrices)
 
 

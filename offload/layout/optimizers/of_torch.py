@@ -91,7 +91,7 @@ def make(name: str, params: Sequence[Any], arguments: Mapping[str, Any]) -> torc
 
 
 def with_states_of_torch(
-    layouts: Sequence[UnitLayout], name: str, arguments: Mapping[str, Any]
+    layouts: Sequence[UnitLayout], name: str, arguments: Mapping[str, Any], world_size: int = 1
 ) -> tuple[UnitLayout, ...]:
     """Returns the layouts with the states that an optimizer of torch keeps of each trainable parameter.
 
@@ -102,6 +102,7 @@ def with_states_of_torch(
         layouts: the layout of each unit.
         name: name of the class.
         arguments: the arguments of the class.
+        world_size: number of ranks.
     """
     known: dict[tuple[int, ...], tuple[StateField, ...]] = {}
     found = []
@@ -110,7 +111,7 @@ def with_states_of_torch(
         for segment in trainable:
             if segment.shape not in known:
                 known[segment.shape] = _states(name, arguments, segment.shape)
-        found.append(with_kept(layout, {segment.name: known[segment.shape] for segment in trainable}))
+        found.append(with_kept(layout, {segment.name: known[segment.shape] for segment in trainable}, world_size))
     return tuple(found)
 
 

@@ -58,9 +58,8 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
     # The embedding takes the remainder of the division, so that the sizes sum to `parameters` exactly.
     sizes = [outer + parameters - 2 * outer - inner * layers, *[inner] * layers, outer]
     names = ["embedding", *(f"layers.{index}" for index in range(layers)), "head"]
-    layouts = tuple(
-        _layout(name, size, matrix=name.startswith("layers.")) for name, size in zip(names, sizes, strict=True)
-    )
+    layouts = tuple(_layout(name, size) for name, size in zip(names, sizes, strict=True))
+    matrices = frozenset(_weight(name) for name in names[1:-1])
     tokens = sequence * hidden
     # 2 operations per weight and token, and 4 * sequence * hidden per token for the two products of attention.
     flops = 2.0 * inner * sequence + 4.0 * sequence * tokens
@@ -87,13 +86,19 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
             layers + 1, 2.0 * outer * sequence, 57.0 * logits, _FP32 * logits, itemsize * tokens, largest=_FP32 * logits
         ),
     )
-    return Shape(f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize)
+    return Shape(
+        f"{parameters / 1e9:.3g}B in {layers} layers", layouts, uses, _FP32 * logits, sequence, None, itemsize, matrices
+    )
 
 
-def _layout(name: str, numel: int, matrix: bool) -> UnitLayout:
-    """Returns the layout of a unit of one parameter, which stands for many matrices if `matrix` is true."""
-    found = lay_out(name, [(f"{name}.weight", nn.Parameter(torch.empty(numel, device="meta")))], 1)
-    return found._replace(segments=tuple(segment._replace(matrix=matrix) for segment in found.segments))
+def _layout(name: str, numel: int) -> UnitLayout:
+    """Returns the layout of a unit of one parameter, which stands for all those of a layer."""
+    return lay_out(name, [(_weight(name), nn.Parameter(torch.empty(numel, device="meta")))], 1)
+
+
+def _weight(name: str) -> str:
+    """Returns the name of the parameter of a unit."""
+    return f"{name}.weight"
 
 
 def _hidden(parameters: int, layers: int) -> int:

@@ -17,7 +17,7 @@ from torch import nn
 from offload.errors import ConfigError
 from offload.layout.flat_layout import Stored, layouts_of
 from offload.layout.frozen.choice import stored_as_blocks
-from offload.layout.optimizers.matrices import with_matrices
+from offload.layout.optimizers.matrices import matrices_of
 from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
 from offload.planner.model_shape.shape import Shape
@@ -270,12 +270,13 @@ def _counted(
     itemsize = max((weight.itemsize for weight in weights), default=2)
     return Shape(
         name,
-        with_matrices(layouts_of(model, units, stored=stored), model),
+        layouts_of(model, units, stored=stored),
         tuple(counter.uses()),
         counter.largest,
         sequence,
         None if text is None else positions_of(text),
         itemsize,
+        matrices_of(model),
     )
 
 

@@ -61,6 +61,8 @@ class Shape(NamedTuple):
     """Most tokens of a sequence, by the model's config; None if there is no limit."""
     itemsize: int = 2
     """Bytes of an element of weights and activations."""
+    matrices: frozenset[str] = frozenset()
+    """Names of the parameters that Muon and SinkGD step as matrices."""
 
     @property
     def parameters(self) -> int:

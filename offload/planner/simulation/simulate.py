@@ -89,6 +89,7 @@ def simulate(
     steps: int = 3,
     speculate: bool = False,
     counted: int = 1,
+    tile_buffers: int | None = None,
 ) -> Simulation:
     """Simulates steps that all make the same uses, and returns the result for the last ones.
 
@@ -104,6 +105,7 @@ def simulate(
         steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
             later ones.
         speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
+        tile_buffers: most tiles of the update worker in flight; None for those of most optimizers.
         counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
 
     Raises:
@@ -111,7 +113,7 @@ def simulate(
     """
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
-    updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap)
+    updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap, tile_buffers)
     loop = _Loop(uses, overlap, pager, updater, machine)
     loop.run(steps)
     # Counters only grow, so the last steps are the differences of the last marks.

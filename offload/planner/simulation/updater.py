@@ -35,6 +35,8 @@ class UpdateCost(NamedTuple):
     """Bytes of a gradient that spills: written after the unit's last use, read by the update."""
     revocable: bool = False
     """True if the store keeps the states from before the update, so that the update may be done again or dropped."""
+    stops: tuple[int, ...] = ()
+    """Ends of tiles, in elements; empty for tiles of one size. Each element counts as many bytes as the mean one."""
 
 
 class _Job:
@@ -73,6 +75,7 @@ class SimulatedUpdater:
         pager: SimulatedPager,
         machine: Machine,
         speculate: bool,
+        tile_buffers: int | None = None,
     ) -> None:
         """Starts idle.
 
@@ -82,6 +85,7 @@ class SimulatedUpdater:
             pager: the pager, which shares host buffers with the updates.
             machine: hardware that performs the work.
             speculate: True to update a unit as soon as its gradient is complete, where the update is revocable.
+            tile_buffers: most tiles in flight; None for those of optimizers that step element by element.
         """
         self._costs, self._tile_numel, self._pager, self._machine = costs, tile_numel, pager, machine
         self._weights, self._speculate = SimulatedWeightUpdates(pager), speculate
@@ -98,7 +102,7 @@ class SimulatedUpdater:
         self._job: _Job | None = None
         self._reading: deque[_Tile] = deque()
         self._writing: deque[_Tile] = deque()
-        self._free = TILE_BUFFERS
+        self._free = TILE_BUFFERS if tile_buffers is None else tile_buffers
         self._busy = False
         self._flushing = 0
 
@@ -176,7 +180,9 @@ class SimulatedUpdater:
         if not self._free if buffered else len(self._reading) >= TILE_BUFFERS:
             return None
         start, stop = job.next_start, job.cost.numel
-        if self._tile_numel is not None:
+        if job.cost.stops:
+            stop = next(each for each in job.cost.stops if each > start)
+        elif self._tile_numel is not None:
             stop = min(start + self._tile_numel, stop)
         job.next_start = stop
         job.unwritten_tiles += 1

@@ -25,7 +25,6 @@ from offload.planner.simulation.machine import Rates
 from offload.planner.simulation.simulate import Use
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import State, Tier
-from offload.swapper.memory.host_arena import TILE_BUFFERS
 
 
 class _Updates(NamedTuple):
@@ -75,7 +74,7 @@ def least(
     costs = _as_read(costs, memory)
     again, buffer_nbytes = _again(memory), _buffers_of_updates(memory, speculates)
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
-    tiles = TILE_BUFFERS * tile_numel
+    tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
     whole = sum(max(sum(use.seconds for use in one), again / rates.read) for one in others)
     elapsed = _completed(others) if speculates else {}

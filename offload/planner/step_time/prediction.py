@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.optimizers.matrices import product_flops
+from offload.layout.optimizers.whole import cuts
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
@@ -154,7 +155,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     """
     passes = _passes(memory, shape, hardware, load)
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    costs = _costs(memory)
     rates = rates_of(memory, hardware)
     early = speculates(memory, load)
     found = simulate(
@@ -169,6 +170,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         _SPECULATIVE_STEPS if early else _STEPS,
         early,
         _COUNTED if early else 1,
+        memory.placement.tile_buffers,
     )
     compute = sum(use.seconds for one in passes for use in one)
     # If both are the same sum, rounding may differ.
@@ -246,6 +248,18 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
     # Copies; on a CPU also the kernel, on the same cores.
     spent["DRAM" if on_cpu else "PCIe"] += rest
     return max(spent.items(), key=lambda each: each[1])
+
+
+def _costs(memory: Memory) -> list[UpdateCost | None]:
+    """Returns the cost of each unit's update, with the ends of tiles where these are borders of matrices."""
+    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    if not memory.mode.matrix_rule:
+        return costs
+    tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
+    return [
+        None if cost is None else cost._replace(stops=tuple(tile.stop for tile in each))
+        for cost, each in zip(costs, tiles, strict=True)
+    ]
 
 
 def _tile_numel(memory: Memory) -> int:

@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import torch
 
+from offload.precision import products_in_bf16
+from offload.swapper.memory.device import Device
+
 _SMALLEST_NORM = 1e-7
 """Bound below the norm of a momentum, which is divided by it; torch's."""
 _SMALLEST_LINE = 1e-20
@@ -28,10 +31,14 @@ class Workspace(NamedTuple):
     """Rows times columns. The caller writes the matrix here."""
     other: torch.Tensor
     """Rows times columns."""
-    gram: torch.Tensor
-    """The square of the smaller of both."""
     polynomial: torch.Tensor
-    """The same."""
+    """The square of the smaller of both."""
+
+
+def in_bf16(device: Device) -> bool:
+    """Returns True if a device makes the products of Muon in bf16, else in fp32."""
+    # Without instructions for it a product in bf16 takes a hundred times as long as in fp32.
+    return not device.host_addressable or products_in_bf16()
 
 
 def orthogonalize(
@@ -54,9 +61,11 @@ def orthogonalize(
     given = workspace.matrix[:numel].view(shape)
     x = given.T if tall else given
     x.div_(x.norm().clamp(min=_SMALLEST_NORM))  # the largest singular value is now 1 at most
-    gram, polynomial = (each[: small * small].view(small, small) for each in (workspace.gram, workspace.polynomial))
+    polynomial = workspace.polynomial[: small * small].view(small, small)
     free, used = workspace.other[:numel].view(small, large), workspace.matrix[:numel].view(small, large)
     for _ in range(steps):
+        # Read before the new matrix takes its place.
+        gram = free.view(-1)[: small * small].view(small, small)
         torch.mm(x, x.T, out=gram)
         torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
         torch.addmm(x, polynomial, x, beta=a, out=free)

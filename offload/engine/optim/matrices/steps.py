@@ -11,7 +11,7 @@ from offload.layout.optimizers.matrices import MARK
 
 
 class MuonStep(NamedTuple):
-    """A step of Muon (Jordan et al. 2024), as `torch.optim.Muon` makes it. State: momentum_buffer."""
+    """A step of Muon (Jordan et al. 2024), as `torch.optim.Muon` makes it. State: a momentum."""
 
     lr: float
     momentum: float
@@ -47,11 +47,13 @@ MatrixStep: TypeAlias = MuonStep | SinkGDStep
 
 
 class MatrixSegment(NamedTuple):
-    """A step for elements [start, stop) of a unit, which are one matrix."""
+    """A step for elements [start, stop) of a rank's partition, which are a matrix, or what the rank has of it."""
 
     start: int
     stop: int
     step: MatrixStep
+    noise: kernels.Noise | None = None
+    """Rounds a bf16 momentum; None for fp32."""
 
 
 def muon(group: Mapping[str, Any], count: int, grad_scale: float) -> MuonStep | kernels.AdamWStep:

@@ -56,6 +56,11 @@ class Cut:
     """Number of passes over the unit before this one."""
 
 
+def even_cuts(numel: int, tile_numel: int) -> tuple[range, ...]:
+    """Returns the elements of tiles that are all of one size, but the last."""
+    return tuple(range(start, min(start + tile_numel, numel)) for start in range(0, numel, tile_numel))
+
+
 class Fate(enum.Enum):
     """What is known about the use of an update's results."""
 
@@ -87,7 +92,7 @@ class Job:
             steps: the arithmetic.
             host_buffer: host buffer of the unit's weights, or None.
             delivered: True if the weights may be used once computed, before they are written.
-            tile_numel: largest number of elements of a tile.
+            tile_numel: largest number of elements of a tile, where the arithmetic asks for no other tiles.
             fate: OPEN for an update under the backward. Then `host_buffer` contains the unit's old weights.
         """
         self.fate = fate
@@ -100,7 +105,7 @@ class Job:
         """True if the weights may be used once computed, before they are written."""
         self.writes: dict[State, list[tuple[int, Future]]] = {}
         """Start and future of each write that has ended, tile after tile."""
-        self._tile_numel = tile_numel
+        self._cuts = steps.cuts or even_cuts(update.numel, tile_numel)
         self._next = self._passed = self._unwritten = 0
 
     @property
@@ -110,13 +115,13 @@ class Job:
 
     def cut(self) -> Cut:
         """Advances to the next tile, and returns its elements."""
-        start, stop = self._next, min(self._next + self._tile_numel, self.update.numel)
-        found = Cut(start, stop, self._passed)
-        self._next = stop
+        elements = self._cuts[self._next]
+        found = Cut(elements.start, elements.stop, self._passed)
+        self._next += 1
         # Tiles of the last pass alone are written.
         if self.is_last(found):
             self._unwritten += 1
-        if stop == self.update.numel:
+        if self._next == len(self._cuts):
             self._next, self._passed = 0, self._passed + 1
         return found
 

@@ -29,7 +29,7 @@ class RunFacts:
     """True if the config allows them."""
     ranks: int
     one_pass: bool
-    """True if the update rule steps element by element, in one pass of a kernel of ours."""
+    """True if the update rule is one of ours, and needs one pass."""
     commits: bool
     """True if the store has two slots of each state, and commits them."""
     on_disk: bool
@@ -38,8 +38,8 @@ class RunFacts:
 
 def run_may_speculate(facts: RunFacts) -> bool:
     """Returns True if updates of the run may be made under the backward."""
-    # Ranks would have to agree on every guess. LAMB needs norms first; torch's optimizers, Muon and SinkGD step whole
-    # matrices, so that a unit is one tile, without room for its old states beside.
+    # Ranks would have to agree on every guess. LAMB needs norms first, and a tile of torch's optimizers is an entire
+    # unit, without room for its old states beside.
     return facts.wanted and facts.ranks == 1 and facts.one_pass and facts.commits and facts.on_disk
 
 
