@@ -43,12 +43,14 @@ WORD = 4
 
 
 class Stored(NamedTuple):
-    """Form in which a frozen parameter is stored as blocks."""
+    """Form in which a frozen parameter is stored that is not stored as values."""
 
     form: str
-    """Name of the block format; see `offload.kernels.blocks`."""
+    """Name of the block format; see `offload.kernels.blocks`. Empty for the bytes of inner tensors."""
     numel: int
-    """Elements of the weights' dtype whose memory the blocks take."""
+    """Elements of the weights' dtype whose memory the blocks or bytes take."""
+    inner: tuple[StateField, ...] = ()
+    """Inner tensors; see `offload.layout.frozen.opaque`."""
 
 
 class Segment(NamedTuple):
@@ -58,7 +60,7 @@ class Segment(NamedTuple):
     shape: tuple[int, ...]
     start: int
     numel: int
-    """Elements in the partitions: those of the parameter, or those whose memory its blocks take."""
+    """Elements in the partitions: those of the parameter, or those whose memory its blocks or bytes take."""
     trainable: bool
     kept: tuple[StateField, ...] = ()
     """States of the parameter, for an optimizer whose states are packed."""
@@ -68,6 +70,8 @@ class Segment(NamedTuple):
     """True if Muon and SinkGD step the parameter as a matrix; set by the planner, where a run has groups."""
     form: str = ""
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
+    inner: tuple[StateField, ...] = ()
+    """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
 
     @property
     def value_numel(self) -> int:
@@ -155,7 +159,7 @@ def lay_out(
         name: the unit's name.
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
-        stored: frozen parameters that are stored as blocks, by name.
+        stored: frozen parameters that are stored as blocks or bytes, by name.
     """
     step = _PARTITION_ALIGNMENT * world_size
     named_parameters = list(parameters)
@@ -164,10 +168,11 @@ def lay_out(
     # Three passes: parameters keep the model's order among those that train, that are frozen, and that are blocks.
     for trainable, blocks in ((True, False), (False, False), (False, True)):
         for parameter_name, parameter in named_parameters:
-            if parameter.requires_grad is trainable and (not trainable and parameter_name in stored) is blocks:
-                form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
+            here = None if trainable else stored.get(parameter_name)
+            if parameter.requires_grad is trainable and (here is not None and bool(here.form)) is blocks:
+                form, numel, inner = here or Stored("", parameter.numel())
                 shape = tuple(parameter.shape)
-                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form))
+                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form, inner=inner))
                 end = align_up(end + numel, _ALIGNMENT)
         # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
         if trainable:
@@ -207,7 +212,7 @@ def layouts_of(
         units: the division of its parameters.
         world_size: number of ranks.
         kept: the states of an optimizer of torch, by parameter name.
-        stored: frozen parameters that are stored as blocks, by name.
+        stored: frozen parameters that are stored as blocks or bytes, by name.
     """
 
     def layout(unit: Unit) -> UnitLayout:
