@@ -11,6 +11,7 @@ is called.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from offload.engine._native import Handle
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.params.module_hooks import ModuleHooks
-from offload.engine.params.opaque.paged_tensor import ParameterBytes
+from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes
 from offload.engine.params.opaque.takeover import ordinary
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
@@ -279,19 +280,24 @@ class WeightEdits:
             if handle is None or prefix + name not in state:
                 continue
             if self._layouts[handle.unit].segments[handle.position].inner:
-                self._replace_bytes(state, prefix + name)
+                self._replace_bytes(state, prefix, name)
                 continue
             if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
             elif not handle.gathered:
                 state[prefix + name] = self.weight(handle.unit, handle.position)
 
-    def _replace_bytes(self, state: dict[str, Any], name: str) -> None:
-        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out."""
-        for key in [key for key in state if key == name or key.startswith(f"{name}.")]:
-            if self._without_frozen:
+    def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
+        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
+
+        Beside the parameter these are entries that its module makes of it, such as scales, under names of their own.
+        """
+        # A module's entries are the last ones when its hooks run.
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
+            mine = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
+            if mine and self._without_frozen:
                 del state[key]
-            else:
+            elif mine:
                 state[key] = ordinary(state[key]).to("cpu")
 
     def handle(self, parameter: Any) -> ParamHandle | None:
