@@ -33,8 +33,8 @@ _VALUES = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64
 OWN = "data"
 """Name of the inner tensor that is the parameter itself, where its class wraps no others."""
 
-_INT8, _FOUR_BITS = "Int8Params", "Params4bit"
-"""Names of the classes of bitsandbytes, which need not be installed."""
+_INT8 = "Int8Params"
+"""Name of a class of bitsandbytes, which need not be installed."""
 _LEFT = frozenset(("idx", "subB"))
 """Attributes in which a Linear8bitLt leaves the outliers of its last input."""
 
@@ -53,8 +53,9 @@ def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def is_of_bitsandbytes(parameter: nn.Parameter) -> bool:
     """Returns True if bitsandbytes has quantized a parameter, or will."""
-    names = {kind.__name__ for kind in type(parameter).__mro__}
-    return _FOUR_BITS in names or (_INT8 in names and not getattr(parameter, "has_fp16_weights", False))
+    eight = any(kind.__name__ == _INT8 for kind in type(parameter).__mro__)
+    # Codes of 4 bits may be in elements of a floating dtype; the state to read them with tells them apart.
+    return hasattr(parameter, "quant_state") or (eight and not getattr(parameter, "has_fp16_weights", False))
 
 
 def waits_for_quantization(parameter: nn.Parameter) -> bool:

@@ -74,6 +74,10 @@ class PagedTensor(torch.Tensor):
         kwargs = kwargs or {}
         tensor = args[0] if args else None
         if func.is_view and isinstance(tensor, PagedTensor):
+            # Called by the code of another subclass, torch leaves functions whole that may copy, such as `to`.
+            made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
             source, made = tensor.source, func(tensor.geometry, *args[1:], **kwargs)
             return tree_map(
                 lambda each: paged(PagedTensor, source, each) if isinstance(each, torch.Tensor) else each, made
