@@ -155,7 +155,7 @@ def inner_tensors(tensor: torch.Tensor) -> tuple[dict[str, Any], Any] | None:
     return {name: getattr(tensor, name) for name in names}, context
 
 
-NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of a subclass that takes part in dispatch alone."""
 
 
@@ -167,7 +167,8 @@ def make_wrapper(kind: type[_T], geometry: torch.Tensor, device: torch.device) -
         geometry: gives shape, strides, offset and dtype.
         device: device on which the tensor is, as far as it tells.
     """
-    made: _T = torch.Tensor._make_wrapper_subclass(
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: _T = make(
         kind,
         geometry.size(),
         strides=geometry.stride(),

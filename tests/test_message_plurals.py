@@ -40,7 +40,9 @@ class Quantized(nn.Parameter):
 def test_a_weight_that_is_not_quantized_yet_is_one() -> None:
     model = one()
     model.codes = Quantized(torch.ones(2), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"^1 weight is of a class of bitsandbytes and not quantized yet, the first is"):
+    with pytest.raises(
+        ConfigError, match=r"^1 weight is of a class of bitsandbytes and not quantized yet, the first is"
+    ):
         offload.initialize(model=model, config=CONFIG | ADAM)
 
 

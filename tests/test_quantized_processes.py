@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload.layout.flat_layout import layouts_of
-from offload.layout.frozen.choice import stored_weights
-from offload.layout.units import find_units
 from tests.support import rank_pool
-from tests.support.oracle import assert_same_tensors, least_host_memory, start, train_step, weights_of
-from tests.support.quantized_models import InMemory, folder, job
+from tests.support.oracle import (
+    Job,
+    Result,
+    assert_same_tensors,
+    least_host_memory,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    weights_of,
+)
+from tests.support.quantized_models import InMemory, folder, in_values, job
 from tests.support.rank_jobs import language_rows_loss
 
 AREA = "Weights that another library has quantized"
@@ -59,21 +67,40 @@ def test_two_ranks_divide_the_bytes(form: str, tmp_path: Path) -> None:
         assert_same_tensors(weights, device[rank][1])
 
 
-def _read_of_a_step(path: Path, values: Path, form: str | None) -> tuple[int, int]:
-    """Returns the bytes that a step over frozen weights on disk reads, and those of the frozen weights themselves."""
-    this = job(values, form or "nf4", r=1, target_modules=["q_proj"])
-    if form is None:
-        this = this._replace(model=lambda: in_values(values))
-    model = this.model()
-    layouts = layouts_of(model, find_units(model), stored=stored_weights(model, None, torch.bfloat16))
-    frozen = sum(2 * (layout.numel - layout.trainable_stop) for layout in layouts if ".layers." in layout.name)
-    least = least_host_memory(this, path, ("nvme", "cpu"))
-    engine = start(this, ("nvme", "cpu"), path, host_memory=least, device_memory=4 << 20, optimizer_host=True)
-    train_step(engine, this, 0)
-    queue = engine._core.components.queue
-    assert queue is not None
-    before = queue.read_bytes
-    train_step(engine, this, 1)
-    read = queue.read_bytes - before
+def _frozen_and_read(this: Job, path: Path, host: int, device: int) -> tuple[int, int, Result]:
+    """Returns the bytes of frozen weights, those that a step reads, and the whole run."""
+    engine = start(this, DISK, path, host_memory=host, device_memory=device)
+    components = engine._core.components
+    frozen = 2 * sum(len(behind) for _, behind in components.shards.shares)
+    assert components.queue is not None
+    reads, losses = [], []
+    for step in range(this.steps):
+        before = components.queue.read_bytes
+        losses.append(train_step(engine, this, step))
+        engine._core.await_updates()
+        reads.append(components.queue.read_bytes - before)
+    assert components.arena.nbytes + components.pager.arena.nbytes < frozen
+    weights = weights_of(engine)
     engine.destroy(remove=True)
-    return read, frozen
+    return frozen, reads[-1], Result(losses, [], weights)
+
+
+@pytest.mark.works(AREA, "codes that exceed both budgets; a quarter of the bytes of bf16", "right")
+def test_codes_that_exceed_both_budgets_train_and_a_step_reads_a_quarter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = folder(tmp_path / "model", num_hidden_layers=24, hidden_size=128, intermediate_size=512)
+    one_layer = {"r": 1, "target_modules": ["q_proj"]}
+    four = job(values, "nf4, scales quantized too", **one_layer)._replace(steps=2)
+    plain = four._replace(model=functools.partial(in_values, values, **one_layer))
+    small_pieces(monkeypatch)
+    found = {}
+    for name, this, device in (("four", four, 1 << 20), ("plain", plain, 4 << 20)):
+        host = least_host_memory(this, tmp_path / name, device_memory=device)
+        found[name] = _frozen_and_read(this, tmp_path / name, host, device)
+    expected = run(four, ("none", "none"), tmp_path / "memory")
+    assert found["four"][2].losses == expected.losses
+    assert_same_tensors(expected.weights, found["four"][2].weights)
+    # 4 bits, and a byte of scale for each 64 values: 0.516 of 2 bytes; norms, embeddings and states come on top.
+    assert found["plain"][0] / found["four"][0] > 3.4
+    assert found["plain"][1] / found["four"][1] > 3.0

@@ -1,4 +1,4 @@
-"""Frozen tensor subclasses that wrap others, and layers whose codes are buffers, train what is around them as in memory."""
+"""Frozen tensor subclasses that wrap others, and layers whose codes are buffers, train as in memory."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Outer(torch.Tensor):
 
 
 class Packed(nn.Module):
-    """A layer as those of GPTQ and AWQ: eight codes in each int32, zero points, scales in fp16, an index, all buffers."""
+    """A layer as those of GPTQ and AWQ, all of buffers: eight codes in an int32, zero points, scales, an index."""
 
     def __init__(self, linear: nn.Linear, group: int = 32) -> None:
         super().__init__()

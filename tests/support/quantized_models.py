@@ -33,9 +33,7 @@ def settings(form: str, dtype: str) -> transformers.BitsAndBytesConfig:
     """Returns the settings of a form by its name; "int8" for 8 bits."""
     if form == "int8":
         return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_compute_dtype=DTYPES[dtype], **FOUR_BITS[form]
-    )
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=DTYPES[dtype], **FOUR_BITS[form])
 
 
 def folder(path: Path, **shape: Any) -> Path:
@@ -48,11 +46,18 @@ def folder(path: Path, **shape: Any) -> Path:
 
 def loaded(path: Path, form: str, dtype: str, **adapters: Any) -> nn.Module:
     """Returns a quantized model as transformers loads it, with adapters of peft."""
+    return _adapted(path, {"quantization_config": settings(form, dtype), "device_map": {"": "cpu"}}, dtype, adapters)
+
+
+def in_values(path: Path, dtype: str = "bf16", **adapters: Any) -> nn.Module:
+    """Returns the model before quantization, with the same adapters."""
+    return _adapted(path, {}, dtype, adapters)
+
+
+def _adapted(path: Path, more: dict[str, Any], dtype: str, adapters: dict[str, Any]) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, quantization_config=settings(form, dtype), dtype=DTYPES[dtype], device_map={"": "cpu"}
-        )
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **more)
         model.config.use_cache = False
         torch.manual_seed(1)
         wanted = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapters}

@@ -147,14 +147,14 @@ def _check_quantized(model: nn.Module) -> None:
     waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
     if waiting:
         raise ConfigError(
-            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, the "
-            f'first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
+            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, "
+            f'the first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
         )
     packed = [name for name, parameter in named.items() if is_packed(parameter)]
     if packed:
         raise ConfigError(
-            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model ran "
-            f"in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize before the "
+            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
+            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize before the "
             "model runs"
         )
     training = [

@@ -7,8 +7,8 @@
 * its dtype is none in which weights are trained, such as integers or float8, or
 * it is beside one of such a dtype in a module, as the scales of GPTQ and AWQ are.
 
-Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes, scales
-and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
+Nobody but the library that made such a parameter knows what its bytes mean. It consists of *inner tensors*: codes,
+scales and whatever else the library keeps of it. They are stored one after the other, each at a multiple of 64 bytes:
 
     [ first inner tensor | second inner tensor | … ]
 """
@@ -68,7 +68,7 @@ def waits_for_quantization(parameter: nn.Parameter) -> bool:
 
 
 def is_packed(parameter: nn.Parameter) -> bool:
-    """Returns True for 4 bits of bitsandbytes that an evaluation on the CPU has put into an order for that processor."""
+    """Returns True for 4 bits that bitsandbytes has packed for the CPU, as it does in an evaluation there."""
     return bool(getattr(getattr(parameter, "quant_state", None), "packing_format_for_cpu", False))
 
 

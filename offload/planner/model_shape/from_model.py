@@ -160,13 +160,13 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
     """Returns the shape of the weight of a linear layer, by the layer's widths; None for another module."""
-    widths = getattr(module, "out_features", None), getattr(module, "in_features", None)
-    return widths if isinstance(widths[0], int) and isinstance(widths[1], int) else None
+    rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
 
 @contextlib.contextmanager
 def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
-    """Lets layers with quantized weights compute as linear layers inside the context, as their own code needs values."""
+    """Lets layers with quantized weights compute as linear ones inside the context: their own code needs values."""
     owners = {name.rpartition(".")[0]: None for name in opaque_parameters(model)}
     layers = [layer for name in owners if _linear_shape(layer := model.get_submodule(name))]
     for layer in layers:

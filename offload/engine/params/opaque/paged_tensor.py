@@ -1,8 +1,8 @@
 """Tensors without memory that stand for bytes of a frozen parameter, wherever those are.
 
-A module of bitsandbytes, torchao, GPTQ or AWQ keeps its codes and scales where it likes: in attributes of the parameter,
-in a state that an `autograd.Function` holds from forward to backward, in the module. A view of a device buffer, kept
-there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no element (shape,
+A module of bitsandbytes, torchao, GPTQ or AWQ keeps its codes and scales where it likes: in attributes of the
+parameter, in a state that an `autograd.Function` holds from forward to backward, in the module. A view of a device
+buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no element (shape,
 dtype, views of it) by itself. Every other operation receives, in its place, a view of the unit's device buffer, and the
 view is gone when the operation returns: the unit is fetched if it is not on the device, in a backward too.
 
@@ -70,7 +70,9 @@ class PagedTensor(torch.Tensor):
     __torch_function__ = NO_TORCH_FUNCTION
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensor = args[0] if args else None
         if func.is_view and isinstance(tensor, PagedTensor):
@@ -105,7 +107,7 @@ class PagedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return (
             f"PagedTensor({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             "requires_grad=False)"
@@ -116,8 +118,8 @@ class PagedTensor(torch.Tensor):
         made = torch.Tensor.to(self, *args, **kwargs)
         if self.original is not None and made.device != self.device:
             raise UsageError(
-                f"parameter {self.source.name} is on {self.device} while an engine manages it, and cannot become one on "
-                f"{made.device}; precision and device are set in the config"
+                f"parameter {self.source.name} is on {self.device} while an engine manages it, and cannot become one "
+                f"on {made.device}; precision and device are set in the config"
             )
         return made
 
@@ -156,6 +158,6 @@ def _check_unwritten(func: Any, args: Any, kwargs: Any) -> None:
         target = kwargs.get(argument.name, args[position] if position < len(args) else None)
         if isinstance(target, PagedTensor):
             raise UsageError(
-                f"parameter {target.source.name} is frozen: its weights are stored once and never written again; change "
-                "them before offload.initialize"
+                f"parameter {target.source.name} is frozen: its weights are stored once and never written again; "
+                "change them before offload.initialize"
             )

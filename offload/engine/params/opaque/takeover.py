@@ -74,13 +74,11 @@ def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None
 @functools.cache
 def _paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
     """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
-    return type(
-        original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__}
-    )
+    return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with the elements of `tensor`, copied if those are paged out, of torch's or the wrapper's class."""
+    """Returns `tensor` with copies of what is paged out of it, of torch's or the wrapper's class."""
 
     def made(name: str) -> torch.Tensor:
         inner = tensor
