@@ -20,8 +20,10 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.quantized_models import InMemory, folder, in_values, job
+from tests.support.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
 from tests.support.rank_jobs import language_rows_loss
+
+pytestmark = WITH_BITSANDBYTES
 
 AREA = "Weights that another library has quantized"
 DISK = ("nvme", "nvme")

@@ -27,7 +27,9 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.quantized_models import FOUR_BITS, InMemory, bitsandbytes, folder, job
+from tests.support.quantized_models import FOUR_BITS, WITH_BITSANDBYTES, InMemory, folder, job
+
+pytestmark = WITH_BITSANDBYTES
 
 AREA = "Weights that another library has quantized"
 DISK = ("nvme", "nvme")
@@ -159,6 +161,8 @@ def test_nobody_writes_quantized_weights(values: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
+    import bitsandbytes
+
     model = torch.nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), torch.nn.Linear(64, 64))
     content = config(models.GPT2, DISK, tmp_path)
     with pytest.raises(ConfigError, match=r"not quantized yet, the first is 0\.weight"):

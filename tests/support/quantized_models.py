@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from tests.support import models
 from tests.support.model_folders import llama_config
 from tests.support.oracle import DTYPES, Job, PlainEngine, rounded
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
+WITH_BITSANDBYTES = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 
 FOUR_BITS: dict[str, dict[str, Any]] = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},

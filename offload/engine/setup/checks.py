@@ -154,8 +154,8 @@ def _check_quantized(model: nn.Module) -> None:
     if packed:
         raise ConfigError(
             f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
-            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize before the "
-            "model runs"
+            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize "
+            "before the model runs"
         )
     training = [
         name

@@ -2,9 +2,10 @@
 
 A module of bitsandbytes, torchao, GPTQ or AWQ keeps its codes and scales where it likes: in attributes of the
 parameter, in a state that an `autograd.Function` holds from forward to backward, in the module. A view of a device
-buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no element (shape,
-dtype, views of it) by itself. Every other operation receives, in its place, a view of the unit's device buffer, and the
-view is gone when the operation returns: the unit is fetched if it is not on the device, in a backward too.
+buffer, kept there, would pin the unit. So such code receives `PagedTensor`s for good. One answers what needs no
+element (shape, dtype, views of it) by itself. Every other operation receives, in its place, a view of the unit's device
+buffer, and the view is gone when the operation returns. The unit is fetched if it is not on the device, in a backward
+too.
 
 Between forwards and backwards an operation receives a copy. An operation that would write is refused.
 """
@@ -107,7 +108,7 @@ class PagedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return (
             f"PagedTensor({self.source.name}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             "requires_grad=False)"
