@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 __all__ = [
+    "NO_TORCH_FUNCTION",
     "SHALLOW_COPY_QUERY",
     "StorageReference",
     "TorchDispatchMode",
@@ -39,6 +40,7 @@ __all__ = [
     "inner_tensors",
     "inside_backward",
     "make_subclass",
+    "make_wrapper",
     "module_call",
     "outside_of_compiled_code",
     "outside_of_modes",
@@ -151,6 +153,32 @@ def inner_tensors(tensor: torch.Tensor) -> tuple[dict[str, Any], Any] | None:
         return None
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
+
+
+NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
+"""The `__torch_function__` of a subclass that takes part in dispatch alone."""
+
+
+def make_wrapper(kind: type[_T], geometry: torch.Tensor, device: torch.device) -> _T:
+    """Returns a tensor of a subclass with `__torch_dispatch__`, without memory and outside of autograd.
+
+    Args:
+        kind: the subclass.
+        geometry: gives shape, strides, offset and dtype.
+        device: device on which the tensor is, as far as it tells.
+    """
+    make: Any = torch.Tensor._make_wrapper_subclass
+    made: _T = make(
+        kind,
+        geometry.size(),
+        strides=geometry.stride(),
+        storage_offset=geometry.storage_offset(),
+        dtype=geometry.dtype,
+        layout=geometry.layout,
+        device=device,
+        requires_grad=False,
+    )
+    return made
 
 
 def fake_tensors(allow_others: bool = False) -> Any:

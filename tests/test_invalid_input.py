@@ -134,8 +134,9 @@ def test_arguments_of_initialize(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one of config, config_params"):
         offload.initialize(model=models.gpt2(), config=content, config_params=content)
     quantized = models.Mixture()
-    quantized.packed = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match="packed"):
+    quantized.packed = nn.Parameter(torch.zeros(4))
+    quantized.packed.quant_state = object()
+    with pytest.raises(ConfigError, match="shall train is quantized, the first is packed"):
         offload.initialize(model=quantized, config=content)
 
 

@@ -33,10 +33,16 @@ def test_one_parameter_is_singular() -> None:
         offload.initialize(model=model, optimizer=torch.optim.SGD([model.weight], lr=1.0), config=CONFIG)
 
 
-def test_a_parameter_that_is_no_float_is_one() -> None:
+class Quantized(nn.Parameter):
+    quant_state: object = None
+
+
+def test_a_weight_that_is_not_quantized_yet_is_one() -> None:
     model = one()
-    model.codes = nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ConfigError, match=r"^1 parameter is not floating point \(quantized\?\), the first is codes"):
+    model.codes = Quantized(torch.ones(2), requires_grad=False)
+    with pytest.raises(
+        ConfigError, match=r"^1 weight is of a class of bitsandbytes and not quantized yet, the first is"
+    ):
         offload.initialize(model=model, config=CONFIG | ADAM)
 
 

@@ -125,6 +125,13 @@ class ParamOwner(Protocol):
     def read(self, unit: int, position: int) -> torch.Tensor:
         """Returns a copy of the newest weights of one parameter, on the compute device."""
 
+    def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements of a unit, on the compute device, with the shape, strides, dtype and offset of `geometry`.
+
+        While a forward or a backward runs they are a view, which pins the unit for as long as the view lives. Otherwise
+        they are a copy.
+        """
+
     def edit(self, unit: int, position: int, values: torch.Tensor) -> None:
         """Replaces the weights of one parameter by `values`, which must have the parameter's shape."""
 

@@ -6,7 +6,7 @@ import contextlib
 import importlib.metadata
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -48,25 +48,35 @@ def _described(segment: Segment) -> dict[str, Any]:
     }
     # Written for optimizers of torch alone: descriptions of other stores have no such key.
     if segment.kept:
-        found["packed"] = [[each.name, each.kind, list(each.shape)] for each in segment.kept]
+        found["packed"] = _fields(segment.kept)
     # Likewise: written for frozen weights that are stored as blocks alone.
     if segment.form:
         found |= {"blocks": segment.form, "numel": segment.numel}
+    # And for those that are stored as the bytes of their inner tensors.
+    if segment.inner:
+        found |= {"inner": _fields(segment.inner), "numel": segment.numel}
     return found
+
+
+def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
+    """Returns fields as JSON."""
+    return [[each.name, each.kind, list(each.shape)] for each in fields]
 
 
 def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
     """Returns the layouts from which `describe` made `description`."""
     ranks = description["world_size"]
     return tuple(
-        with_kept(_described_layout(unit), {each["name"]: _kept(each) for each in unit["parameters"]}, ranks)
+        with_kept(
+            _described_layout(unit), {each["name"]: _read(each.get("packed", ())) for each in unit["parameters"]}, ranks
+        )
         for unit in description["units"]
     )
 
 
-def _kept(parameter: Mapping[str, Any]) -> tuple[StateField, ...]:
-    """Returns the states that `_described` has stored of a parameter under "packed"."""
-    return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in parameter.get("packed", ()))
+def _read(fields: Iterable[Any]) -> tuple[StateField, ...]:
+    """Returns the fields from which `_fields` made JSON."""
+    return tuple(StateField(name, kind, tuple(shape)) for name, kind, shape in fields)
 
 
 def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
@@ -81,6 +91,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 each.get("numel", math.prod(each["shape"])),
                 each["trainable"],
                 form=each.get("blocks", ""),
+                inner=_read(each.get("inner", ())),
             )
             for each in unit["parameters"]
         ),

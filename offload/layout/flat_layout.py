@@ -47,12 +47,14 @@ WORD = 4
 
 
 class Stored(NamedTuple):
-    """Form in which a frozen parameter is stored as blocks."""
+    """Form in which a frozen parameter is stored that is not stored as values."""
 
     form: str
-    """Name of the block format; see `offload.kernels.blocks`."""
+    """Name of the block format; see `offload.kernels.blocks`. Empty for the bytes of inner tensors."""
     numel: int
-    """Elements of the weights' dtype whose memory the blocks take."""
+    """Elements of the weights' dtype whose memory the blocks or bytes take."""
+    inner: tuple[StateField, ...] = ()
+    """Inner tensors; see `offload.layout.frozen.opaque`."""
 
 
 class Segment(NamedTuple):
@@ -62,7 +64,7 @@ class Segment(NamedTuple):
     shape: tuple[int, ...]
     start: int
     numel: int
-    """Elements in the partitions: those of the parameter, or those whose memory its blocks take."""
+    """Elements in the partitions: those of the parameter, or those whose memory its blocks or bytes take."""
     trainable: bool
     kept: tuple[StateField, ...] = ()
     """States of the parameter, for an optimizer whose states are packed."""
@@ -72,6 +74,8 @@ class Segment(NamedTuple):
     """Rank that keeps those states: the parameter's home."""
     form: str = ""
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
+    inner: tuple[StateField, ...] = ()
+    """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
 
     @property
     def value_numel(self) -> int:
@@ -179,7 +183,7 @@ def lay_out(
         name: the unit's name.
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
-        stored: frozen parameters that are stored as blocks, by name.
+        stored: frozen parameters that are stored as blocks or bytes, by name.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
     """
     segments = []
@@ -188,7 +192,9 @@ def lay_out(
         if not parameter.requires_grad:
             found = stored.get(parameter_name, found)
         shape = tuple(parameter.shape)
-        segments.append(Segment(parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form))
+        segments.append(
+            Segment(parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form, inner=found.inner)
+        )
     return arrange(name, segments, world_size, matrices)
 
 
@@ -256,7 +262,7 @@ def layouts_of(
         units: the division of its parameters.
         world_size: number of ranks.
         kept: the states of an optimizer of torch, by parameter name.
-        stored: frozen parameters that are stored as blocks, by name.
+        stored: frozen parameters that are stored as blocks or bytes, by name.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
     """
 

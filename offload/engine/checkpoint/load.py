@@ -208,7 +208,7 @@ def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
     for segment in (segment for layout in held.layouts for segment in layout.segments):
         place = found.saved.get(segment.name)
         # Blocks are counted in elements of the weights' dtype, so the same blocks have other counts in another dtype.
-        if place is not None and (place[1].form, place[1].numel) != (segment.form, segment.numel):
+        if place is not None and _stored(place[1]) != _stored(segment):
             raise StoreError(
                 f"{what} contains {segment.name} as {_form(place[1], found.mode)}, this engine as "
                 f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
@@ -216,8 +216,15 @@ def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
             )
 
 
+def _stored(segment: Segment) -> tuple[object, ...]:
+    """Returns all on which the meaning of a parameter's bytes depends."""
+    return segment.form, segment.numel, segment.inner
+
+
 def _form(segment: Segment, mode: Mode) -> str:
     """Returns the form in which a parameter is stored, for a message."""
+    if segment.inner:
+        return f"{', '.join(f'{each.name} {each.kind} {list(each.shape)}' for each in segment.inner)}"
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 

@@ -234,8 +234,9 @@ def _check_quantized(model: nn.Module, folder: Path) -> None:
     """Raises `ConfigError` if the model is quantized."""
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         raise ConfigError(
-            f"{folder} holds quantized weights, which cannot be trained here; give a folder in bf16, fp16 or fp32, and "
-            'store its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
+            f"{folder} holds quantized weights, which load_pretrained does not read; load it by from_pretrained of "
+            "transformers outside of offload.init, freeze it and give the model to offload.initialize, or give a "
+            'folder in bf16, fp16 or fp32 and store its frozen weights in 4 bits by "frozen": "nf4"'
         )
 
 

@@ -105,6 +105,12 @@ def make_plan(
         for segment in layout.segments:
             if not (segment.trainable or frozen):
                 continue
+            if segment.inner:
+                raise ConfigError(
+                    f"{segment.name} is quantized by another library, whose bytes are stored as they are, so weights "
+                    "cannot be written as values: save the adapters by engine.save_pretrained of a model of peft, or "
+                    "what trains by exclude_frozen_parameters=True"
+                )
             others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
             names[segment.name] = (segment.name, *others)
             tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))

@@ -13,6 +13,8 @@ from offload.engine.distributed.process_group import Ranks
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.engine.params.meta_init import materialize
+from offload.engine.params.opaque.paged_tensor import ParameterBytes
+from offload.engine.params.opaque.takeover import page_out, write_bytes
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.fill import BlockWriter
 from offload.layout.master_weights import split
@@ -105,13 +107,16 @@ class InitialFill:
         self._held, self._ranks, self._store = held, ranks, held.store
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
-    def fill(self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int) -> None:
+    def fill(
+        self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int, sources: Mapping[str, ParameterBytes]
+    ) -> None:
         """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
 
         Args:
             model: the model; deferred parameters are read from their origin, or initialized.
             layouts: the segments of each unit.
             seed: seed of the initialization. Each unit derives its own from it.
+            sources: the bytes of each parameter that is stored as bytes.
 
         Raises:
             ConfigError: if a deferred parameter has no initial value.
@@ -124,6 +129,10 @@ class InitialFill:
             flats = self._flats(index, layout.numel)
             for segment in layout.segments:
                 parameter = model.get_parameter(segment.name)
+                if segment.inner:
+                    write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
+                    page_out(model, segment, sources[segment.name])
+                    continue
                 if segment.form:
                     _quantize(parameter, segment, flats[State.WEIGHT])
                 else:

@@ -67,12 +67,12 @@ class _Unit:
     """State of one unit: its parameters, and the reasons for which they are materialized."""
 
     def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle], stays: bool) -> None:
-        self.layout, self.handles, self.stays = layout, handles, stays
-        self.frozen = [handle for handle in handles if not handle.trainable]
-        self._views = [
-            (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
-            for segment, start in zip(layout.segments, layout.device_starts, strict=True)
-        ]
+        rows = zip(layout.segments, layout.device_starts, handles, strict=True)
+        # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
+        paged = [(segment.shape, start, handle) for segment, start, handle in rows if not segment.inner]
+        self.layout, self.handles, self.stays = layout, [handle for _, _, handle in paged], stays
+        self.frozen = [handle for handle in self.handles if not handle.trainable]
+        self._views = [(shape, torch.empty(shape, device="meta").stride(), start) for shape, start, _ in paged]
         """Shape, stride and offset (in elements) of each parameter in the unit."""
         self.uses = 0
         self.kept = False

@@ -11,6 +11,7 @@ is called.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine._native import Handle
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes
+from offload.engine.params.opaque.takeover import ordinary
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
@@ -52,6 +56,7 @@ class WeightEdits:
         trains: bool,
         several_ranks: bool,
         callbacks: EngineCallbacks,
+        opaque: Sequence[ParameterBytes] = (),
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
@@ -66,6 +71,7 @@ class WeightEdits:
             trains: True if anything trains; otherwise every edit is refused.
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
+            opaque: the parameters that are stored as bytes.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
         self._handle_of = {id(handle.parameter): handle for unit in handles for handle in unit}
@@ -92,6 +98,9 @@ class WeightEdits:
         for unit in handles:
             for handle in unit:
                 handle.attach(self)
+        self._opaque = opaque
+        for source in opaque:
+            source.owner = self
 
     def remove(self) -> None:
         """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
@@ -100,6 +109,8 @@ class WeightEdits:
         for unit in self._handles:
             for handle in unit:
                 handle.detach()
+        for source in self._opaque:
+            source.owner = None
 
     # -- requests of placeholders -------------------------------------------------------------------
 
@@ -146,6 +157,21 @@ class WeightEdits:
             copies.append(values.detach().clone().view(segment.shape))
 
         self._pager.read_weights(unit, receive)
+        return copies[0]
+
+    def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements of a unit: a view while a forward or a backward runs, else a copy; see `ParamOwner`."""
+        if self._hooks.runs_now():
+            return self._unit_views.view(Handle.of(unit, self._pager.updates(unit), geometry))
+        self._callbacks.enter_weights()
+        copies: list[torch.Tensor] = []
+
+        def receive(memory: torch.Tensor) -> None:
+            values = memory.detach().view(geometry.dtype)
+            start = values.storage_offset() + geometry.storage_offset()
+            copies.append(values.as_strided(geometry.size(), geometry.stride(), start).clone())
+
+        self._pager.read_weights(unit, receive)  # as in `read`
         return copies[0]
 
     def waits(self, unit: int, position: int, state: State) -> bool:
@@ -253,10 +279,26 @@ class WeightEdits:
             handle = self.handle(parameter)
             if handle is None or prefix + name not in state:
                 continue
+            if self._layouts[handle.unit].segments[handle.position].inner:
+                self._replace_bytes(state, prefix, name)
+                continue
             if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
             elif not handle.gathered:
                 state[prefix + name] = self.weight(handle.unit, handle.position)
+
+    def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
+        """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.
+
+        Beside the parameter these are entries that its module makes of it, such as scales, under names of their own.
+        """
+        # A module's entries are the last ones when its hooks run.
+        for key in list(itertools.takewhile(lambda key: key.startswith(prefix), reversed(state))):
+            mine = f"{key}.".startswith(f"{prefix}{name}.") or isinstance(state[key], PagedTensor)
+            if mine and self._without_frozen:
+                del state[key]
+            elif mine:
+                state[key] = ordinary(state[key]).to("cpu")
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,8 @@ from offload.engine.params.deferred_parameter import forget
 from offload.engine.params.initial_fill import InitialFill, make_resident_shards
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.opaque.paged_tensor import ParameterBytes
+from offload.engine.params.opaque.takeover import page_out
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
@@ -96,7 +98,8 @@ def assemble(
         rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
         pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files.store, rounds, timeline)))
         held = _held(plan, host, arena, pager, files.store)
-        _fill(plan, model, held, files, resume)
+        sources = _sources(plan)
+        _fill(plan, model, held, files, resume, sources)
         gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model)
@@ -105,7 +108,7 @@ def assemble(
         users = (unit_views, gradients, pager, callbacks, kept)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
-        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks)
+        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
         # Complete: from now on the engine closes the components.
@@ -187,17 +190,39 @@ def _held(plan: Plan, host: HostArena, arena: DeviceArena, pager: Pager, store: 
     )
 
 
-def _fill(plan: Plan, model: nn.Module, held: LocalShards, files: RunFiles, resume: bool) -> None:
+def _sources(plan: Plan) -> dict[str, ParameterBytes]:
+    """Returns the bytes of each parameter that is stored as bytes, by name."""
+    itemsize, device = plan.mode.weight_dtype.itemsize, plan.device.torch
+    return {
+        segment.name: ParameterBytes(segment.name, unit, segment.start * itemsize, device)
+        for unit, layout in enumerate(plan.layouts)
+        for segment in layout.segments
+        if segment.inner
+    }
+
+
+def _fill(
+    plan: Plan,
+    model: nn.Module,
+    held: LocalShards,
+    files: RunFiles,
+    resume: bool,
+    sources: Mapping[str, ParameterBytes],
+) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
     filler = InitialFill(held, max(layout.numel for layout in plan.layouts), plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
-        filler.fill(model, plan.layouts, plan.config.offload.seed)
+        filler.fill(model, plan.layouts, plan.config.offload.seed, sources)
     else:
         filler.read_back(len(held.layouts))
-        for parameter in model.parameters():  # the model's own values are dropped, unread
-            forget(parameter)
+        # The model's own values are dropped, unread.
+        for segment in (segment for layout in plan.layouts for segment in layout.segments):
+            if segment.inner:
+                page_out(model, segment, sources[segment.name])
+            else:
+                forget(model.get_parameter(segment.name))
     move_buffers(model, plan)
 
 
@@ -223,6 +248,7 @@ def _weights(
     hooks: ModuleHooks,
     unit_views: UnitViews,
     callbacks: EngineCallbacks,
+    sources: Mapping[str, ParameterBytes],
 ) -> WeightEdits:
     """Returns the component through which users read and edit weights."""
     return WeightEdits(
@@ -236,6 +262,7 @@ def _weights(
         trains=any(plan.parts.trainable_numel),
         several_ranks=plan.ranks is not None,
         callbacks=callbacks,
+        opaque=tuple(sources.values()),
     )
 
 

@@ -12,12 +12,15 @@ from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
+from offload.engine.params.opaque.paged_tensor import PagedTensor
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
+from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
 from offload.swapper.modes import MUON, Mode, dtype_name
+from offload.torch_internals import inner_tensors
 
 
 def check_partitioned_activations(config: Config, world_size: int) -> None:
@@ -80,6 +83,7 @@ def check_same(
         "frozen": config.offload.frozen,
         # Ranks send each other matrices of Muon in this dtype.
         "Muon's products in bf16": in_bf16(device) if mode.optimizer == MUON else None,
+        "quantized weights": [[s.name, *s.inner] for layout in layouts for s in layout.segments if s.inner],
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [
@@ -105,19 +109,12 @@ def _brief(value: Any) -> str:
 
 def check_model(model: nn.Module) -> None:
     """Raises `ConfigError` or `UsageError` if an engine cannot take over `model`."""
-    # bitsandbytes may keep its codes in elements of a floating dtype; the state to read them with tells them apart.
-    wrong = [n for n, p in model.named_parameters() if not p.is_floating_point() or hasattr(p, "quant_state")]
-    if wrong:
-        raise ConfigError(
-            f"{count_of(len(wrong), 'parameter is', 'parameters are')} not floating point (quantized?), the first is "
-            f"{wrong[0]}; offload trains bf16, fp16 and fp32 weights: give the model before quantization, and store "
-            'its frozen weights in 4 bits by "frozen": "nf4" in the "offload" block'
-        )
+    _check_quantized(model)
     # `named_parameters` yields tied parameters once, so one address under two names means two parameter objects.
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
-        # Empty tensors and tensors on meta have no address of their own.
-        if parameter.numel() and not parameter.is_meta:
+        # Empty tensors, tensors on meta and wrappers of others have no address of their own.
+        if parameter.numel() and not parameter.is_meta and inner_tensors(parameter) is None:
             other = memory.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise ConfigError(
@@ -131,9 +128,38 @@ def check_model(model: nn.Module) -> None:
             f"offload.init(...), which leaves buffers real"
         )
     _check_absent(model)
-    if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
+    if any(isinstance(parameter, PagedParameter | PagedTensor) for parameter in model.parameters()):
         raise UsageError(
             "this model is under an engine already, and destroy() does not restore its weights: build a new model"
+        )
+
+
+def _check_quantized(model: nn.Module) -> None:
+    """Raises `ConfigError` if a quantized parameter is not quantized yet, or shall train."""
+    named = dict(model.named_parameters())
+    waiting = [name for name, parameter in named.items() if waits_for_quantization(parameter)]
+    if waiting:
+        raise ConfigError(
+            f"{count_of(len(waiting), 'weight is', 'weights are')} of a class of bitsandbytes and not quantized yet, "
+            f'the first is {waiting[0]}: move the model to a device, model.to("cpu") for one, before offload.initialize'
+        )
+    packed = [name for name, parameter in named.items() if is_packed(parameter)]
+    if packed:
+        raise ConfigError(
+            f"{count_of(len(packed), 'weight was', 'weights were')} packed for the CPU by bitsandbytes, as the model "
+            f"ran in evaluation mode, the first is {packed[0]}; load the model anew and call offload.initialize "
+            "before the model runs"
+        )
+    training = [
+        name
+        for name, parameter in named.items()
+        if parameter.requires_grad and (is_of_bitsandbytes(parameter) or inner_tensors(parameter) is not None)
+    ]
+    if training:
+        raise ConfigError(
+            f"{count_of(len(training), 'parameter that shall train is', 'parameters that shall train are')} quantized, "
+            f"the first is {training[0]}; offload trains bf16, fp16 and fp32 weights: freeze quantized ones by "
+            "requires_grad_(False) and train adapters on them, or give the model before quantization"
         )
 
 

@@ -34,6 +34,7 @@ from offload.engine.metrics.span_relay import Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
+from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
@@ -139,7 +140,7 @@ def initialize(
     ranks: Ranks | None = None
     try:
         ranks = join_ranks(device)
-        with _starting:
+        with _starting, with_adopted_buffers(model):
             return _initialize(
                 loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
             )

@@ -28,7 +28,7 @@ from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen.choice import stored_weights
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
@@ -132,7 +132,7 @@ def decide(
     tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
-    stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype)
+    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype)
     layouts = layouts_of(model, units, world_size, kept, stored, matrices)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
@@ -229,16 +229,31 @@ def _notices(
 
 def _frozen_notices(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:
     """Returns a line on the frozen weights that are stored as blocks, or on why there are none."""
+    as_bytes = _bytes_notices(layouts, mode)
     form = config.offload.frozen
     if form is None:
-        return ()
+        return as_bytes
     blocks = [segment for layout in layouts for segment in layout.segments if segment.form]
     if not blocks:
-        return (f'"frozen": "{form}" has no effect: the model has no frozen matrix of a linear layer',)
+        no_effect = f'"frozen": "{form}" has no effect: the model has no frozen matrix of a linear layer'
+        return (*as_bytes, f"{no_effect} in values" if as_bytes else no_effect)
     itemsize = mode.weight_dtype.itemsize
     stored, values = (sum(numel) * itemsize for numel in zip(*((s.numel, s.value_numel) for s in blocks), strict=True))
     matrices = count_of(len(blocks), "frozen matrix is", "frozen matrices are")
-    return (Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),)
+    return (
+        *as_bytes,
+        Remark(f"{matrices} stored in {form}: {format_size(stored)} instead of {format_size(values)}"),
+    )
+
+
+def _bytes_notices(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:
+    """Returns a line on the frozen weights that another library has quantized, if there are any."""
+    found = [segment for layout in layouts for segment in layout.segments if segment.inner]
+    if not found:
+        return ()
+    nbytes = sum(segment.numel for segment in found) * mode.weight_dtype.itemsize
+    weights = count_of(len(found), "quantized weight is", "quantized weights are")
+    return (Remark(f"{weights} stored as the model has {'it' if len(found) == 1 else 'them'}: {format_size(nbytes)}"),)
 
 
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:

@@ -6,7 +6,8 @@
 * a stack of matrices (3 dimensions, at least 2 x 64 x 64) of a module outside of torch, as experts are stacked,
 
 and if no module uses it as an embedding or as the output layer of a model, and it is not part of an adapter of peft.
-Norms, biases, embeddings, convolutions and all that trains stay in the dtype of the model.
+Norms, biases, embeddings, convolutions and all that trains stay in the dtype of the model, and what another library has
+quantized stays as that library has it (`opaque`).
 """
 
 from __future__ import annotations
@@ -20,9 +21,18 @@ from torch import nn
 
 from offload.kernels.blocks import BLOCK_FORMATS
 from offload.layout.flat_layout import Stored
+from offload.layout.frozen.opaque import opaque_parameters, stored_as_bytes
 
 _LEAST = 64
 """Rows and columns of a matrix in a stack. A stack of smaller ones is no stack of experts."""
+
+
+def stored_weights(model: nn.Module, form: str | None, dtype: torch.dtype) -> dict[str, Stored]:
+    """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
+
+    The arguments are those of `stored_as_blocks`.
+    """
+    return stored_as_blocks(model, form, dtype) | stored_as_bytes(model, dtype)
 
 
 def stored_as_blocks(model: nn.Module, form: str | None, dtype: torch.dtype) -> dict[str, Stored]:
@@ -50,7 +60,7 @@ def blocks_numel(form: str, numel: int, dtype: torch.dtype) -> int:
 def _chosen(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields the parameters that the rule names, by their first names."""
     modules = dict(model.named_modules())
-    kept = _kept(model, modules)
+    kept = _kept(model, modules) | {id(parameter) for parameter in opaque_parameters(model).values()}
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)

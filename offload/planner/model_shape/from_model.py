@@ -6,6 +6,7 @@ Fake tensors allocate no memory, so a model of any size can be run.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,8 @@ from torch import nn
 
 from offload.errors import ConfigError
 from offload.layout.flat_layout import Stored, layouts_of
-from offload.layout.frozen.choice import stored_as_blocks
+from offload.layout.frozen.choice import stored_weights
+from offload.layout.frozen.opaque import opaque_parameters
 from offload.layout.optimizers.matrices import matrices_of
 from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
@@ -125,14 +127,14 @@ def from_training(
     """
     title = type(model).__name__
     try:
-        with fake_tensors(allow_others=True), _without_checkpointing(model):
+        with fake_tensors(allow_others=True), _without_checkpointing(model), _quantized_as_linear(model):
             made = _stand_ins(model, dtype)
 
             def forward(**inputs: Any) -> Any:
                 return torch.func.functional_call(model, made, (), {**inputs, **always})
 
             weights = [made[name] for name, _ in model.named_parameters()]
-            stored = stored_as_blocks(model, frozen, dtype)
+            stored = stored_weights(model, frozen, dtype)
             return _counted(model, forward, weights, title, sequence, units, stored)
     except Exception as error:  # a model's own code may raise any error
         raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
@@ -142,15 +144,43 @@ def _stand_ins(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Returns a fake tensor for each parameter, in `dtype`, and for each buffer. Tied parameters stay tied."""
     made: dict[int, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
+    quantized = opaque_parameters(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) not in made:
             # Created inside `fake_tensors`, so nothing is allocated.
-            values = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            owner = model.get_submodule(name.rpartition(".")[0])
+            shape = _linear_shape(owner) if name in quantized else None
+            values = torch.empty(parameter.shape if shape is None else shape, dtype=dtype, device="cpu")
             made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
         found[name] = made[id(parameter)]
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
     return found
+
+
+def _linear_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Returns the shape of the weight of a linear layer, by the layer's widths; None for another module."""
+    rows, columns = getattr(module, "out_features", None), getattr(module, "in_features", None)
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
+
+
+@contextlib.contextmanager
+def _quantized_as_linear(model: nn.Module) -> Iterator[None]:
+    """Lets layers with quantized weights compute as linear ones inside the context: their own code needs values."""
+    owners = {name.rpartition(".")[0]: None for name in opaque_parameters(model)}
+    layers = [layer for name in owners if _linear_shape(layer := model.get_submodule(name))]
+    for layer in layers:
+        vars(layer)["forward"] = functools.partial(_as_linear, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del vars(layer)["forward"]
+
+
+def _as_linear(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """Computes what a linear layer does whose weight has its values."""
+    return torch.nn.functional.linear(values, module.weight, module.bias)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,135 @@
+"""The move of a quantized parameter into a unit: its inner tensors are copied, and paged tensors take their places."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes, paged
+from offload.layout.flat_layout import Segment
+from offload.layout.frozen.opaque import (
+    OWN,
+    first_names,
+    holders,
+    inner_starts,
+    inner_tensors_of,
+    tensors_of,
+)
+from offload.torch_internals import inner_tensors
+
+
+def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> None:
+    """Copies the inner tensors of a parameter.
+
+    Args:
+        model: the model, with the parameter.
+        segment: the parameter.
+        memory: uint8 on the CPU that begin with the parameter's bytes; written.
+    """
+    starts = inner_starts(segment.inner)
+    for name, tensor in _inner(model, segment).items():
+        if name in starts:
+            nbytes = tensor.numel() * tensor.element_size()
+            place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
+            place.as_strided(tensor.size(), _stride(tensor), place.storage_offset()).copy_(_plain(tensor))
+
+
+def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None:
+    """Replaces the inner tensors of a parameter by paged ones, which frees their memory. Identity and ties stay.
+
+    Args:
+        model: the model, with the parameter.
+        segment: the parameter.
+        source: its bytes.
+    """
+    parameter, owner = model.get_parameter(segment.name), _owner(model, segment)
+    tensors, starts = _inner(model, segment), inner_starts(segment.inner)
+    first = first_names(tensors)
+
+    def made(name: str, kind: type[PagedTensor] = PagedTensor) -> PagedTensor:
+        return paged(kind, source, _geometry(tensors[name], source.start + starts[first[name]]))
+
+    if inner_tensors(parameter) is not None:
+        wrapper = _rewrapped(parameter, "", made)
+        wrapper.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(wrapper)})
+        wrapper.requires_grad_(False)
+        torch.utils.swap_tensors(parameter, wrapper)
+        return
+    for prefix, holder in list(holders(parameter, owner)):
+        for name in tensors_of(holder):
+            setattr(holder, name, made(f"{prefix}{name}"))
+    # A Linear4bit on the CPU that evaluates would pack its weight anew for that processor.
+    if getattr(owner, "support_avx512bf16_for_cpu", False):
+        owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    kind = _paged_kind(type(parameter))
+    standin = made(OWN, kind)
+    standin.__dict__.update(vars(parameter))
+    torch.utils.swap_tensors(parameter, standin)
+
+
+@functools.cache
+def _paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
+    """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
+    return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` with copies of what is paged out of it, of torch's or the wrapper's class."""
+
+    def made(name: str) -> torch.Tensor:
+        inner = tensor
+        for each in filter(None, name.split(".")):
+            inner = getattr(inner, each)
+        return inner.values() if isinstance(inner, PagedTensor) else inner
+
+    return _rewrapped(tensor, "", made)
+
+
+def _rewrapped(tensor: torch.Tensor, prefix: str, made: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    """Returns a wrapper like `tensor` around other tensors, or one of those if `tensor` is no wrapper.
+
+    Args:
+        tensor: the wrapper.
+        prefix: prefix of the names of its inner tensors.
+        made: returns the tensor in place of an inner one, by name.
+    """
+    found = inner_tensors(tensor)
+    if found is None:
+        return made(prefix[:-1])
+    inner: Mapping[str, Any] = {
+        name: _rewrapped(value, f"{prefix}{name}.", made) if isinstance(value, torch.Tensor) else value
+        for name, value in found[0].items()
+    }
+    kind: Any = type(tensor)
+    wrapper: torch.Tensor = kind.__tensor_unflatten__(inner, found[1], tensor.size(), tensor.stride())
+    return wrapper
+
+
+def _inner(model: nn.Module, segment: Segment) -> dict[str, torch.Tensor]:
+    return inner_tensors_of(model.get_parameter(segment.name), _owner(model, segment))
+
+
+def _owner(model: nn.Module, segment: Segment) -> nn.Module:
+    """Returns the module that owns a parameter, under the parameter's first name."""
+    return model.get_submodule(segment.name.rpartition(".")[0])
+
+
+def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
+    """Returns a tensor on meta with the shape and dtype of `tensor`, at byte `start`."""
+    offset = start // tensor.dtype.itemsize
+    memory = torch.empty(offset + tensor.numel(), dtype=tensor.dtype, device="meta")
+    return memory.as_strided(tensor.size(), _stride(tensor), offset)
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns the strides with which a tensor is stored: its own, if those leave no gaps."""
+    return torch.empty_like(_plain(tensor), device="meta").stride()
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor over the same memory, of torch's own class."""
+    return tensor.detach().as_subclass(torch.Tensor)
