@@ -74,6 +74,7 @@ WITHIN = {
         "checkpoint": "distributed params training",
         "memory_report": "training",
         "param_access": "callbacks distributed params training",
+        "stack_access": "param_access params",
         "tiles": "param_access params",
         "shutdown": "training",
         "step": "callbacks metrics optim training",
@@ -81,7 +82,7 @@ WITHIN = {
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
         "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access schedule shutdown "
-        "step training",
+        "stack_access step training",
         "api": "checkpoint core keywords memory_report model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "

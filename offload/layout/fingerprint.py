@@ -50,6 +50,9 @@ def _described(segment: Segment) -> dict[str, Any]:
     # Likewise: written for frozen weights that are stored as blocks alone.
     if segment.form:
         found |= {"blocks": segment.form, "numel": segment.numel}
+    # Likewise: written for the rows of stacked experts alone.
+    if segment.stack:
+        found |= {"stack": segment.stack, "row": segment.row}
     return found
 
 
@@ -78,6 +81,8 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 each.get("numel", math.prod(each["shape"])),
                 each["trainable"],
                 form=each.get("blocks", ""),
+                stack=each.get("stack", ""),
+                row=each.get("row", 0),
             )
             for each in unit["parameters"]
         ),

@@ -68,6 +68,20 @@ class Segment(NamedTuple):
     """True if Muon and SinkGD step the parameter as a matrix; set by the planner, where a run has groups."""
     form: str = ""
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
+    stack: str = ""
+    """Name of the model's parameter of which this is the row of one expert; empty for a whole parameter."""
+    row: int = 0
+    """That expert."""
+
+    @property
+    def parameter(self) -> str:
+        """Name of the model's parameter."""
+        return self.stack or self.name
+
+    @property
+    def first(self) -> int:
+        """Index of the first value in the model's parameter."""
+        return self.row * self.value_numel
 
     @property
     def value_numel(self) -> int:
@@ -147,7 +161,11 @@ def _shard_of(region: range, rank: int, world_size: int) -> range:
 
 
 def lay_out(
-    name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int, stored: Mapping[str, Stored] = {}
+    name: str,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    world_size: int,
+    stored: Mapping[str, Stored] = {},
+    row: int | None = None,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -155,7 +173,8 @@ def lay_out(
         name: the unit's name.
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
-        stored: frozen parameters that are stored as blocks, by name.
+        stored: frozen parameters that are stored as blocks, by name; of a stack, one expert's row.
+        row: the expert whose rows of the parameters are laid out; None for whole parameters.
     """
     step = _PARTITION_ALIGNMENT * world_size
     named_parameters = list(parameters)
@@ -165,9 +184,10 @@ def lay_out(
     for trainable, blocks in ((True, False), (False, False), (False, True)):
         for parameter_name, parameter in named_parameters:
             if parameter.requires_grad is trainable and (not trainable and parameter_name in stored) is blocks:
-                form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
-                shape = tuple(parameter.shape)
-                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form))
+                shape = tuple(parameter.shape if row is None else parameter.shape[1:])
+                form, numel = stored[parameter_name] if blocks else Stored("", math.prod(shape))
+                segment = Segment(parameter_name, shape, end, numel, trainable, form=form)
+                segments.append(segment if row is None else _of_expert(segment, row))
                 end = align_up(end + numel, _ALIGNMENT)
         # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
         if trainable:
@@ -175,6 +195,11 @@ def lay_out(
     end = align_up(end, step)
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
+
+
+def _of_expert(segment: Segment, row: int) -> Segment:
+    """Returns the segment of one expert's row of the parameter that `segment` names."""
+    return segment._replace(name=f"{segment.name}[{row}]", stack=segment.name, row=row)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:
@@ -212,7 +237,7 @@ def layouts_of(
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
-        return with_kept(lay_out(unit.name, parameters, world_size, stored), kept)
+        return with_kept(lay_out(unit.name, parameters, world_size, stored, unit.row), kept)
 
     return tuple(layout(unit) for unit in units.units)
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
@@ -52,6 +53,7 @@ class WeightEdits:
         trains: bool,
         several_ranks: bool,
         callbacks: EngineCallbacks,
+        stacks: Sequence[StackHandle] = (),
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
@@ -66,9 +68,11 @@ class WeightEdits:
             trains: True if anything trains; otherwise every edit is refused.
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
+            stacks: parameters of the model whose rows are among `handles`.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
-        self._handle_of = {id(handle.parameter): handle for unit in handles for handle in unit}
+        self._served = [*(handle for unit in handles for handle in unit), *stacks]
+        self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
@@ -89,23 +93,29 @@ class WeightEdits:
             if any(True for _ in module.parameters(recurse=False)):
                 self._removers.append(module.register_state_dict_post_hook(replace).remove)
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
-        for unit in handles:
-            for handle in unit:
-                handle.attach(self)
+        for handle in self._served:
+            handle.attach(self)
 
     def remove(self) -> None:
         """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
         for remover in self._removers:
             remover()
-        for unit in self._handles:
-            for handle in unit:
-                handle.detach()
+        for handle in self._served:
+            handle.detach()
 
     # -- requests of placeholders -------------------------------------------------------------------
 
     def fetch(self, unit: int, stays: bool = False) -> bool:
         """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
         return self._hooks.fetch(unit, stays)
+
+    def turn_to(self, unit: int) -> bool:
+        """Materializes an expert's `unit` in place of the one before, as `fetch`."""
+        return self._hooks.turn_to(unit)
+
+    def runs_now(self) -> bool:
+        """Returns True if a hooked module or a backward is running."""
+        return self._hooks.runs_now()
 
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
@@ -256,7 +266,13 @@ class WeightEdits:
             if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
             elif not handle.gathered:
-                state[prefix + name] = self.weight(handle.unit, handle.position)
+                state[prefix + name] = self._copy_of(handle)
+
+    def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a CPU copy of one parameter, as `weight` does. Rows of a stack are joined."""
+        if isinstance(handle, StackHandle):
+            return torch.stack([self.weight(row.unit, row.position) for row in handle.rows])
+        return self.weight(handle.unit, handle.position)
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""

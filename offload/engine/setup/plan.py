@@ -28,6 +28,7 @@ from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
+from offload.layout.experts.stacks import cut_stacks, described, other_implementations, rows_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
@@ -131,8 +132,11 @@ def decide(
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
-    units = find_units(model, config.units)
-    stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype)
+    cut = cut_stacks(model, config.offload.experts, optimizer, world_size)
+    units = find_units(model, config.units, cut.stacks)
+    stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)
+    experts = (*cut.notices, *described(stacks, other_implementations(model, stacks), config.offload.experts))
+    stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = layouts_of(model, units, world_size, kept, stored)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
@@ -162,7 +166,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *tiles, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *experts, *tiles, *schedule_notices),
     )
 
 
