@@ -337,7 +337,7 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
             real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read()
         elif isinstance(leaf, PagedParameterView):
-            real[key] = getattr(leaf, "own", None) if found is None else found.detach()
+            real[key] = found.detach() if leaf.own is None else leaf.own
         elif found is not None and found is not handles[key].parameter:
             real[key] = found
         # A later fetch has released the unit of an earlier one to make room.
