@@ -42,17 +42,18 @@ def device_nbytes(engine: offload.Engine, title: str) -> int:
 
 def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, State]]]:
     """Returns lists that receive (unit's name, state) of each read and write of the store from now on."""
-    components, found = engine._core.components, {"read": [], "write": []}
-    store: Any = components.store
-    for way, calls in found.items():
+    components = engine._core.components
+    found: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
 
-        def call(
-            unit: int, state: State, *args: Any, real: Any = getattr(store, way), calls: Any = calls, **kwargs: Any
-        ) -> Any:
+    def told(real: Any, calls: list[tuple[str, State]]) -> Any:
+        def call(unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
             calls.append((components.layouts[unit].name, state))
             return real(unit, state, *args, **kwargs)
 
-        monkeypatch.setattr(store, way, call)
+        return call
+
+    for way, calls in found.items():
+        monkeypatch.setattr(components.store, way, told(getattr(components.store, way), calls))
     return found
 
 
