@@ -11,8 +11,12 @@ import torch
 from torch import nn
 
 import offload
+from offload.config import load_config
 from offload.errors import UsageError
+from offload.layout.experts.division import Division, division_of
 from offload.layout.experts.stacks import find_stacks
+from offload.layout.optimizers.matrices import with_matrices
+from offload.planner.model_shape import from_name, from_training
 from offload.states import State
 from tests.support import mixtures, models
 from tests.support.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits
@@ -21,6 +25,7 @@ from tests.support.oracle import (
     accumulated_step,
     assert_same,
     assert_same_tensors,
+    config,
     kill_and_resume,
     run,
     same_bits,
@@ -379,3 +384,37 @@ def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path:
     each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
     assert each.losses == whole.losses
     assert_same_tensors(each.weights, whole.weights)
+
+
+# -- a plan -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
+    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
+    for options, experts in (({}, True), ({"experts": "whole"}, False)):
+        job = Job(FAMILIES[family], models.language_loss, steps=1)
+        content = config(job, DISK, tmp_path, **options)
+        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
+        engine = start(job, DISK, tmp_path, **options)
+        assert shape.layouts == with_matrices(engine._core.components.layouts, engine.module)
+        train_step(engine, job, 0)
+        used = [unit for unit in engine._core.components.pager.end_step()]
+        engine.destroy(remove=True)
+        planned = [use.unit for use in shape.uses]
+        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
+        assert set(used) <= set(planned)
+        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
+
+
+def test_a_plan_of_experts_needs_less_device_memory(tmp_path: Path) -> None:
+    qwen(16).save_pretrained(tmp_path / "model")
+    whole, each = (
+        from_name(str(tmp_path / "model"), 16, torch.float32, Division(experts=x)) for x in ("whole", "each")
+    )
+    assert whole.parameters == each.parameters
+    assert sum(use.flops for use in whole.uses) == pytest.approx(sum(use.flops for use in each.uses))
+    assert sum(use.saved for use in whole.uses) == sum(use.saved for use in each.uses)
+    assert (
+        max(layout.device_numel for layout in each.layouts) < max(layout.device_numel for layout in whole.layouts) / 4
+    )

@@ -28,7 +28,8 @@ from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
-from offload.layout.experts.stacks import cut_stacks, described, other_implementations, rows_of
+from offload.layout.experts.division import divide, division_of
+from offload.layout.experts.stacks import rows_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
@@ -36,7 +37,7 @@ from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
-from offload.layout.units import Units, find_units
+from offload.layout.units import Units
 from offload.notices import Remark
 from offload.sizes import count_of, format_size
 from offload.states import State
@@ -132,10 +133,7 @@ def decide(
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
-    cut = cut_stacks(model, config.offload.experts, optimizer, world_size)
-    units = find_units(model, config.units, cut.stacks)
-    stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)
-    experts = (*cut.notices, *described(stacks, other_implementations(model, stacks), config.offload.experts))
+    units, stacks, experts = divide(model, division_of(config, optimizer, world_size))
     stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = layouts_of(model, units, world_size, kept, stored)
     blocks = _frozen_notices(config, layouts, mode)
