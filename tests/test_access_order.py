@@ -88,3 +88,53 @@ def test_nothing_is_known_before_the_first_step() -> None:
     trace = AccessOrder()
     trace.use(0)
     assert trace.distance(0) == NEVER and list(trace.upcoming()) == [] and trace.unforeseen == 0
+
+
+def test_experts_that_are_expected_come_first_and_backwards_again() -> None:
+    """Units 10 to 15 are the experts of a layer; the run before has used 11 and 13."""
+    trace = AccessOrder.of([0, 11, 13, 1, 2, 1, 13, 11, 0])
+    trace.use(0)
+    trace.expect([10, 12, 14], range(10, 16))
+    assert list(trace.upcoming()) == [10, 12, 14, 1, 2, 13, 11, 0], "what the run before chose here is passed over"
+    assert [trace.distance(unit) for unit in (10, 12, 14, 1, 2)] == [0, 1, 2, 3, 4]
+    assert trace.distances([10, 1, 13, 15]) == (0, 3, 6, NEVER)
+    assert list(trace.until(1)) == [10, 12, 14] and list(trace.until(12)) == [10]
+    for unit in (10, 12, 14, 1, 2, 1):
+        assert trace.distance(unit) == 0
+        trace.use(unit)
+    trace.use(14)  # its backward, of which the run before knew nothing
+    assert list(trace.upcoming()) == [12, 10, 0]
+    for unit in (12, 10, 0):
+        trace.use(unit)
+    assert trace.unforeseen == 0
+    trace.finish()
+    assert list(trace.order) == [0, 10, 12, 14, 1, 2, 1, 14, 12, 10, 0]
+
+
+def test_the_last_expert_of_a_forward_is_the_first_of_its_backward() -> None:
+    trace = AccessOrder()
+    for step in ([3, 5], [4, 5]):
+        trace.expect(step, range(3, 6))
+        for unit in (*step, *reversed(step)):
+            trace.use(unit)
+        trace.finish()
+    assert list(trace.order) == [4, 5, 4]
+
+
+@given(orders, st.lists(st.tuples(st.sets(st.integers(4, 7)), orders), max_size=8))
+def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int], list[int]]]) -> None:
+    """Whatever is used, and whatever was expected, the order answers every question."""
+    trace = AccessOrder.of(order)
+    for expected, uses in steps:
+        trace.expect(sorted(expected), range(4, 8))
+        for unit in uses:
+            trace.use(unit)
+            ahead = list(trace.upcoming())
+            assert len(ahead) == len(set(ahead))
+            for other in range(8):
+                distance = trace.distance(other)
+                assert distance >= 0 and (distance == NEVER or len(list(trace.until(other))) == distance)
+    trace.finish()
+    assert list(trace.order) == (
+        _without_repeats([unit for _, uses in steps for unit in uses]) or _without_repeats(order)
+    )

@@ -75,14 +75,15 @@ WITHIN = {
         "memory_report": "training",
         "param_values": "",
         "param_access": "callbacks distributed param_values params training",
+        "stack_access": "param_access param_values params",
         "tiles": "param_access params",
         "shutdown": "training",
-        "step": "callbacks metrics optim training",
+        "step": "callbacks gradients metrics optim training",
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict param_access schedule shutdown "
-        "step training",
+        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict schedule shutdown "
+        "stack_access step training",
         "api": "checkpoint core keywords memory_report model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "

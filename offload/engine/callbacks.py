@@ -122,6 +122,12 @@ class ParamOwner(Protocol):
         outermost module or the backward ends, or earlier if its memory is needed.
         """
 
+    def turn_to(self, unit: int) -> bool:
+        """Does as `fetch` for an expert's unit, which is released when the next expert's is fetched in this way."""
+
+    def runs_now(self) -> bool:
+        """Returns True if a hooked module or a backward is running."""
+
     def read(self, unit: int, position: int) -> torch.Tensor:
         """Returns a copy of the newest weights of one parameter, on the compute device."""
 

@@ -26,9 +26,9 @@ from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
 from offload.engine.optimizer_state_dict import OptimizerStates
-from offload.engine.param_access import ParamAccess
 from offload.engine.schedule.generators import MicroBatchGenerators
 from offload.engine.shutdown import Shutdown
+from offload.engine.stack_access import StackAccess
 from offload.engine.step import OptimizerStep
 from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.data_loader import Loader
@@ -108,7 +108,7 @@ class EngineCore(EngineCallbacks):
             shards, need = components.shards, settings.device_need
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
-            self.param_access = ParamAccess(components, self)
+            self.param_access = StackAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)
             self.base_bytes = base_bytes(components)
             """Resident bytes of the process when the engine was built, without the memory of engines."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.param_access import ParamAccess
+from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.training_state import TrainingState
 from offload.errors import UsageError
@@ -52,7 +53,7 @@ class OptimizerStates:
         if not count:
             return {}
         if State.PACKED in self._mode.moments:
-            kept = self._layouts[handle.unit].segments[handle.position].kept
+            kept = () if isinstance(handle, StackHandle) else self._layouts[handle.unit].segments[handle.position].kept
             found = {each.name: self._param_access.read_state(handle, each.name) for each in kept}
             # torch's own code keeps the count among its states, if it counts.
             return {name: value.cpu() for name, value in found.items() if value is not None}
@@ -86,7 +87,7 @@ class OptimizerStates:
             )
         # An empty state resets a parameter that was updated, so there is nothing to compare.
         names = list(self._moments(handle)) if state else []
-        shape = self._layouts[handle.unit].segments[handle.position].shape
+        shape = handle.shape
         for name in names:
             value = state.get(name)
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != shape:
@@ -117,18 +118,19 @@ class OptimizerStates:
         handle = self._handle(parameter)
         if not state and not self._steps(handle):
             return
-        shape = self._layouts[handle.unit].segments[handle.position].shape
+        shape = handle.shape
         # A parameter that trained in an earlier run and is frozen now has a count to reset, but no moments.
         for name, moment in self._moments(handle).items() if handle.trainable else ():
             value = state[name].float() if state else torch.zeros(shape, device="cpu")
             self._param_access.write(handle, moment, value)
         count = _count(state) if state else 0
         assert count is not None, "check has accepted the state"
-        self._training_state.parameter_steps[handle.unit][handle.position] = count
+        for each in _in_units(handle):
+            self._training_state.parameter_steps[each.unit][each.position] = count
 
     def _steps(self, handle: ParamHandle) -> int:
-        """Returns the number of updates of a parameter; 0 if it is frozen."""
-        return self._training_state.parameter_steps[handle.unit][handle.position]
+        """Returns the number of updates of a parameter; 0 if it is frozen. Of a stack, that of the row with most."""
+        return max(self._training_state.parameter_steps[each.unit][each.position] for each in _in_units(handle))
 
     def _moments(self, handle: ParamHandle) -> dict[str, State]:
         """Returns the moments of a parameter by the names that torch gives them."""
@@ -139,6 +141,11 @@ class OptimizerStates:
         handle = self._param_access.handle(parameter)
         assert handle is not None, "the groups contain the parameters of the engine"
         return handle
+
+
+def _in_units(handle: ParamHandle) -> Sequence[ParamHandle]:
+    """Returns the handles of a stack's rows, or the handle of any other parameter."""
+    return handle.rows if isinstance(handle, StackHandle) else (handle,)
 
 
 def _count(state: Mapping[str, Any]) -> int | None:

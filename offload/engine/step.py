@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import GradientStats
+from offload.engine.gradients.zeros import ZeroGradients, zero_gradients
 from offload.engine.metrics.step_meter import Stepped
 from offload.engine.optim.lamb_norms import with_ratios
 from offload.engine.optim.optimizer import Optimizer
@@ -71,6 +72,10 @@ class OptimizerStep:
                 optimizer=optimizer,
                 speculate=state.settings.config.offload.speculate,
             )
+        self._zeros: ZeroGradients | None = None
+        """None if experts without a token are not updated, or no experts are units."""
+        if state.settings.config.offload.experts == "each":
+            self._zeros = zero_gradients(components.layouts, components.gradients, components.shards.device.torch)
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
@@ -164,6 +169,8 @@ class OptimizerStep:
         """Returns the gradient statistics over all ranks."""
         components, state = self._components, self._state
         # Gradients that an aborted backward has added count, as in torch.
+        if self._zeros is not None:
+            self._zeros.add()
         components.gradients.end_backward()
         known = components.gradients.known
         if components.agreement is None:

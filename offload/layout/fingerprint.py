@@ -55,6 +55,9 @@ def _described(segment: Segment) -> dict[str, Any]:
     # And for those that are stored as the bytes of their inner tensors.
     if segment.inner:
         found |= {"inner": _fields(segment.inner), "numel": segment.numel}
+    # Likewise: written for the rows of stacked experts alone.
+    if segment.stack:
+        found |= {"stack": segment.stack, "row": segment.row}
     return found
 
 
@@ -92,6 +95,8 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 each["trainable"],
                 form=each.get("blocks", ""),
                 inner=_read(each.get("inner", ())),
+                stack=each.get("stack", ""),
+                row=each.get("row", 0),
             )
             for each in unit["parameters"]
         ),

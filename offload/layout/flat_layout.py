@@ -76,6 +76,20 @@ class Segment(NamedTuple):
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
+    stack: str = ""
+    """Name of the model's parameter of which this is the row of one expert; empty for a whole parameter."""
+    row: int = 0
+    """That expert."""
+
+    @property
+    def parameter(self) -> str:
+        """Name of the model's parameter."""
+        return self.stack or self.name
+
+    @property
+    def first(self) -> int:
+        """Index of the first value in the model's parameter."""
+        return self.row * self.value_numel
 
     @property
     def value_numel(self) -> int:
@@ -176,6 +190,7 @@ def lay_out(
     world_size: int,
     stored: Mapping[str, Stored] = {},
     matrices: Collection[str] | None = None,
+    row: int | None = None,
 ) -> UnitLayout:
     """Places parameters one after the other, each at a multiple of 32 elements, and returns the layout.
 
@@ -183,18 +198,20 @@ def lay_out(
         name: the unit's name.
         parameters: names and parameters of the unit, in the model's order.
         world_size: number of ranks among which each region is divided.
-        stored: frozen parameters that are stored as blocks or bytes, by name.
+        stored: frozen parameters that are stored as blocks or bytes, by name; of a stack, one expert's row.
         matrices: names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
+        row: the expert whose rows of the parameters are laid out; None for whole parameters.
     """
     segments = []
     for parameter_name, parameter in parameters:
-        found = Stored("", parameter.numel())
+        shape = tuple(parameter.shape if row is None else parameter.shape[1:])
+        found = Stored("", math.prod(shape))
         if not parameter.requires_grad:
             found = stored.get(parameter_name, found)
-        shape = tuple(parameter.shape)
-        segments.append(
-            Segment(parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form, inner=found.inner)
+        segment = Segment(
+            parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form, inner=found.inner
         )
+        segments.append(segment if row is None else _of_expert(segment, row))
     return arrange(name, segments, world_size, matrices)
 
 
@@ -226,6 +243,11 @@ def arrange(
         placed += place(segment for segment in segments if not segment.trainable and bool(segment.form) is blocks)
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start)
+
+
+def _of_expert(segment: Segment, row: int) -> Segment:
+    """Returns the segment of one expert's row of the parameter that `segment` names."""
+    return segment._replace(name=f"{segment.name}[{row}]", stack=segment.name, row=row)
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]], world_size: int = 1) -> UnitLayout:
@@ -268,7 +290,8 @@ def layouts_of(
 
     def layout(unit: Unit) -> UnitLayout:
         parameters = [(name, model.get_parameter(name)) for name in unit.parameters]
-        return with_kept(lay_out(unit.name, parameters, world_size, stored, matrices), kept, world_size)
+        laid_out = lay_out(unit.name, parameters, world_size, stored, matrices, unit.row)
+        return with_kept(laid_out, kept, world_size)
 
     return tuple(layout(unit) for unit in units.units)
 

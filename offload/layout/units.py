@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
@@ -22,6 +23,17 @@ class Unit:
 
     name: str
     parameters: tuple[str, ...]
+    row: int | None = None
+    """The expert whose rows of these parameters are the unit; None for whole parameters."""
+
+
+class Stack(NamedTuple):
+    """A module whose parameters stack experts, and are cut."""
+
+    module: str
+    parameters: tuple[str, ...]
+    rows: int
+    """Number of experts, the first size of each parameter."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +46,11 @@ class Units:
 
     units: tuple[Unit, ...]
     sites: dict[str, tuple[int, ...]]
+    experts: dict[str, range] = field(default_factory=dict)
+    """For each module whose experts are units: these units, expert by expert."""
 
 
-def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
+def find_units(model: nn.Module, named: Sequence[str] = (), stacks: Sequence[Stack] = ()) -> Units:
     """Divides the parameters of `model` into units.
 
     Each child of a `ModuleList` is a candidate, or of a `Sequential` if the model has no `ModuleList`. A parameter
@@ -46,6 +60,8 @@ def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
     Args:
         model: the model; its structure must not change afterwards.
         named: names or class names of modules that are one unit each, including everything inside them.
+        stacks: modules whose experts are units. A stack within a module of `named` stays whole, and one whose experts
+            are too small to be units.
 
     Raises:
         ConfigError: `named` contains a name that no module and no class of a module has.
@@ -53,18 +69,52 @@ def find_units(model: nn.Module, named: Sequence[str] = ()) -> Units:
     modules = dict(model.named_modules())
     candidates = _candidates(modules, named)
     owners = {name: _owner(name, candidates) for name, _ in model.named_parameters()}
-    owners = _join_small(owners, {name: parameter.numel() for name, parameter in model.named_parameters()})
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    stacks = _large_stacks(stacks, _named_modules(modules, named), owners, sizes)
+    stack_of = {name: stack for stack in stacks for name in stack.parameters}
+    owners = {name: candidate for name, candidate in owners.items() if name not in stack_of}
+    owners = _join_small(owners, sizes, max((_row_numel(stack, sizes) for stack in stacks), default=0))
     groups: dict[str, list[str]] = {}
     for name, candidate in owners.items():
         groups.setdefault(_direct_owner(name, modules) if candidate is None else candidate, []).append(name)
     # A module that is a candidate and owns parameters directly yields the same key twice, hence one group.
-    units = tuple(Unit(name, tuple(parameters)) for name, parameters in groups.items())
-    return Units(units, _sites(model, modules, units))
+    units = [Unit(name, tuple(parameters)) for name, parameters in groups.items()]
+    # Experts come last, so that all other units are numbered as if there were none.
+    experts: dict[str, range] = {}
+    for stack in stacks:
+        experts[stack.module] = range(len(units), len(units) + stack.rows)
+        units += [Unit(f"{stack.module}[{row}]", stack.parameters, row) for row in range(stack.rows)]
+    return Units(tuple(units), _sites(model, modules, units, stack_of), experts)
+
+
+def _large_stacks(
+    stacks: Sequence[Stack], named: Sequence[str], owners: Mapping[str, str | None], sizes: Mapping[str, int]
+) -> list[Stack]:
+    """Returns the stacks that are outside of the modules `named`, and whose experts are not too small to be units."""
+    inside = tuple(f"{name}." for name in named)
+    outside = [stack for stack in stacks if not f"{stack.module}.".startswith(inside)]
+    stacked = {name for stack in outside for name in stack.parameters}
+    others: dict[str | None, int] = {}
+    for name, candidate in owners.items():
+        if candidate is not None and name not in stacked:
+            others[candidate] = others.get(candidate, 0) + sizes[name]
+    least = max([*others.values(), *(_row_numel(stack, sizes) for stack in outside)], default=0) / _SMALLEST_SHARE
+    return [stack for stack in outside if _row_numel(stack, sizes) >= least]
+
+
+def _row_numel(stack: Stack, sizes: Mapping[str, int]) -> int:
+    """Returns the elements of one expert."""
+    return sum(sizes[name] for name in stack.parameters) // stack.rows
+
+
+def _named_modules(modules: Mapping[str, nn.Module], named: Sequence[str]) -> list[str]:
+    """Returns the names of the modules that the user has named, by name or class."""
+    return [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
 
 
 def _candidates(modules: dict[str, nn.Module], named: Sequence[str]) -> list[str]:
     """Returns the names of the modules that may be a unit, outer ones first."""
-    chosen = [n for n, m in modules.items() if n and (n in named or type(m).__name__ in named)]
+    chosen = _named_modules(modules, named)
     unknown = [n for n in named if n not in modules and n not in {type(m).__name__ for m in modules.values()}]
     if unknown:
         raise ConfigError(f'"units" names {", ".join(unknown)}: the model has no module of that name or class')
@@ -88,14 +138,20 @@ def _owner(parameter: str, candidates: Sequence[str]) -> str | None:
     return max(holding, key=len) if holding else None
 
 
-def _join_small(owners: dict[str, str | None], numel: dict[str, int]) -> dict[str, str | None]:
-    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place."""
+def _join_small(owners: dict[str, str | None], numel: Mapping[str, int], expert: int) -> dict[str, str | None]:
+    """Returns `owners` without small candidates: the next large one that contains them, or None, takes their place.
+
+    Args:
+        owners: the candidate of each parameter.
+        numel: elements of each parameter.
+        expert: elements of the largest expert that is a unit.
+    """
     sizes: dict[str, int] = {}
     for name, candidate in owners.items():
         if candidate is not None:
             sizes[candidate] = sizes.get(candidate, 0) + numel[name]
     # The bound is relative, so that the division does not depend on the size of the model.
-    least = max(sizes.values(), default=0) / _SMALLEST_SHARE
+    least = max([*sizes.values(), expert]) / _SMALLEST_SHARE
     large = [name for name, size in sizes.items() if size >= least]
     return {
         name: candidate if candidate is None or candidate in large else _owner(f"{candidate}.", large)
@@ -111,20 +167,26 @@ def _direct_owner(parameter: str, modules: dict[str, nn.Module]) -> str:
     return name
 
 
-def _sites(model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit]) -> dict[str, tuple[int, ...]]:
+def _sites(
+    model: nn.Module, modules: dict[str, nn.Module], units: Sequence[Unit], stack_of: Mapping[str, Stack]
+) -> dict[str, tuple[int, ...]]:
     """Returns the modules that get hooks, with the units each needs.
 
     They are each unit's own module and every module that owns parameters, because recomputation may call the latter
-    alone.
+    alone. A module of stacked experts needs none of them until it uses one.
     """
-    unit_of = {id(model.get_parameter(name)): i for i, unit in enumerate(units) for name in unit.parameters}
+    whole = [(index, unit) for index, unit in enumerate(units) if unit.row is None]
+    unit_of = {id(model.get_parameter(name)): index for index, unit in whole for name in unit.parameters}
     every = dict(model.named_modules(remove_duplicate=False))  # a module may be in two places
     first_name = {id(module): name for name, module in reversed(modules.items())}
     # A unit is a site under its own name too: its parameters may all belong to modules inside of it.
     needs: dict[str, set[int]] = {}
-    for index, unit in enumerate(units):
+    for index, unit in whole:
         needs.setdefault(unit.name, set()).add(index)
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in stack_of:
+            needs.setdefault(stack_of[name].module, set())
+            continue
         owner = first_name[id(every[_direct_owner(name, every)])]
         needs.setdefault(owner, set()).add(unit_of[id(parameter)])
     sites = {name: tuple(sorted(needs[name])) for name in modules if name in needs}

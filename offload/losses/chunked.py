@@ -235,7 +235,7 @@ def _weight_and_bias(head: nn.Module | torch.Tensor) -> tuple[torch.Tensor, torc
 def _brought(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the parameter with its weights: fetched in a running module, else a copy, whose gradient reaches it."""
     handle = handle_of(parameter)
-    if handle is None or (parameter is handle.parameter and handle.engine.fetch(handle.unit)):
+    if handle is None or (parameter is handle.parameter and handle.fetch()):
         return parameter
     return parameter.clone()
 

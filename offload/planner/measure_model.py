@@ -18,6 +18,7 @@ import torch
 
 from offload.aio import aligned_empty
 from offload.errors import ConfigError
+from offload.layout.experts.division import Division
 from offload.planner.activations.budgets import activations
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, Measured
@@ -46,7 +47,7 @@ def measured(
     shape: Shape,
     load: Load,
     dtype: torch.dtype,
-    units: Sequence[str] = (),
+    units: Division | Sequence[str] = (),
     tell: Tell = lambda *_: None,
 ) -> Hardware:
     """Returns `hardware` with rates of compute scaled to the timed model. Takes up to a few minutes.
@@ -56,7 +57,7 @@ def measured(
         shape: the shape of a preset or a model folder, in `dtype` and divided into `units`.
         load: the micro-batch to run.
         dtype: dtype of the weights.
-        units: names of the units, as in the config; none for the default division.
+        units: the division into units, or names of units; none for the default.
         tell: receives the progress.
 
     Raises:
@@ -95,7 +96,7 @@ def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
 
 
 def _that_fits(
-    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Sequence[str]
+    hardware: Hardware, shape: Shape, layers: int, load: Load, dtype: torch.dtype, units: Division | Sequence[str]
 ) -> tuple[Shape, int]:
     """Returns the shape to run and its number of layers: `shape` itself if all of it fits, else one of fewer layers."""
     most = (int(_SHARE * _free(hardware)), _PASS_SECONDS)
@@ -120,7 +121,7 @@ def _that_fits(
     return (shape, layers) if taken == layers else (_of(shape, taken, dtype, units), taken)
 
 
-def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Sequence[str]) -> Shape:
+def _of(shape: Shape, layers: int, dtype: torch.dtype, units: Division | Sequence[str]) -> Shape:
     """Returns the shape of the same model reduced to `layers` layers."""
     try:
         return from_name(shape.name, shape.sequence, dtype, units, layers)

@@ -12,6 +12,7 @@ from torch import nn
 from offload.config import Config, load_config, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import Probed
+from offload.layout.experts.division import division_of
 from offload.layout.schedule import MICRO_BATCH_MAJOR, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.load import Load
@@ -52,7 +53,8 @@ def predict(
     config = load_config(content)
     machine = _machine(found, config, resuming)
     batch = resolve_batch(config, 1)
-    shape = from_training(model, sequence, DTYPES[config.dtype], config.units, always, config.offload.frozen)
+    division = division_of(config)
+    shape = from_training(model, sequence, DTYPES[config.dtype], division, always, config.offload.frozen)
     load = Load(
         batch.micro,
         batch.accumulation,

@@ -19,6 +19,7 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
 from offload.planner.activations.formulas import need
@@ -109,7 +110,7 @@ def planned(
     config = None if content is None else load_config(content)
     dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
     on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
-    units = config.offload.units if config is not None else ()
+    units = division_of(config)
     of = shape(model, step.sequence, DTYPES[dtype], units)
     if content is None:
         load = _load(step, on.on_cpu)
@@ -133,7 +134,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
     config = None if content is None else load_config(content)
     dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
     on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
-    of = shape(model, step.sequence, DTYPES[dtype], config.offload.units if config is not None else ())
+    of = shape(model, step.sequence, DTYPES[dtype], division_of(config))
     if content is not None:
         return search(of, on, _load(step, on.on_cpu, content), [content], step.chunked_loss)
     load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype) | _frozen(model)
@@ -219,14 +220,14 @@ def _check(step: Step, file: Path | None) -> None:
         )
 
 
-def shape(model: Model, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+def shape(model: Model, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()) -> Shape:
     """Returns the model in numbers.
 
     Args:
         model: a name, or parameters and layers; not both.
         sequence: tokens of a sequence.
         dtype: dtype of the weights.
-        units: names of the units, as in the config.
+        units: the division into units.
 
     Raises:
         ConfigError: both or none are given, or the model cannot be built.

@@ -6,13 +6,15 @@
 Each kind of run has an order of its own, so an evaluation between two steps does not disturb the order of the step.
 The order is advice about the next uses, never a promise. A mispredicted use is served like any other, so a model
 that branches stays correct and only reads a little more.
+
+Which experts of a layer come next is known before they are used (`expect`): from the router, not from the run before.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 NEVER = 1 << 62
 """Distance of a unit that the recorded order does not use again."""
@@ -44,14 +46,51 @@ class _Order:
         """For each position, that of the next use of the same unit; beyond the end it is in the repeated run."""
         self._next: dict[int, int] = {}
         """For each unit, the position of its next use at or after the cursor, counted in the same way."""
+        self._expected: list[int] = []
+        """Units of a group that come before all else, nearest first; see `expect`."""
+        self._backwards: dict[int, tuple[Sequence[int], Collection[int]]] = {}
+        """For each unit that was expected: all units that were, and their group. Their backward has not begun."""
+
+    def expect(self, units: Sequence[int], group: Collection[int]) -> None:
+        """Predicts that `units` are the next uses of `group`; a run's next uses of the same units are in reverse."""
+        self._pass_over(group)
+        self._expected = list(units)
+        for unit in group:
+            self._backwards.pop(unit, None)
+        self._backwards |= dict.fromkeys(units, (tuple(units), group))
+
+    def _pass_over(self, group: Collection[int]) -> None:
+        """Moves the cursor behind uses of `group`: they are what the run before chose."""
+        while self.cursor < len(self.uses) and self.uses[self.cursor] in group:
+            self._next[self.uses[self.cursor]] = self._following[self.cursor]
+            self.cursor += 1
+
+    def _use_expected(self, unit: int) -> bool | None:
+        """Returns whether `unit` was the next one expected; None if it was not expected at all."""
+        if not self._expected and unit in self._backwards:
+            units, group = self._backwards[unit]
+            for each in units:
+                del self._backwards[each]
+            self._pass_over(group)
+            self._expected = list(reversed(units))
+        if unit not in self._expected:
+            return None
+        position = self._expected.index(unit)
+        del self._expected[: position + 1]
+        return position == 0
 
     def use(self, unit: int) -> bool:
         """Records a use. Returns False if the order predicted another unit."""
         # Consecutive uses of one unit count once: no other unit is needed between them.
         if self._recording and self._recording[-1] == unit:
+            self._use_expected(unit)  # the last of a forward is the first of its backward
             return True
         if len(self._recording) < _LONGEST:
             self._recording.append(unit)
+        expected = self._use_expected(unit)
+        if expected is not None:
+            return expected
+        self._expected = []
         # A mispredicted use moves the cursor to the next recorded use of this unit, so that a skipped branch costs
         # one misprediction and not one for each unit in the branch.
         found = self._next.get(unit, NEVER)
@@ -76,41 +115,52 @@ class _Order:
 
     def restart(self) -> None:
         """Restarts the run and discards its recording: an interrupted run predicts nothing."""
-        self._recording = []
+        self._recording, self._expected, self._backwards = [], [], {}
         self.cursor = 0
         self._next = dict(self._first)
 
     def distance(self, unit: int) -> int:
         """Returns the number of uses before the next use of `unit`, assuming that the run repeats; NEVER if unknown."""
+        if unit in self._expected:
+            return self._expected.index(unit)
         position = self._next.get(unit)
-        return NEVER if position is None else position - self.cursor
+        return NEVER if position is None else position - self.cursor + len(self._expected)
 
     def distances(self, units: Iterable[int]) -> tuple[int, ...]:
         """Returns `distance` of each of `units`, in one call."""
+        if self._expected:
+            return tuple([self.distance(unit) for unit in units])
         positions, cursor = self._next, self.cursor
         return tuple([positions[unit] - cursor if unit in positions else NEVER for unit in units])
+
+    def until(self, unit: int) -> Iterator[int]:
+        """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""
+        expected = len(self._expected)
+        for distance in range(self.distance(unit)):
+            if distance < expected:
+                yield self._expected[distance]
+            else:
+                # The modulo crosses the end of the run: after a step, the next step repeats the order.
+                yield self.uses[(self.cursor + distance - expected) % len(self.uses)]
 
     def upcoming(self) -> Iterator[int]:
         """Yields the distinct units of the remaining uses, nearest first; an order that wraps adds the earlier uses."""
         seen: set[int] = set()
-        for position in self._remaining():
-            unit = self.uses[position]
+        for unit in self._remaining():
             if unit not in seen:
                 seen.add(unit)
                 yield unit
 
     def nearest(self, wanting: Callable[[int], bool]) -> int | None:
         """Returns the first of `upcoming` that `wanting` accepts; None if there is none."""
-        uses = self.uses
-        for position in self._remaining():
-            if wanting(uses[position]):
-                return uses[position]
-        return None
+        return next(filter(wanting, self._remaining()), None)
 
-    def _remaining(self) -> Iterable[int]:
-        """Returns the positions of the uses that `upcoming` is about."""
+    def _remaining(self) -> Iterator[int]:
+        """Yields the uses that `upcoming` is about."""
+        yield from self._expected
         rest = range(self.cursor, len(self.uses))
-        return itertools.chain(rest, range(self.cursor)) if self.wraps else rest
+        for position in itertools.chain(rest, range(self.cursor)) if self.wraps else rest:
+            yield self.uses[position]
 
 
 class AccessOrder:
@@ -155,6 +205,15 @@ class AccessOrder:
         if not self._now.use(unit):
             self.unforeseen += 1
 
+    def expect(self, units: Sequence[int], group: Collection[int]) -> None:
+        """Predicts that `units` are the next uses of `group` in the current run, and that those after are in reverse.
+
+        Args:
+            units: units of `group`, in the order of their uses.
+            group: units of which the run uses some, others each time: the experts of a layer.
+        """
+        self._now.expect(units, group)
+
     def finish(self) -> None:
         """Ends the current run; its order predicts the next run of this kind."""
         self._now.finish()
@@ -177,7 +236,4 @@ class AccessOrder:
 
     def until(self, unit: int) -> Iterator[int]:
         """Yields every use before the next use of `unit`, which must be in the order; a unit may occur repeatedly."""
-        order = self._now
-        # The modulo crosses the end of the run: after a step, the next step repeats the order.
-        for distance in range(order.distance(unit)):
-            yield order.uses[(order.cursor + distance) % len(order.uses)]
+        return self._now.until(unit)

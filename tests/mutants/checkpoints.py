@@ -87,8 +87,8 @@ MUTANTS = (
     Mutant(
         "write a chunk of an export one element too far",
         "offload.engine.model_io.weight_stream",
-        "nbytes, skipped = (stop - start) * itemsize, (start - segment.start) * itemsize",
-        "nbytes, skipped = (stop - start) * itemsize, (start - segment.start + 1) * itemsize",
+        "nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start) * itemsize",
+        "nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start + 1) * itemsize",
         "tests/test_export_stream.py",
     ),
     Mutant(

@@ -41,6 +41,9 @@ class Family:
         return model(**self.inputs(models.tokens(step, micro))).loss
 
     def logits(self, model: Any) -> torch.Tensor:
+        # Experts that are units are used one by one, which rounds otherwise than all at once.
+        if isinstance(model, T.PreTrainedModel) and model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
         with torch.no_grad():
             return model(**self.inputs(models.tokens(9, 9))).logits.clone().cpu()
 

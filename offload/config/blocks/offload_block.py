@@ -88,6 +88,12 @@ class OffloadBlock(Block):
         description="host memory for these inputs, part of host_memory; default: half of what host_memory leaves, or "
         "80 % of what is free",
     )
+    experts: Literal["each", "visited", "whole"] = Field(
+        "each",
+        description="experts that transformers stacks in one parameter. each: each is a unit of its own, read only if "
+        "a token visits it; visited: also, one without a token in a step is not updated; whole: the stack is part of "
+        "its layer. See guides/mixtures-of-experts.md",
+    )
     io_backend: Literal["auto", "io_uring", "libaio", "threads"] = Field(
         "auto", description="I/O interface of the swap files; auto: the first that the system allows"
     )

@@ -6,6 +6,7 @@ engine. So a checkpoint that is damaged or does not fit changes nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from offload.engine.checkpoint.files import (
     tensors_of,
     wrong_files,
 )
-from offload.engine.checkpoint.resharding import difference, places
+from offload.engine.checkpoint.resharding import all_places, as_rows, difference, parameter_shapes, places
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
@@ -82,16 +83,22 @@ class FoundCheckpoint:
             layouts: Units of this engine.
             now: Present counts, which apply to parameters that the checkpoint does not contain.
         """
-        # Tied names map to the same segment object, so its identity is the key.
+        # A tied name and a row of a parameter that is whole there have the unit and the name of the first in it.
         counts = self.progress.facts["parameter_steps"]
-        saved = {id(s): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)}
+        saved = {
+            (u, s.parameter): counts[u][i] for u, row in enumerate(self.layouts) for i, s in enumerate(row.segments)
+        }
         return [
             [
-                saved[id(self.saved[segment.name][1])] if segment.name in self.saved else before
+                max([saved[unit, each.parameter] for unit, each in all_places(segment, self.saved)], default=before)
                 for segment, before in zip(layout.segments, row, strict=True)
             ]
             for layout, row in zip(layouts, now, strict=True)
         ]
+
+    def for_rows(self, layouts: Sequence[UnitLayout]) -> FoundCheckpoint:
+        """Returns the same checkpoint, in which the rows that are units of `layouts` are found."""
+        return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
 
 
 # -- reading and comparing ----------------------------------------------------------------------------
@@ -173,15 +180,15 @@ def check_fits(
         StoreError: If names, shapes, mode or optimizer states differ.
     """
     what = f"the checkpoint {found.folder}"
-    shapes = {s.name: s.shape for layout in held.layouts for s in layout.segments}
+    shapes = parameter_shapes((s.name, s) for layout in held.layouts for s in layout.segments)
     # Frozen weights that were left out of the save are not missing: they keep their values.
     absent: set[str] = set()
     if not found.manifest.frozen:
-        absent = {s.name for layout in found.layouts for s in layout.segments if not s.trainable}
+        absent = {s.parameter for layout in found.layouts for s in layout.segments if not s.trainable}
         absent |= {name for name, first in found.manifest.about["tied"].items() if first in absent}
-    mine = {name: shape for name, shape in shapes.items() if name not in absent or name in found.saved}
+    theirs = parameter_shapes((name, segment) for name, (_, segment) in found.saved.items())
+    mine = {name: shape for name, shape in shapes.items() if name not in absent or name in theirs}
     mine |= {name: tuple(value.shape) for name, value in buffers.items()}
-    theirs = {name: segment.shape for name, (_, segment) in found.saved.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
     # Moments of another dtype are converted.
@@ -190,6 +197,7 @@ def check_fits(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
         )
+    found = found.for_rows(held.layouts)
     _check_forms(found, held, what)
     both = ((layout, segment) for layout in held.layouts for segment in layout.segments if options.states)
     for layout, segment in both:
@@ -206,19 +214,20 @@ def check_fits(
 def _check_forms(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
     """Raises `StoreError` if a frozen weight of the checkpoint is stored in another form than in this engine."""
     for segment in (segment for layout in held.layouts for segment in layout.segments):
-        place = found.saved.get(segment.name)
+        saved = [place for _, place in all_places(segment, found.saved)]
         # Blocks are counted in elements of the weights' dtype, so the same blocks have other counts in another dtype.
-        if place is not None and _stored(place[1]) != _stored(segment):
+        same = {_stored(place) for place in saved} <= {_stored(segment)}
+        if saved and not (same and sum(place.numel for place in saved) == segment.numel):
             raise StoreError(
-                f"{what} contains {segment.name} as {_form(place[1], found.mode)}, this engine as "
+                f"{what} contains {segment.name} as {_form(saved[0], found.mode)}, this engine as "
                 f'{_form(segment, held.mode)}: train with the "frozen" and the dtype of the checkpoint, or save it '
                 "with exclude_frozen_parameters=True and load that"
             )
 
 
 def _stored(segment: Segment) -> tuple[object, ...]:
-    """Returns all on which the meaning of a parameter's bytes depends."""
-    return segment.form, segment.numel, segment.inner
+    """Returns all on which the meaning of a parameter's bytes depends, but their number."""
+    return segment.form, segment.inner
 
 
 def _form(segment: Segment, mode: Mode) -> str:

@@ -136,7 +136,7 @@ class Checkpoints:
         # The commit after the load contains the user's states. One that cannot be committed raises here, before
         # anything changes.
         self._state.of_the_user()
-        return found
+        return found.for_rows(self._components.layouts)
 
     def _take_over(self, found: FoundCheckpoint, options: LoadOptions, queue: Queue) -> list[str]:
         """Makes the checkpoint the engine's state and, with commits on, commits it. Returns notices for the user."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.errors import StoreError
@@ -98,6 +98,49 @@ def places(layouts: Sequence[UnitLayout], tied: Mapping[str, str], frozen: bool)
     return found | {name: found[first] for name, first in tied.items() if first in found}
 
 
+def as_rows(saved: Mapping[str, tuple[int, Segment]], layouts: Sequence[UnitLayout]) -> dict[str, tuple[int, Segment]]:
+    """Returns the places in a checkpoint of the rows that are units here, and whole parameters there.
+
+    Args:
+        saved: The result of `places`.
+        layouts: Units of this model.
+    """
+    wanted = (segment for layout in layouts for segment in layout.segments if segment.stack and segment.stack in saved)
+    return {segment.name: _row_of(saved[segment.stack], segment) for segment in wanted}
+
+
+def _row_of(place: tuple[int, Segment], row: Segment) -> tuple[int, Segment]:
+    """Returns the place of one row of a whole parameter, whose blocks are as large in each row."""
+    unit, whole = place
+    if whole.shape[1:] != row.shape or row.row >= whole.shape[0]:
+        return place  # the difference is reported
+    numel = whole.numel // whole.shape[0]
+    start = whole.start + row.row * numel
+    return unit, whole._replace(shape=row.shape, start=start, numel=numel, stack=row.stack, row=row.row)
+
+
+def all_places(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> list[tuple[int, Segment]]:
+    """Returns where a checkpoint has a segment: in one place, in none, or each row of a whole parameter in its own."""
+    if segment.name in saved:
+        return [saved[segment.name]]
+    if segment.stack or not segment.shape:
+        return []
+    rows = [saved.get(f"{segment.name}[{row}]") for row in range(segment.shape[0])]
+    return [row for row in rows if row is not None] if None not in rows else []
+
+
+def parameter_shapes(named: Iterable[tuple[str, Segment]]) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of each parameter, by the names of segments; rows are joined, under the parameter's name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, segment in named:
+        if segment.stack:
+            rows = found.get(segment.stack, (0,))[0] + 1
+            found[segment.stack] = (rows, *segment.shape)
+        else:
+            found[name] = segment.shape
+    return found
+
+
 def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[Run]:
     """Returns the segments of a unit, in order, as runs.
 
@@ -105,15 +148,22 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     between them.
     """
     found: list[Run] = []
-    for segment in layout.segments:
-        place = saved.get(segment.name)
-        source = None if place is None else Source(place[0], place[1].start, place[1].trainable)
-        run = Run(segment.start, segment.stop, source)
+    for run in (run for segment in layout.segments for run in _runs_of(segment, saved)):
         # Merging keeps the reads long: without it each parameter would be a request of its own.
         if found and _joins(found[-1], run, (layout.trainable_stop, layout.blocks_start)):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
     return found
+
+
+def _runs_of(segment: Segment, saved: Mapping[str, tuple[int, Segment]]) -> Iterator[Run]:
+    """Yields the run of a segment; of a whole parameter that the checkpoint has by rows, a run for each."""
+    start = segment.start
+    for unit, place in all_places(segment, saved):
+        yield Run(start, start + place.numel, Source(unit, place.start, place.trainable))
+        start += place.numel
+    if start == segment.start:
+        yield Run(segment.start, segment.stop, None)
 
 
 def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], rank: int) -> list[Run]:

@@ -88,7 +88,7 @@ class BlockValues:
             The places in the files, and the part of `room` that goes to each of them.
         """
         plan, form, numel = self._plan, BLOCK_FORMATS[chunk.segment.form], chunk.stop - chunk.first
-        skipped = chunk.first * plan.dtype.itemsize
+        skipped = (chunk.segment.first + chunk.first) * plan.dtype.itemsize
         places = [
             Place(file, offset + skipped)
             for file, offset in (self._places[name] for name in plan.names[chunk.segment.name])

@@ -9,6 +9,7 @@ meta tensors, so that a misfit is known before anything is read.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -61,13 +62,18 @@ class Conversion:
             ) from error
         return {name: tuple(value.shape) for name, value in made.items()}
 
-    def take(self, name: str) -> torch.Tensor:
-        """Returns one parameter. The first request reads the tensors and makes the parameters of later requests too."""
+    def take(self, name: str, keep: bool = False) -> torch.Tensor:
+        """Returns one parameter. The first request reads the tensors and makes the parameters of later requests too.
+
+        Args:
+            name: The parameter's name.
+            keep: True if the parameter will be requested again.
+        """
         if name not in self._made:
             made = self._convert(Stored.whole)
             # Results that nobody will request must not stay in memory.
             self._made = {each: made[each] for each in made if each in self.wanted}
-        return self._made.pop(name)
+        return self._made[name] if keep else self._made.pop(name)
 
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the conversion on the tensors that `read` returns, and returns the results by name."""
@@ -86,9 +92,11 @@ class Converted(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields all values at once."""
-        yield 0, self.conversion.take(self.name).contiguous().view(-1)
+    def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields all values at once, or those of `part`; parts are requested in order."""
+        more = part is not None and part.stop < math.prod(self.shape)
+        values = self.conversion.take(self.name, keep=more).contiguous().view(-1)
+        yield 0, values if part is None else values[part.start : part.stop]
 
 
 class Named(NamedTuple):

@@ -52,23 +52,27 @@ class Stored(NamedTuple):
         """Dtype of the tensor in the file."""
         return self.place.tensor.dtype
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields the elements in chunks, (n,) each, with the position of the chunk's first element.
 
         A chunk is valid until the next one is requested.
+
+        Args:
+            part: The elements to read, from whose first one positions are counted; None for all.
 
         Raises:
             IoError: If the file cannot be read.
             StoreError: If the file has changed since its header was read.
         """
-        itemsize, total = self.dtype.itemsize, self.place.tensor.nbytes
+        itemsize = self.dtype.itemsize
+        begin, total = (0, self.place.tensor.nbytes) if part is None else (part.start * itemsize, len(part) * itemsize)
         # One buffer for all chunks: the consumer copies a chunk before it requests the next.
         buffer = memoryview(bytearray(min(total, _PIECE_NBYTES)))
         with self._open() as file:
             for start in range(0, total, _PIECE_NBYTES):
-                part = buffer[: min(_PIECE_NBYTES, total - start)]
-                self._fill(file.fileno(), self.place.offset + start, part)
-                yield start // itemsize, torch.frombuffer(part, dtype=self.dtype)
+                chunk = buffer[: min(_PIECE_NBYTES, total - start)]
+                self._fill(file.fileno(), self.place.offset + begin + start, chunk)
+                yield start // itemsize, torch.frombuffer(chunk, dtype=self.dtype)
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor, in memory of its own."""

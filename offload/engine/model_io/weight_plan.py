@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,7 +38,7 @@ class Plan:
     """True if frozen weights are written."""
     dtype: torch.dtype
     names: Mapping[str, tuple[str, ...]]
-    """For each parameter, the names under which it is written: its own, and tied names that no loader would tie."""
+    """For each segment, the names under which its parameter is written: its own, and tied ones that no loader ties."""
     shards: Mapping[str, Mapping[str, Tensor]]
     """Tensors of each file."""
     config: Mapping[str, Any] | None
@@ -101,6 +102,7 @@ def make_plan(
     loader_ties = name is None if config is None else config.get("tie_word_embeddings", True)
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, Tensor] = {}
+    rows = Counter(segment.stack for layout in layouts for segment in layout.segments)
     for layout in layouts:
         for segment in layout.segments:
             if not (segment.trainable or frozen):
@@ -112,8 +114,10 @@ def make_plan(
                     "what trains by exclude_frozen_parameters=True"
                 )
             others = () if loader_ties else (alias for alias, name in tied.items() if name == segment.name)
-            names[segment.name] = (segment.name, *others)
-            tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, segment.shape))
+            names[segment.name] = (segment.parameter, *others)
+            # Experts that are units of their own are one tensor in the files, as they are one parameter in the model.
+            shape = (rows[segment.stack], *segment.shape) if segment.stack else segment.shape
+            tensors |= dict.fromkeys(names[segment.name], Tensor(wanted, shape))
     tensors |= {name: Tensor(value.dtype, tuple(value.shape)) for name, value in source.buffers.items()}
     metadata = {"format": "pt"} | (dict(tied) if config is None and loader_ties else {})
     if name is not None:

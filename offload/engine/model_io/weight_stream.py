@@ -190,7 +190,7 @@ def arranged(plan: Plan, places: Mapping[str, Place], chunk: Chunk) -> tuple[lis
         start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
         if start >= stop or segment.name not in plan.names:
             continue
-        nbytes, skipped = (stop - start) * itemsize, (start - segment.start) * itemsize
+        nbytes, skipped = (stop - start) * itemsize, (segment.first + start - segment.start) * itemsize
         first, *others = (
             Place(file, offset + skipped) for file, offset in (places[name] for name in plan.names[segment.name])
         )

@@ -95,7 +95,7 @@ class UpdateBuilder:
         """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._noise_seed = noise_seed
-        self._parameters = [[module.get_parameter(s.name) for s in layout.segments] for layout in layouts]
+        self._parameters = [[module.get_parameter(s.parameter) for s in layout.segments] for layout in layouts]
 
     def updates(
         self, present: Sequence[set[int]], order: Sequence[int], scale: float, counts: list[list[int]]

@@ -33,10 +33,13 @@ class Origin(Protocol):
         """Shape of the parameter."""
         ...
 
-    def pieces(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the values in order, as tensors (n,) on the CPU, each with the position of its first element.
+    def pieces(self, part: range | None = None) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields values in order, as tensors (n,) on the CPU, each with the position of its first element.
 
         A yielded tensor is valid until the next one is yielded.
+
+        Args:
+            part: the elements to yield, from whose first one positions are counted; None for all.
 
         Raises:
             IoError: if the source cannot be read.

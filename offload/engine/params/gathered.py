@@ -47,7 +47,7 @@ def gathered(
     handles = _handles_of(params)
     # `fetch` returns True only while a forward or a backward runs.
     for handle in handles:
-        if handle.engine.fetch(handle.unit):
+        if handle.fetch():
             raise UsageError(
                 "gathered() must be called outside of forwards and backwards; inside of them parameters are available"
             )

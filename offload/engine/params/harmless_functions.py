@@ -51,3 +51,11 @@ def _is_harmless_property(func: Any) -> bool:
         return False
     name = getattr(getattr(func, "__self__", None), "__name__", None)
     return name is not None and name not in _WITH_DATA
+
+
+def name_of(func: Any) -> str:
+    """Returns the name of a torch function for messages; for a property, the property's name."""
+    name = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        name = getattr(getattr(func, "__self__", None), "__name__", name)
+    return name

@@ -65,18 +65,22 @@ def make_resident_shards(
     return residents
 
 
-def _values(parameter: nn.Parameter) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yields a parameter's values, (n,) at a time on the CPU, each with its position, from its origin or its memory."""
+def _values(parameter: nn.Parameter, segment: Segment) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields a segment's values, (n,) at a time on the CPU, each with its position, from an origin or from memory."""
     origin = origin_of(parameter)
     if origin is None:
-        yield 0, parameter.detach().to("cpu").contiguous().view(-1)
+        values = parameter.detach()[segment.row] if segment.stack else parameter.detach()
+        yield 0, values.to("cpu").contiguous().view(-1)
+    elif segment.stack:
+        first = segment.row * segment.value_numel
+        yield from origin.pieces(range(first, first + segment.value_numel))
     else:
         yield from origin.pieces()
 
 
 def _split(parameter: nn.Parameter, segment: Segment, flats: Mapping[State, torch.Tensor]) -> None:
-    """Writes a parameter's values into the states of its masters, (numel,) of the unit each."""
-    for position, values in _values(parameter):
+    """Writes a segment's values into the states of its masters, (numel,) of the unit each."""
+    for position, values in _values(parameter, segment):
         first = segment.start + position
         split(values, {state: flat[first : first + len(values)] for state, flat in flats.items()})
 
@@ -84,7 +88,7 @@ def _split(parameter: nn.Parameter, segment: Segment, flats: Mapping[State, torc
 def _quantize(parameter: nn.Parameter, segment: Segment, flat: torch.Tensor) -> None:
     """Writes the blocks of a frozen parameter into `flat`, (numel,) of the unit's weights."""
     writer = BlockWriter(segment.form, flat[segment.start : segment.stop].view(torch.uint8))
-    for _, values in _values(parameter):
+    for _, values in _values(parameter, segment):
         writer.put(values)
     writer.end()
 
@@ -121,14 +125,15 @@ class InitialFill:
         Raises:
             ConfigError: if a deferred parameter has no initial value.
         """
+        last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
         for index, layout in enumerate(layouts):
-            names = [segment.name for segment in layout.segments]
+            names = [segment.parameter for segment in layout.segments]
             given = any(not model.get_parameter(name).is_meta for name in names)
             # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
             flats = self._flats(index, layout.numel)
             for segment in layout.segments:
-                parameter = model.get_parameter(segment.name)
+                parameter = model.get_parameter(segment.parameter)
                 if segment.inner:
                     write_bytes(model, segment, flats[State.WEIGHT][segment.start : segment.stop].view(torch.uint8))
                     page_out(model, segment, sources[segment.name])
@@ -138,7 +143,8 @@ class InitialFill:
                 else:
                     _split(parameter, segment, flats)
                 # The hooks make the parameter a placeholder of its shape; until then it has no memory.
-                forget(parameter)
+                if index == last[segment.parameter]:
+                    forget(parameter)
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)

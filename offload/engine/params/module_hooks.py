@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.engine.params.experts.turns import ExpertTurns
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
@@ -78,6 +79,7 @@ class ModuleHooks:
         callbacks: EngineCallbacks,
         checkpoints: UnitCheckpoints,
         *,
+        experts: Mapping[str, range] = {},
         timeline: Timeline = OFF,
         compute: ComputeSpans = NO_SPANS,
     ) -> None:
@@ -93,6 +95,7 @@ class ModuleHooks:
             pager: is notified of the beginning and the end of each forward.
             callbacks: the engine, as its components see it.
             checkpoints: the hooks of checkpointing, which are outside of all others.
+            experts: units of each module whose experts are units, expert by expert.
             timeline: records phases and gradients.
             compute: records the forwards of units.
         """
@@ -116,6 +119,8 @@ class ModuleHooks:
         self._trainable = [handle for unit in handles for handle in unit if handle.trainable]
         for handle in self._trainable:
             self._removers.append(handle.hook_gradient(self._gradient_hook(handle)).remove)
+        self._experts = ExpertTurns(modules, experts, pager)
+        self._removers += self._experts.install()
         compute.install(modules, {"": ()} | sites)
         checkpoints.install(modules)
 
@@ -182,6 +187,25 @@ class ModuleHooks:
         else:
             self._unit_views.keep(unit)
         return True
+
+    @uninterrupted
+    def turn_to(self, unit: int) -> bool:
+        """Materializes an expert's `unit` until the next expert is turned to, or the innermost site ends.
+
+        Returns:
+            False if neither a forward nor a backward runs.
+        """
+        if not self.runs_now() or not self._local.frames or self._pager.stays(unit):
+            return self.fetch(unit, stays=True)
+        held = self._local.frames[-1].units
+        if unit in held:
+            self._pager.wait_upload(unit)
+            return True
+        # Released first: two experts need not fit on the device together.
+        for other in [each for each in held if each in self._experts.units]:
+            held.remove(other)
+            self._unit_views.release_unit(other)
+        return self.fetch(unit, stays=True)
 
     def runs_now(self) -> bool:
         """Returns `running`. A backward that runs begins at the latest now: its weights are about to be used."""

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from offload.engine.callbacks import ParamOwner
-from offload.engine.params.harmless_functions import asks_for_no_element
+from offload.engine.params.harmless_functions import asks_for_no_element, name_of
 from offload.errors import BudgetError, UsageError
 from offload.torch_internals import make_subclass, plain_tensors, set_data, tree_leaves, tree_map
 
@@ -68,7 +68,7 @@ class ParamHandle:
         """The engine's gradient hook: moves `.grad` of the parameter, or of a copy, into the engine's gradients."""
         self.gathered = False
         """True while `offload.gathered` gives the parameter memory of its own."""
-        self.device, self.rules, self._class = device, rules, type(parameter)
+        self.device, self.rules, self.shape, self._class = device, rules, shape, type(parameter)
         self._version = self._address = -1
         self._aliases: weakref.WeakValueDictionary[int, PagedParameterView] = weakref.WeakValueDictionary()
         # One element, expanded to the shape; NaN makes any use of the element visible.
@@ -203,6 +203,14 @@ class ParamHandle:
         copy.__class__ = self._class
         return copy
 
+    def fetch(self, stays: bool = False) -> bool:
+        """Materializes the unit if a hooked module or a backward is running, and returns True if one is."""
+        return self.engine.fetch(self.unit, stays)
+
+    def here(self) -> torch.Tensor | None:
+        """Returns the parameter, materialized, if a hooked module or a backward is running; None otherwise."""
+        return self.parameter if self.fetch() else None
+
     def read(self) -> torch.Tensor:
         """Returns a copy of the newest weights, on the compute device."""
         return self.engine.read(self.unit, self.position)
@@ -320,24 +328,30 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given: dict[int, Any] = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if handle_of(leaf) is not None}
     handles: dict[int, ParamHandle] = {key: leaf.offload_handle for key, leaf in given.items()}
     # A fetched parameter is an ordinary one from now on: torch does not dispatch to this module for it again.
-    outside = [key for key, leaf in given.items() if getattr(leaf, "own", None) is None and not _fetch(handles[key])]
+    here = {key: handles[key].here() for key, leaf in given.items() if getattr(leaf, "own", None) is None}
+    outside = [key for key, found in here.items() if found is None]
     real: dict[int, torch.Tensor] = {}
     for key, leaf in given.items():
+        found: Any = here.get(key)
         if key in outside:
             with_gradient = torch.is_grad_enabled() and leaf.requires_grad
             real[key] = handles[key].read_with_gradient() if with_gradient else handles[key].read()
         elif isinstance(leaf, PagedParameterView):
-            real[key] = handles[key].parameter.detach() if leaf.own is None else leaf.own
+            real[key] = found.detach() if leaf.own is None else leaf.own
+        elif found is not None and found is not handles[key].parameter:
+            real[key] = found
         # A later fetch has released the unit of an earlier one to make room.
         elif not handles[key].materialized:
             raise BudgetError(
-                f"{_name(func)} needs {', '.join(each.name for each in handles.values())} on the device at one time, "
+                f"{name_of(func)} needs {', '.join(each.name for each in handles.values())} on the device at one time, "
                 'but their units do not fit together; raise "device_memory" in the "offload" block'
             )
-    before = {key: real[key]._version for key in outside}
+    # Copies: outside of a run, and of a stack of experts, whose rows lie in units of their own.
+    copied = [key for key in real if not isinstance(given[key], PagedParameterView) or key in outside]
+    before = {key: real[key]._version for key in copied}
     args, kwargs = tree_map(lambda value: real.get(id(value), value), (args, kwargs))
     result = func(*args, **kwargs)
-    for key in outside:
+    for key in copied:
         # The version counter is torch's own record of in-place changes, so `func` needs no table of mutating functions.
         if real[key]._version != before[key]:
             check_kind(handles[key], given[key], real[key])
@@ -345,11 +359,6 @@ def call_with_weights(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     originals = {id(real[key]): given[key] for key in outside}
     storages = {real[key].untyped_storage().data_ptr(): given[key] for key in outside if real[key].numel()}
     return tree_map(lambda value: _returned(func, value, originals, storages), result) if outside else result
-
-
-def _fetch(handle: ParamHandle) -> bool:
-    """Materializes the handle's unit if a hooked module or a backward is running, and returns True if one is."""
-    return handle.engine.fetch(handle.unit)
 
 
 def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[int, Any]) -> Any:
@@ -365,20 +374,12 @@ def _returned(func: Any, value: Any, originals: dict[int, Any], storages: dict[i
         of = storages.get(value.untyped_storage().data_ptr())
         if of is not None:
             raise UsageError(
-                f"{_name(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
+                f"{name_of(func)} would give a view of {of.offload_handle.name}, whose weights are in the swap tiers: "
                 "writes to the view would be lost. Use `with offload.gathered(parameter):`, or clone() first"
             )
     elif type(value).__module__ == "numpy" and hasattr(value, "flags"):
         value.flags.writeable = False  # a view by numpy() or asarray()
     return value
-
-
-def _name(func: Any) -> str:
-    """Returns the name of a torch function for messages; for a property, the property's name."""
-    name = getattr(func, "__name__", str(func))
-    if name in ("__get__", "__set__"):
-        name = getattr(getattr(func, "__self__", None), "__name__", name)
-    return name
 
 
 def check_kind(handle: ParamHandle, tensor: Any, values: Any) -> None:

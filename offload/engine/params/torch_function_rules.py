@@ -18,6 +18,7 @@ from torch.distributed.utils import __file__ as wrappers_file
 from torch.nn.utils.clip_grad import __file__ as clip_grad_file
 
 from offload.engine.params import paged_parameter as placeholder
+from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.harmless_functions import TENSOR
 from offload.engine.params.paged_parameter import (
     PagedParameter,
@@ -62,7 +63,7 @@ def _address(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     handle, own = tensor.offload_handle, getattr(tensor, "own", None)
     if own is not None:
         return func(own, *args, **kwargs)
-    brought = handle.owner is not None and handle.owner.fetch(handle.unit, stays=True)
+    brought = handle.owner is not None and handle.fetch(stays=True)
     return call_plainly(func, handle.parameter if brought else tensor, *args, **kwargs)
 
 
@@ -80,9 +81,18 @@ def _set_data(func: Any, tensor: Any, values: Any) -> None:
     with torch.no_grad():
         values = values.detach().clone()  # before the aliases receive copies: `values` may be one
         # In a running module the weights are materialized, and an alias shares their memory, as in torch.
-        if not handle.engine.fetch(handle.unit):
+        if not handle.fetch():
             handle.leave_aliases()
         tensor.copy_(values)
+
+
+def _index(func: Any, tensor: Any, index: Any) -> Any:
+    """Implements `tensor[index]`: of experts that are units of their own, the one asked for is all that is fetched."""
+    handle = handle_of(tensor)
+    row = handle.row(index) if isinstance(handle, StackHandle) and getattr(tensor, "own", None) is None else None
+    if row is None:
+        return call_with_weights(func, (tensor, index), {})
+    return row if isinstance(tensor, PagedParameter) else row.detach()
 
 
 def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
@@ -96,7 +106,7 @@ def _is_compatible(func: Any, tensor: Any, values: Any) -> bool:
 def _copy(func: Any, tensor: Any, source: Any, non_blocking: bool = False) -> Any:
     """Implements `copy_`. Values of a higher precision than the weights' are kept, since the master can store them."""
     handle = handle_of(tensor)
-    if handle is None or handle_of(source) is not None or handle.engine.fetch(handle.unit):
+    if handle is None or handle_of(source) is not None or handle.fetch():
         return call_with_weights(func, (tensor, source), {})
     if torch.is_grad_enabled() and tensor.requires_grad:
         return call_with_weights(func, (tensor, source), {})  # raises torch's own error: an in-place change of a leaf
@@ -230,6 +240,7 @@ RULES: Mapping[Any, Callable[..., Any]] = {
         for name in "data_ptr untyped_storage storage_offset stride is_contiguous".split()
     },
     SHALLOW_COPY_QUERY: _is_compatible,
+    TENSOR.__getitem__: _index,
     TENSOR.copy_: _copy,
     TENSOR.requires_grad_: _set_requires_grad,
     TENSOR.requires_grad.__set__: _set_requires_grad,

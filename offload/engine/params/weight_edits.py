@@ -21,6 +21,7 @@ from torch import nn
 
 from offload.engine._native import Handle
 from offload.engine.callbacks import Edit, EngineCallbacks
+from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes
 from offload.engine.params.opaque.takeover import ordinary
@@ -57,6 +58,7 @@ class WeightEdits:
         several_ranks: bool,
         callbacks: EngineCallbacks,
         opaque: Sequence[ParameterBytes] = (),
+        stacks: Sequence[StackHandle] = (),
     ) -> None:
         """Hooks the state dicts of `model` and becomes the owner of its parameters.
 
@@ -72,9 +74,11 @@ class WeightEdits:
             several_ranks: True if other ranks must take part in every edit.
             callbacks: the engine.
             opaque: the parameters that are stored as bytes.
+            stacks: parameters of the model whose rows are among `handles`.
         """
         self._pager, self._layouts, self._handles, self._hooks, self._dtype = pager, layouts, handles, hooks, dtype
-        self._handle_of = {id(handle.parameter): handle for unit in handles for handle in unit}
+        self._served = [*(handle for unit in handles for handle in unit), *stacks]
+        self._handle_of = {id(handle.parameter): handle for handle in self._served}
         self._pending: dict[tuple[int, State], torch.Tensor] = {}  # (position, state) -> values
         self._pending_unit = -1
         self._copies: weakref.WeakValueDictionary[tuple[int, int, int], torch.Tensor] = weakref.WeakValueDictionary()
@@ -95,9 +99,8 @@ class WeightEdits:
             if any(True for _ in module.parameters(recurse=False)):
                 self._removers.append(module.register_state_dict_post_hook(replace).remove)
                 self._removers.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
-        for unit in handles:
-            for handle in unit:
-                handle.attach(self)
+        for handle in self._served:
+            handle.attach(self)
         self._opaque = opaque
         for source in opaque:
             source.owner = self
@@ -106,9 +109,8 @@ class WeightEdits:
         """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
         for remover in self._removers:
             remover()
-        for unit in self._handles:
-            for handle in unit:
-                handle.detach()
+        for handle in self._served:
+            handle.detach()
         for source in self._opaque:
             source.owner = None
 
@@ -117,6 +119,14 @@ class WeightEdits:
     def fetch(self, unit: int, stays: bool = False) -> bool:
         """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
         return self._hooks.fetch(unit, stays)
+
+    def turn_to(self, unit: int) -> bool:
+        """Materializes an expert's `unit` in place of the one before, as `fetch`."""
+        return self._hooks.turn_to(unit)
+
+    def runs_now(self) -> bool:
+        """Returns True if a hooked module or a backward is running."""
+        return self._hooks.runs_now()
 
     @contextlib.contextmanager
     def hold(self, units: Sequence[int]) -> Iterator[None]:
@@ -285,7 +295,13 @@ class WeightEdits:
             if self._without_frozen and not parameter.requires_grad:
                 del state[prefix + name]
             elif not handle.gathered:
-                state[prefix + name] = self.weight(handle.unit, handle.position)
+                state[prefix + name] = self._copy_of(handle)
+
+    def _copy_of(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns a CPU copy of one parameter, as `weight` does. Rows of a stack are joined."""
+        if isinstance(handle, StackHandle):
+            return torch.stack([self.weight(row.unit, row.position) for row in handle.rows])
+        return self.weight(handle.unit, handle.position)
 
     def _replace_bytes(self, state: dict[str, Any], prefix: str, name: str) -> None:
         """Replaces what a module's state dict has of a parameter that is stored as bytes, or leaves it out.

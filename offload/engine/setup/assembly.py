@@ -25,6 +25,7 @@ from offload.engine.optim.torch_updates import TorchUpdates
 from offload.engine.optim.update_strategy import UpdateStrategy
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.deferred_parameter import forget
+from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.initial_fill import InitialFill, make_resident_shards
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
@@ -40,6 +41,7 @@ from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
 from offload.engine.setup.run_files import RunFiles
 from offload.engine.training.components import EngineComponents
+from offload.layout.flat_layout import Segment
 from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
 from offload.layout.tiers import copied_memory
@@ -103,12 +105,13 @@ def assemble(
         gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model)
+        stacks = _stack_handles(plan, model, handles)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
         kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
         users = (unit_views, gradients, pager, callbacks, kept)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
-        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
+        weights = _weights(plan, model, handles, stacks, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
         # Complete: from now on the engine closes the components.
@@ -227,23 +230,41 @@ def _fill(
 
 
 def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:
-    """Returns a handle for each parameter, unit by unit."""
+    """Returns a handle for each parameter, unit by unit; for an expert's rows, of parameters made here."""
     dtype, device = plan.mode.weight_dtype, plan.device.torch
+
+    def parameter(segment: Segment) -> nn.Parameter:
+        found = model.get_parameter(segment.parameter)
+        if segment.stack:
+            return nn.Parameter(torch.empty(0, dtype=dtype, device=device), found.requires_grad)
+        return found
+
     return [
         [
-            ParamHandle(
-                model.get_parameter(segment.name), segment.name, unit, position, dtype, segment.shape, device, RULES
-            )
+            ParamHandle(parameter(segment), segment.name, unit, position, dtype, segment.shape, device, RULES)
             for position, segment in enumerate(layout.segments)
         ]
         for unit, layout in enumerate(plan.layouts)
     ]
 
 
+def _stack_handles(plan: Plan, model: nn.Module, handles: Sequence[Sequence[ParamHandle]]) -> list[StackHandle]:
+    """Returns a handle for each parameter whose rows have the `handles` of experts."""
+    dtype, device = plan.mode.weight_dtype, plan.device.torch
+    rows: dict[str, list[ParamHandle]] = {}
+    # Experts of a stack are units one after the other, so that its rows come in their order.
+    for layout, mine in zip(plan.layouts, handles, strict=True):
+        for segment, handle in zip(layout.segments, mine, strict=True):
+            if segment.stack:
+                rows.setdefault(segment.stack, []).append(handle)
+    return [StackHandle(model.get_parameter(name), name, mine, dtype, device, RULES) for name, mine in rows.items()]
+
+
 def _weights(
     plan: Plan,
     model: nn.Module,
     handles: Sequence[Sequence[ParamHandle]],
+    stacks: Sequence[StackHandle],
     pager: Pager,
     hooks: ModuleHooks,
     unit_views: UnitViews,
@@ -263,6 +284,7 @@ def _weights(
         several_ranks=plan.ranks is not None,
         callbacks=callbacks,
         opaque=tuple(sources.values()),
+        stacks=stacks,
     )
 
 

@@ -76,6 +76,7 @@ def module_hooks(
         pager,
         callbacks,
         kept.checkpoints,
+        experts=plan.units.experts,
         timeline=timeline,
         compute=compute,
     )

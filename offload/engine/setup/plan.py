@@ -27,6 +27,8 @@ from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
+from offload.layout.experts.division import divide, division_of
+from offload.layout.experts.stacks import rows_of
 from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
@@ -34,7 +36,7 @@ from offload.layout.opaque_state import StateField
 from offload.layout.placement import Machine, Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
-from offload.layout.units import Units, find_units
+from offload.layout.units import Units
 from offload.notices import Remark
 from offload.sizes import count_of, format_size
 from offload.states import State
@@ -131,8 +133,8 @@ def decide(
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
-    units = find_units(model, config.units)
-    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype)
+    units, stacks, experts = divide(model, division_of(config, optimizer, world_size))
+    stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = layouts_of(model, units, world_size, kept, stored, matrices)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
@@ -162,7 +164,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *tiles, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *experts, *tiles, *schedule_notices),
     )
 
 

@@ -27,26 +27,31 @@ _LEAST = 64
 """Rows and columns of a matrix in a stack. A stack of smaller ones is no stack of experts."""
 
 
-def stored_weights(model: nn.Module, form: str | None, dtype: torch.dtype) -> dict[str, Stored]:
+def stored_weights(
+    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+) -> dict[str, Stored]:
     """Returns how each frozen parameter is stored that is not stored as values: as blocks, or as another's bytes.
 
     The arguments are those of `stored_as_blocks`.
     """
-    return stored_as_blocks(model, form, dtype) | stored_as_bytes(model, dtype)
+    return stored_as_blocks(model, form, dtype, rows) | stored_as_bytes(model, dtype)
 
 
-def stored_as_blocks(model: nn.Module, form: str | None, dtype: torch.dtype) -> dict[str, Stored]:
+def stored_as_blocks(
+    model: nn.Module, form: str | None, dtype: torch.dtype, rows: Mapping[str, int] = {}
+) -> dict[str, Stored]:
     """Returns how each parameter that is stored as blocks is stored, by its first name.
 
     Args:
         model: the model, whose parameters give shapes and `requires_grad`.
         form: name of the block format; None for no parameter.
         dtype: dtype of the weights. A unit is laid out in elements of this dtype.
+        rows: number of experts of each stack that is cut, by the parameter's name; the result is then of one expert.
     """
     if form is None:
         return {}
     return {
-        name: Stored(form, blocks_numel(form, parameter.numel(), dtype))
+        name: Stored(form, blocks_numel(form, parameter.numel() // rows.get(name, 1), dtype))
         for name, parameter in _chosen(model)
         if parameter.numel()
     }

@@ -16,12 +16,14 @@ import torch
 from torch import nn
 
 from offload.errors import ConfigError
-from offload.layout.flat_layout import Stored, layouts_of
+from offload.layout.experts.division import Division, divide
+from offload.layout.experts.stacks import rows_of
+from offload.layout.flat_layout import layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.frozen.opaque import opaque_parameters
 from offload.layout.optimizers.matrices import matrices_of
-from offload.layout.units import find_units
 from offload.planner.model_shape.counter import Counter
+from offload.planner.model_shape.experts import by_expert, without_choice
 from offload.planner.model_shape.shape import Shape
 from offload.presets import (
     PRESETS,
@@ -42,7 +44,7 @@ def from_name(
     name: str,
     sequence: int,
     dtype: torch.dtype = torch.bfloat16,
-    units: Sequence[str] = (),
+    units: Division | Sequence[str] = (),
     layers: int | None = None,
 ) -> Shape:
     """Returns the shape of a preset, or of a folder with a config.json.
@@ -51,7 +53,7 @@ def from_name(
         name: the preset, or the folder's path.
         sequence: tokens of a sequence.
         dtype: dtype of the weights.
-        units: names of the units, as in the config; none for the default division.
+        units: the division into units, or names of units; none for the default.
         layers: layers to build; None for all of them.
 
     Raises:
@@ -82,7 +84,9 @@ class Adapters(NamedTuple):
     """Block format of frozen matrices, as in the config."""
 
 
-def from_adapted(name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Sequence[str] = ()) -> Shape:
+def from_adapted(
+    name: str, adapters: Adapters, sequence: int, dtype: torch.dtype, units: Division | Sequence[str] = ()
+) -> Shape:
     """Returns the shape of a preset or folder of which the adapters alone are trained.
 
     Args:
@@ -90,7 +94,7 @@ def from_adapted(name: str, adapters: Adapters, sequence: int, dtype: torch.dtyp
         adapters: makes the adapters.
         sequence: tokens of a sequence.
         dtype: dtype of the weights.
-        units: names of the units, as in the config.
+        units: the division into units, or names of units.
 
     Raises:
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
@@ -106,7 +110,7 @@ def from_training(
     model: nn.Module,
     sequence: int,
     dtype: torch.dtype,
-    units: Sequence[str],
+    units: Division | Sequence[str],
     always: Mapping[str, Any],
     frozen: str | None = None,
 ) -> Shape:
@@ -118,7 +122,7 @@ def from_training(
         model: the model, with gradient checkpointing on or off.
         sequence: tokens of a sequence.
         dtype: dtype of the weights during training.
-        units: names of the units, as in the config.
+        units: the division into units, or names of units.
         always: keyword arguments of each forward, beside the batch.
         frozen: block format of frozen matrices, as in the config.
 
@@ -134,8 +138,7 @@ def from_training(
                 return torch.func.functional_call(model, made, (), {**inputs, **always})
 
             weights = [made[name] for name, _ in model.named_parameters()]
-            stored = stored_weights(model, frozen, dtype)
-            return _counted(model, forward, weights, title, sequence, units, stored)
+            return _counted(model, forward, weights, title, sequence, units, (frozen, dtype))
     except Exception as error:  # a model's own code may raise any error
         raise ConfigError(f"cannot run {title} without its weights ({type(error).__name__}: {error})") from error
 
@@ -263,8 +266,8 @@ def _counted(
     weights: Sequence[torch.Tensor],
     name: str,
     sequence: int,
-    named: Sequence[str],
-    stored: Mapping[str, Stored] = {},
+    division: Division | Sequence[str],
+    frozen: tuple[str | None, torch.dtype] = (None, torch.bfloat16),
 ) -> Shape:
     """Returns the shape of a causal language model, counted during one call of `forward`.
 
@@ -274,15 +277,16 @@ def _counted(
         weights: the fake tensors that `forward` uses as parameters.
         name: the shape's name.
         sequence: tokens of a sequence.
-        named: names of the units, as in the config.
-        stored: frozen parameters that are stored as blocks, by name.
+        division: the division into units, or names of units.
+        frozen: block format of frozen matrices, as in the config, and dtype of the weights.
     """
-    units = find_units(model, named)
+    units, stacks, _ = divide(model, division)
+    stored = stored_weights(model, *frozen, rows_of(stacks))
     ids = torch.zeros(1, sequence, dtype=torch.long)
     counter = Counter({weight.untyped_storage()._cdata for weight in weights}, sequence)
     hooks = [
         model.get_submodule(site).register_forward_pre_hook(_begin(counter, needed), with_kwargs=True)
-        for site, needed in units.sites.items()
+        for site, needed in (units.sites | {name: each[:1] for name, each in units.experts.items()}).items()
     ]
     for path, module in model.named_modules():
         if _MLP.search(path):
@@ -291,7 +295,11 @@ def _counted(
                 module.register_forward_hook(_in_mlp(counter, False)),
             ]
     try:
-        with counter, torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed):
+        with (
+            without_choice(model),
+            counter,
+            torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed),
+        ):
             forward(input_ids=ids, labels=ids)
     finally:
         for hook in hooks:
@@ -301,7 +309,7 @@ def _counted(
     return Shape(
         name,
         layouts_of(model, units, stored=stored),
-        tuple(counter.uses()),
+        by_expert(counter.uses(), units.experts),
         counter.largest,
         sequence,
         None if text is None else positions_of(text),

@@ -1,0 +1,1 @@
+"""Stacked parameters whose rows, one for each expert, are in units of their own."""

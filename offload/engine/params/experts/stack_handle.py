@@ -1,0 +1,145 @@
+"""Handle of a stacked parameter whose rows are units of their own: what the model and the user see stays one parameter.
+
+The parameter of the model is always a placeholder. Each row has a parameter of its own, outside of the model, with a
+handle like any other. While a module runs, `stack[expert]` gives the row's parameter, whose unit is then on the device;
+any other use of the stack, such as a product over all experts, gives all rows joined. Between steps a read joins the
+rows, and an edit divides its values among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload.engine.callbacks import ParamOwner
+from offload.engine.params.paged_parameter import ParamHandle
+from offload.errors import BudgetError, UsageError
+from offload.torch_internals import plain_tensors
+
+
+class StackHandle(ParamHandle):
+    """A stacked parameter of a model under an engine, and the handles of its rows."""
+
+    def __init__(
+        self,
+        parameter: nn.Parameter,
+        name: str,
+        rows: Sequence[ParamHandle],
+        dtype: torch.dtype,
+        device: torch.device,
+        rules: Mapping[Any, Callable[..., Any]],
+    ) -> None:
+        """Makes the parameter a placeholder.
+
+        Args:
+            parameter: the parameter of the model, without memory.
+            name: its name in the model.
+            rows: the handle of each expert's row.
+            dtype: dtype of the weights that the model computes with.
+            device: device on which the model computes.
+            rules: see `ParamHandle`.
+        """
+        shape = (len(rows), *rows[0].shape)
+        # It belongs to no unit: whoever needs one asks the rows.
+        super().__init__(parameter, name, -1, -1, dtype, shape, device, rules)
+        self.rows = tuple(rows)
+        self.release([self])
+
+    def attach(self, owner: ParamOwner) -> None:
+        """Makes `owner` the object that serves this parameter and its rows."""
+        super().attach(owner)
+        for row in self.rows:
+            row.attach(owner)
+
+    def detach(self) -> None:
+        """Removes the owner of the parameter and of its rows, at the end of the engine."""
+        super().detach()
+        for row in self.rows:
+            row.detach()
+
+    def row(self, index: Any) -> nn.Parameter | None:
+        """Returns one row, on the device until the next one is asked for; None unless a module or a backward runs.
+
+        Args:
+            index: what stands in the brackets. None is returned for all but an integer.
+        """
+        if isinstance(index, torch.Tensor):
+            if index.ndim or index.is_floating_point() or index.dtype is torch.bool:
+                return None
+            index = int(index)
+        if type(index) is not int:
+            return None
+        row = self.rows[index]
+        if not self.engine.turn_to(row.unit):
+            return None
+        parameter = row.parameter
+        with plain_tensors():  # the stack is a placeholder, which would look for a rule
+            trains = self.parameter.requires_grad
+        if parameter.requires_grad is not trains:
+            parameter.requires_grad_(trains)
+        return parameter
+
+    def here(self) -> torch.Tensor | None:
+        """Returns all rows as one tensor with their graph, if a module or a backward runs; None otherwise.
+
+        Raises:
+            BudgetError: if they do not fit on the device together.
+        """
+        if not all([self.engine.fetch(row.unit) for row in self.rows]):
+            return None
+        with plain_tensors():
+            trains = self.parameter.requires_grad
+        for row in self.rows:
+            if not row.materialized:
+                raise BudgetError(
+                    f"all experts of {self.name} are used at once, and they do not fit on the device together; raise "
+                    '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
+                )
+            row.parameter.requires_grad_(trains)
+        return torch.stack([row.parameter for row in self.rows])
+
+    def fetch(self, stays: bool = False) -> bool:
+        """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.
+
+        Raises:
+            UsageError: if one runs.
+        """
+        if self.engine.runs_now():
+            raise UsageError(
+                f"the memory of {self.name} was asked for, or changed, while the model runs, but each of its experts "
+                'is paged by itself; set "experts": "whole" in the "offload" block'
+            )
+        return False
+
+    def read(self) -> torch.Tensor:
+        """Returns a copy of the newest weights of all rows, on the compute device."""
+        return torch.stack([row.read() for row in self.rows])
+
+    def read_with_gradient(self) -> torch.Tensor:
+        """Returns a copy of the newest weights, whose gradient becomes that of the rows."""
+        return torch.stack([row.read_with_gradient() for row in self.rows])
+
+    def edit(self, values: torch.Tensor) -> None:
+        """Replaces the weights of all rows by `values`, which must have the parameter's shape.
+
+        Raises:
+            UsageError: if a module or a backward runs.
+        """
+        self.fetch()
+        for row, mine in zip(self.rows, values, strict=True):
+            row.edit(mine)
+
+    def gather(self, values: torch.Tensor) -> None:
+        """Gives the parameter the memory of `values` until `let_go`; no module may use a row meanwhile."""
+        super().gather(values)
+        for row in self.rows:
+            row.gathered = True
+
+    def let_go(self) -> torch.Tensor:
+        """Ends `gather` and returns its memory, with all changes that the user has written to it."""
+        for row in self.rows:
+            row.gathered = False
+        return super().let_go()

@@ -1,0 +1,1 @@
+"""Experts that a module stacks in parameters of one more dimension, each of which is a unit of its own."""

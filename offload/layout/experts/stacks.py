@@ -1,0 +1,134 @@
+"""The modules whose experts are stacked: each row of their parameters is one expert, and a unit of its own.
+
+transformers 5 stacks the experts of a layer: `gate_up_proj` is (experts, rows, columns), and a forward multiplies by
+`gate_up_proj[expert]`. The decorator with which transformers marks such a class tells it from any other module; its
+forward goes through the experts that tokens visit, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from offload.layout.optimizers.matrices import MATRIX_RULES
+from offload.layout.units import Stack, is_compiled
+from offload.notices import Remark
+from offload.sizes import count_of
+from offload.swapper.modes import LAMB, TORCH
+
+LOOP = "eager"
+"""The implementation of transformers that takes one expert after the other."""
+
+
+class Cut(NamedTuple):
+    """The stacks of a model that are cut by expert, and lines on what is not."""
+
+    stacks: tuple[Stack, ...]
+    notices: tuple[str, ...]
+
+
+def cut_stacks(model: nn.Module, experts: str, optimizer: str, world_size: int) -> Cut:
+    """Returns the stacks of experts that are cut.
+
+    Args:
+        model: the model.
+        experts: "each", "visited" or "whole", as the config says.
+        optimizer: name of the optimizer's rule.
+        world_size: number of ranks.
+    """
+    found = () if experts == "whole" else find_stacks(model)
+    if found and world_size > 1:
+        # Ranks use units together and in one order, and their tokens visit other experts.
+        return Cut((), (_whole("several ranks gather each unit together, and their tokens visit different experts"),))
+    if optimizer in (LAMB, TORCH, *MATRIX_RULES):
+        kept = tuple(stack for stack in found if not _trains(model, stack))
+        if len(kept) < len(found):
+            return Cut(kept, (_whole("the optimizer's rule looks at whole parameters"),))
+    return Cut(found, ())
+
+
+def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
+    """Returns the modules of `model` whose parameters stack experts, in the model's order."""
+    modules = dict(model.named_modules())
+    owners: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    return tuple(
+        Stack(name, tuple(f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)), _rows(module))
+        for name, module in modules.items()
+        if _stacks_experts(module)
+        and all(owners[id(parameter)] == 1 for parameter in module.parameters())
+        and not _is_wrapped(name, modules)
+    )
+
+
+def rows_of(stacks: Sequence[Stack]) -> dict[str, int]:
+    """Returns the number of experts of each parameter that is cut, by the parameter's name."""
+    return {name: stack.rows for stack in stacks for name in stack.parameters}
+
+
+def other_implementations(model: nn.Module, stacks: Sequence[Stack]) -> dict[str, str]:
+    """Returns the implementations of transformers that take all experts at once, by the module's name."""
+    configs = {stack.module: getattr(model.get_submodule(stack.module), "config", None) for stack in stacks}
+    named = {name: getattr(config, "_experts_implementation", None) for name, config in configs.items()}
+    return {name: used for name, used in named.items() if isinstance(used, str) and used != LOOP}
+
+
+def described(stacks: Sequence[Stack], others: Mapping[str, str], experts: str) -> tuple[str, ...]:
+    """Returns a line on the experts that are units, and on the implementation that changes.
+
+    Args:
+        stacks: the stacks that are cut.
+        others: the result of `other_implementations`.
+        experts: "each" or "visited", as the config says.
+    """
+    if not stacks:
+        return ()
+    count = sum(stack.rows for stack in stacks)
+    used = f', in a loop in place of "{min(others.values())}", which needs all at once' if others else ""
+    skipped = "; those without a token in a step are not updated" if experts == "visited" else ""
+    return (Remark(f"{count_of(count, 'expert is a unit', 'experts are units')} of their own{used}{skipped}"),)
+
+
+def _whole(reason: str) -> str:
+    """Returns the line that says why stacks stay whole."""
+    return Remark(f'experts stay in one unit with their layer, as with "experts": "whole": {reason}')
+
+
+def _stacks_experts(module: nn.Module) -> bool:
+    """Returns True for a module that transformers marks as stacked experts, all of whose parameters are stacks."""
+    marked = hasattr(module, "_apply_gate") and hasattr(module, "is_transposed")
+    rows = _rows(module)
+    own = list(module.parameters())
+    # A module inside, such as a norm behind each expert, has parameters that no row is of.
+    return (
+        marked
+        and rows > 1
+        and any(parameter.ndim == 3 for parameter in own)
+        and all(parameter.ndim > 1 and parameter.shape[0] == rows for parameter in own)
+        and len(own) == len(list(module.parameters(recurse=False)))
+    )
+
+
+def _rows(module: nn.Module) -> int:
+    """Returns the number of experts that a module says to have; 0 if it does not say."""
+    rows = getattr(module, "num_experts", 0)
+    return rows if isinstance(rows, int) else 0
+
+
+def _is_wrapped(name: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Returns True if a compiled module or an adapter of peft for whole parameters is around a module, or is it."""
+    around = [name]
+    while around[-1]:
+        around.append(around[-1].rpartition(".")[0])
+    if any(is_compiled(modules[each]) for each in around):
+        return True
+    # It adds its product to the whole parameter in each forward.
+    return any(type(modules[each]).__name__ == "ParamWrapper" for each in around)
+
+
+def _trains(model: nn.Module, stack: Stack) -> bool:
+    """Returns True if a parameter of the stack trains."""
+    return any(model.get_parameter(name).requires_grad for name in stack.parameters)

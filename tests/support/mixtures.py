@@ -1,0 +1,72 @@
+"""Small mixtures of experts of transformers, whose experts are stacked, and the experts that a forward visits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from tests.support import models
+
+DECODER = {**models.DECODER, "use_cache": False, "experts_implementation": "eager"}
+"""A loop over the experts, whose bits are those of experts that are units."""
+
+
+def mixtral(experts: int = 8) -> nn.Module:
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=experts))
+
+
+def qwen(experts: int = 8) -> nn.Module:
+    return transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **DECODER, head_dim=8, moe_intermediate_size=48, num_experts=experts, num_experts_per_tok=2
+        )
+    )
+
+
+def gpt_oss(experts: int = 8) -> nn.Module:
+    return transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **DECODER, head_dim=8, sliding_window=8, num_local_experts=experts, num_experts_per_tok=2
+        )
+    )
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {"mixtral": mixtral, "qwen": qwen, "gpt_oss": gpt_oss}
+
+
+def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of stacked experts by name."""
+    return {name: module for name, module in model.named_modules() if name.endswith("mlp.experts")}
+
+
+@contextmanager
+def visits(model: nn.Module) -> Iterator[set[str]]:
+    """Yields the names of experts, such as "model.layers.0.mlp.experts[3]", that the forwards in the context visit."""
+    found: set[str] = set()
+
+    def record(name: str) -> Callable[..., None]:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            chosen = next(each for each in (*args, *kwargs.values()) if each.dtype is torch.int64)
+            found.update(f"{name}[{expert}]" for expert in chosen.unique().tolist())
+
+        return before
+
+    hooks = [
+        module.register_forward_pre_hook(record(name), with_kwargs=True) for name, module in stacks_of(model).items()
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def few_tokens(model: Any, step: int, micro: int) -> torch.Tensor:
+    """The loss of four tokens, which visit some experts of sixteen."""
+    ids = torch.randint(128, (1, 4), generator=torch.Generator().manual_seed(100 * step + micro))
+    return model(input_ids=ids, labels=ids).loss

@@ -1,0 +1,420 @@
+"""Experts that transformers stacks in one parameter are units of their own: the same numbers, fewer bytes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import offload
+from offload.config import load_config
+from offload.errors import UsageError
+from offload.layout.experts.division import Division, division_of
+from offload.layout.experts.stacks import find_stacks
+from offload.layout.optimizers.matrices import with_matrices
+from offload.planner.model_shape import from_name, from_training
+from offload.states import State
+from tests.support import mixtures, models
+from tests.support.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits
+from tests.support.oracle import (
+    Job,
+    accumulated_step,
+    assert_same,
+    assert_same_tensors,
+    config,
+    kill_and_resume,
+    run,
+    same_bits,
+    start,
+    train_step,
+    weights_of,
+)
+
+DISK, CPU, MEMORY = ("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")
+SIXTEEN = Job(partial(qwen, 16), few_tokens, steps=4)
+"""Four tokens visit at most eight of sixteen experts in a layer."""
+
+
+def device_nbytes(engine: offload.Engine, title: str) -> int:
+    """Returns the bytes on the device of the units whose names contain `title`."""
+    layouts = engine._core.components.layouts
+    return sum(4 * layout.device_numel for layout in layouts if title in layout.name)
+
+
+def moved(engine: offload.Engine, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[tuple[str, State]]]:
+    """Returns lists that receive (unit's name, state) of each read and write of the store from now on."""
+    components = engine._core.components
+    found: dict[str, list[tuple[str, State]]] = {"read": [], "write": []}
+
+    def told(real: Any, calls: list[tuple[str, State]]) -> Any:
+        def call(unit: int, state: State, *args: Any, **kwargs: Any) -> Any:
+            calls.append((components.layouts[unit].name, state))
+            return real(unit, state, *args, **kwargs)
+
+        return call
+
+    for way, calls in found.items():
+        monkeypatch.setattr(components.store, way, told(getattr(components.store, way), calls))
+    return found
+
+
+def of_experts(calls: list[tuple[str, State]], *states: State) -> set[str]:
+    """Returns the experts of which one of `states` has moved."""
+    return {name for name, state in calls if name.endswith("]") and (not states or state in states)}
+
+
+# -- the numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.works("Modules", "stacked experts of Mixtral, Qwen3-MoE, gpt-oss, each a unit of its own", "right")
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str, tmp_path: Path) -> None:
+    """A clip would add the squares of gradients in another order."""
+    job = Job(FAMILIES[family], models.language_loss, steps=4, clip=0.0, dtype=dtype, accumulation=2)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
+    each = same_bits(job, tmp_path, (MEMORY, CPU, DISK))
+    assert each.losses == whole.losses
+    assert_same_tensors(each.weights, whole.weights)
+
+
+@pytest.mark.parametrize("rule", ["Adam", "Lion", "SGD", "Adagrad"])
+def test_an_expert_without_a_token_is_updated_as_torch_updates_it(rule: str, tmp_path: Path) -> None:
+    """Its gradient is zero there: moments fade, and weights move by momentum and decay."""
+    job = SIXTEEN._replace(clip=0.0, optimizer=rule, lr=1e-2)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
+    assert_same_tensors(run(job, DISK, tmp_path / "each").weights, whole.weights)
+
+
+def test_a_stack_larger_than_the_device_trains(tmp_path: Path) -> None:
+    job = SIXTEEN._replace(dtype="fp32")
+    whole = run(job, MEMORY, tmp_path / "memory")
+    engine = start(job, DISK, tmp_path / "disk")
+    stack = device_nbytes(engine, "layers.0.mlp.experts")
+    engine.destroy(remove=True)
+    assert_same(run(job, DISK, tmp_path / "small", device_memory=stack // 2), whole)
+    with pytest.raises(offload.errors.BudgetError, match="device"):
+        start(job, DISK, tmp_path / "whole", device_memory=stack // 2, experts="whole")
+
+
+def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) -> None:
+    """Code that takes the whole stack while a module runs gets it, with its gradient."""
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mixtral()
+            self.layers = self.inner.model.layers
+
+        def forward(self, **inputs: Any) -> Any:
+            out = self.inner(**inputs)
+            norm = sum(stack.down_proj.square().sum() for stack in stacks_of(self.inner).values())
+            out.loss = out.loss + 0.1 * norm
+            return out
+
+    job = Job(Summed, models.language_loss, steps=3, clip=0.0)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole")
+    each = run(job, DISK, tmp_path / "each")
+    assert each.losses == whole.losses
+    assert_same_tensors(each.weights, whole.weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
+def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
+    job = SIXTEEN._replace(accumulation=2)
+    plain = run(job, MEMORY, tmp_path / "plain", accumulated_step)
+    assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
+
+
+@pytest.mark.parametrize("experts", ["each", "visited"])
+def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
+    job = SIXTEEN._replace(steps=8, dtype="bf16")
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=experts)
+    (tmp_path / "killed").mkdir()
+    assert_same(kill_and_resume(job, DISK, tmp_path / "killed", kills=2, experts=experts), unbroken)
+
+
+# -- the bytes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("experts", ["each", "visited"])
+def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", experts=experts)
+    worker = engine._core.components.update_worker
+    assert worker is not None
+    every = {layout.name for layout in engine._core.components.layouts if layout.name.endswith("]")}
+    calls, before = moved(engine, monkeypatch), set[str]()
+    for step in range(SIXTEEN.steps):
+        worker.finish(commit=False)
+        for each in calls.values():
+            each.clear()
+        with visits(engine.module) as seen:
+            train_step(engine, SIXTEEN, step)
+        worker.finish(commit=False)
+        assert seen < every
+        # The experts of the step before are what is read ahead of the router's choice.
+        assert of_experts(calls["read"], State.WEIGHT) >= seen
+        stepped = every if experts == "each" else seen
+        assert of_experts(calls["read"], State.EXP_AVG) == stepped
+        assert of_experts(calls["write"]) == stepped
+        if experts == "visited":
+            assert of_experts(calls["read"], State.WEIGHT) <= seen | before
+        before = seen
+    engine.destroy(remove=True)
+
+
+def test_a_generation_reads_as_many_bytes_as_it_visits_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", host_memory="950KB")
+    read = {}
+    for tokens in (1, 64):
+        ids = torch.arange(tokens)[None] % 128
+        with torch.no_grad():
+            engine(input_ids=ids)  # the next one is foreseen
+            calls = moved(engine, monkeypatch)
+            with visits(engine.module) as seen:
+                engine(input_ids=ids)
+        assert of_experts(calls["read"]) <= seen
+        read[tokens] = len(seen)
+        monkeypatch.undo()
+    assert read[1] == 4 and read[64] > 24  # two experts of each of two layers; nearly all of sixteen
+    engine.destroy(remove=True)
+
+
+def test_what_nobody_visits_keeps_its_bits_if_asked(tmp_path: Path) -> None:
+    engine = start(SIXTEEN._replace(lr=1e-2), CPU, tmp_path, experts="visited")
+    before, every = weights_of(engine), set[str]()
+    for step in range(SIXTEEN.steps):
+        with visits(engine.module) as seen:
+            train_step(engine, SIXTEEN, step)
+        every |= seen
+    after = weights_of(engine)
+    for name in stacks_of(engine.module):
+        for own in ("gate_up_proj", "down_proj"):
+            moment = offload.safe_get_full_optimizer_state(engine.module.get_parameter(f"{name}.{own}"), "exp_avg")
+            assert moment is not None
+            for expert in range(16):
+                same = torch.equal(before[f"{name}.{own}"][expert], after[f"{name}.{own}"][expert])
+                assert same == (f"{name}[{expert}]" not in every)
+                # The last token has no loss, so what it alone visits in the last layer has a gradient of zeros.
+                assert not same or not bool(moment[expert].any())
+    assert len(every) < 32
+    engine.destroy(remove=True)
+
+
+# -- the names ----------------------------------------------------------------------------------------
+
+
+def test_the_parameters_are_those_of_the_model(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    reference = qwen(16)
+    assert [(n, p.shape) for n, p in engine.module.named_parameters()] == [
+        (n, p.shape) for n, p in reference.named_parameters()
+    ]
+    assert engine.module.state_dict().keys() == reference.state_dict().keys()
+    engine.module.load_state_dict(reference.state_dict())
+    assert_same_tensors(weights_of(engine), reference.state_dict())
+    engine.destroy(remove=True)
+
+
+def test_values_are_read_and_set_as_those_of_any_parameter(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    stack = engine.module.get_parameter("model.layers.0.mlp.experts.down_proj")
+    engine.backward(few_tokens(engine, 0, 0))
+    gradient = offload.safe_get_full_grad(stack)
+    assert gradient is not None and gradient.shape == stack.shape
+    offload.safe_set_full_grad(stack, gradient * 2)
+    twice = offload.safe_get_full_grad(stack)
+    assert twice is not None and torch.equal(twice, gradient * 2)
+    engine.step()
+    values = torch.randn(stack.shape)
+    offload.safe_set_full_fp32_param(stack, values)
+    offload.safe_set_full_optimizer_state(stack, values.abs(), "exp_avg_sq")
+    for found, expected in (
+        (offload.safe_get_full_fp32_param(stack), values),
+        (offload.safe_get_local_fp32_param(stack), values.view(-1)),
+        (offload.safe_get_full_optimizer_state(stack, "exp_avg_sq"), values.abs()),
+        (stack.clone().detach(), values),
+        (stack.sum(0).detach(), values.sum(0)),
+    ):
+        assert found is not None and torch.equal(found, expected)
+    with offload.gathered(stack, modify=True):
+        stack.data[3] = 7.0
+    found = offload.safe_get_full_fp32_param(stack)
+    assert found is not None and bool((found[3] == 7).all()) and torch.equal(found[4:], values[4:])
+    with torch.no_grad():
+        stack.mul_(2)
+    assert torch.equal(stack.detach().clone(), found * 2)
+    with pytest.raises(UsageError, match="gathered"), offload.gathered(stack):
+        train_step(engine, SIXTEEN, 1)
+    engine.destroy(remove=True)
+
+
+def test_optimizer_states_have_the_shape_of_the_stack(tmp_path: Path) -> None:
+    engine = start(SIXTEEN, DISK, tmp_path)
+    train_step(engine, SIXTEEN, 0)
+    state = engine.optimizer.state_dict()
+    shapes = {tuple(each["exp_avg"].shape) for each in state["state"].values()}
+    assert (16, 32, 48) in shapes
+    engine.optimizer.load_state_dict(state)
+    again = engine.optimizer.state_dict()
+    for number, each in state["state"].items():
+        assert_same_tensors(each, again["state"][number])
+    engine.destroy(remove=True)
+
+
+def test_a_saved_model_is_one_of_transformers(tmp_path: Path) -> None:
+    import transformers
+
+    engine = start(SIXTEEN, DISK, tmp_path / "run")
+    train_step(engine, SIXTEEN, 0)
+    engine.save_pretrained(tmp_path / "saved")
+    expected = weights_of(engine)
+    engine.destroy(remove=True)
+    loaded = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_tensors(loaded.state_dict(), expected)
+    with offload.init():
+        model = qwen(16)
+    offload.load_pretrained(model, tmp_path / "saved")
+    engine = start(SIXTEEN._replace(model=lambda: model), DISK, tmp_path / "second")
+    assert_same_tensors(weights_of(engine), expected)
+    engine.destroy(remove=True)
+
+
+def test_a_model_of_transformers_that_saves_experts_one_by_one_is_loaded(tmp_path: Path) -> None:
+    source = qwen(16)
+    source.save_pretrained(tmp_path / "saved")
+    with offload.init():
+        model = qwen(16)
+    offload.load_pretrained(model, tmp_path / "saved")
+    engine = start(SIXTEEN._replace(model=lambda: model), DISK, tmp_path / "run")
+    assert_same_tensors(weights_of(engine), source.state_dict())
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
+def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:
+    job = SIXTEEN._replace(dtype="bf16", clip=0.0)
+    unbroken = run(job, MEMORY, tmp_path / "unbroken", experts=first)
+    engine = start(job, DISK, tmp_path / "first", experts=first)
+    for step in range(2):
+        train_step(engine, job, step)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy(remove=True)
+    engine = start(job._replace(seed=5), DISK, tmp_path / "second", experts=second)
+    engine.load_checkpoint(tmp_path / "saved")
+    losses = [train_step(engine, job, step) for step in range(2, job.steps)]
+    assert losses == unbroken.losses[2:]
+    assert_same_tensors(weights_of(engine), unbroken.weights)
+    engine.destroy(remove=True)
+
+
+# -- what stays whole ---------------------------------------------------------------------------------
+
+
+def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
+    model = mixtral()
+    model.set_experts_implementation("grouped_mm")
+    engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
+    assert any('16 experts are units of their own, in a loop in place of "grouped_mm"' in n for n in engine.notices)
+    assert model.config._experts_implementation == "eager"
+    engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("rule", ["LAMB", "Muon"])
+def test_stacks_stay_whole_for_an_optimizer_that_looks_at_whole_parameters(rule: str, tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss, optimizer=rule), DISK, tmp_path)
+    assert any("the optimizer's rule looks at whole parameters" in notice for notice in engine.notices)
+    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    engine.destroy(remove=True)
+
+
+def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) -> None:
+    engine = start(Job(mixtral, models.language_loss), DISK, tmp_path, units=["MixtralDecoderLayer"])
+    assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
+    engine.destroy(remove=True)
+
+
+# -- frozen experts -----------------------------------------------------------------------------------
+
+
+def adapted(**options: Any) -> nn.Module:
+    import peft
+
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **options)
+    return peft.get_peft_model(qwen(16), adapters)
+
+
+@pytest.mark.works("Training", "LoRA beside stacked experts that are frozen: only visited ones are read", "right")
+def test_adapters_train_beside_frozen_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SIXTEEN._replace(model=adapted)
+    assert_same(run(job, DISK, tmp_path / "disk", device_memory="150KB"), run(job, MEMORY, tmp_path / "memory"))
+    engine = start(job, DISK, tmp_path / "read", device_memory="150KB")
+    calls = moved(engine, monkeypatch)
+    with visits(engine.module) as seen:
+        train_step(engine, job, 0)
+    assert of_experts(calls["read"]) == seen and not of_experts(calls["write"])
+    engine.destroy(remove=True)
+
+
+def test_a_stack_with_an_adapter_of_its_own_stays_whole() -> None:
+    """peft adds the adapter's product to the whole parameter."""
+    assert len(find_stacks(adapted())) == 2
+    assert find_stacks(adapted(target_parameters=["mlp.experts.down_proj"])) == ()
+
+
+def large() -> nn.Module:
+    """Returns a model whose experts are large enough to be stored as blocks of codes, and an adapter."""
+    import peft
+    import transformers
+
+    widths = mixtures.DECODER | {"hidden_size": 64, "intermediate_size": 64}
+    config = transformers.MixtralConfig(**widths, num_local_experts=8)
+    adapters = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
+
+
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
+    job = Job(large, few_tokens, steps=3, clip=0.0)
+    whole = run(job, MEMORY, tmp_path / "whole", experts="whole", frozen=form)
+    each = same_bits(job, tmp_path, (MEMORY, DISK), frozen=form)
+    assert each.losses == whole.losses
+    assert_same_tensors(each.weights, whole.weights)
+
+
+# -- a plan -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
+    """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""
+    for options, experts in (({}, True), ({"experts": "whole"}, False)):
+        job = Job(FAMILIES[family], models.language_loss, steps=1)
+        content = config(job, DISK, tmp_path, **options)
+        shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
+        engine = start(job, DISK, tmp_path, **options)
+        assert shape.layouts == with_matrices(engine._core.components.layouts, engine.module)
+        train_step(engine, job, 0)
+        used = [unit for unit in engine._core.components.pager.end_step()]
+        engine.destroy(remove=True)
+        planned = [use.unit for use in shape.uses]
+        assert len(planned) == len(set(planned)), "each unit is used once in a forward"
+        assert set(used) <= set(planned)
+        assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
+
+
+def test_a_plan_of_experts_needs_less_device_memory(tmp_path: Path) -> None:
+    qwen(16).save_pretrained(tmp_path / "model")
+    whole, each = (
+        from_name(str(tmp_path / "model"), 16, torch.float32, Division(experts=x)) for x in ("whole", "each")
+    )
+    assert whole.parameters == each.parameters
+    assert sum(use.flops for use in whole.uses) == pytest.approx(sum(use.flops for use in each.uses))
+    assert sum(use.saved for use in whole.uses) == sum(use.saved for use in each.uses)
+    assert (
+        max(layout.device_numel for layout in each.layouts) < max(layout.device_numel for layout in whole.layouts) / 4
+    )
