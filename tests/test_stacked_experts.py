@@ -15,7 +15,6 @@ from offload.config import load_config
 from offload.errors import UsageError
 from offload.layout.experts.division import Division, division_of
 from offload.layout.experts.stacks import find_stacks
-from offload.layout.optimizers.matrices import with_matrices
 from offload.planner.model_shape import from_name, from_training
 from offload.states import State
 from tests.support import mixtures, models
@@ -397,7 +396,7 @@ def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
         content = config(job, DISK, tmp_path, **options)
         shape = from_training(FAMILIES[family](), 16, torch.float32, division_of(load_config(content)), {})
         engine = start(job, DISK, tmp_path, **options)
-        assert shape.layouts == with_matrices(engine._core.components.layouts, engine.module)
+        assert shape.layouts == engine._core.components.layouts
         train_step(engine, job, 0)
         used = [unit for unit in engine._core.components.pager.end_step()]
         engine.destroy(remove=True)

@@ -225,7 +225,7 @@ def _fill(
             if segment.inner:
                 page_out(model, segment, sources[segment.name])
             else:
-                forget(model.get_parameter(segment.name))
+                forget(model.get_parameter(segment.parameter))
     move_buffers(model, plan)
 
 
