@@ -28,6 +28,7 @@ from offload.errors import BudgetError, UsageError
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
+from offload.layout.optimizers import moment_values
 from offload.layout.placement import CHUNK
 from offload.sizes import format_size
 from offload.states import State
@@ -327,22 +328,30 @@ class ParamAccess:
             start: first element, counted in the partition of the unit.
             values: (n,) fp32 on the CPU.
         """
-        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        joined = state is State.WEIGHT and handle.trainable
+        mode = self._held.mode
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in sources(self._held.mode.weights) if joined else (state,):
-                dtype = self._held.mode.states[each]
-                buffer = aligned_empty(len(values) * dtype.itemsize)
+            for each in self._stored_as(handle, state):
+                part = mode.part(each, start, start + len(values))
+                dtype = mode.states[each]
+                buffer = aligned_empty(len(part) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
                 # A segment begins and ends anywhere, so there is no checksum to compare with.
-                futures += self._held.read(handle.unit, each, start * dtype.itemsize, buffer, compare=False)
+                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer, compare=False)
             for future in futures:
                 future.wait()
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
-        values.copy_(join(found) if state is State.WEIGHT else found[state])
+        values.copy_(join(found) if state is State.WEIGHT else moment_values.read(mode, found, state))
+
+    def _stored_as(self, handle: ParamHandle, state: State) -> tuple[State, ...]:
+        """Returns the states that together give the values of one."""
+        mode = self._held.mode
+        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
+        if state is State.WEIGHT:
+            return sources(mode.weights) if handle.trainable else (state,)
+        return (state, State.SCALES) if mode.in_blocks else (state,)
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:

@@ -16,7 +16,7 @@ regions are the values of the blocks, which the device makes once the partitions
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import nn
@@ -24,6 +24,7 @@ from torch import nn
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
+from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 _ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
@@ -140,6 +141,51 @@ class UnitLayout(NamedTuple):
         return _shard_of(range(self.trainable_stop, self.numel), rank, world_size)
 
 
+def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
+    """Returns the layouts as a mode needs them.
+
+    A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
+    at a multiple of a block.
+
+    Args:
+        layouts: the layout of each unit.
+        mode: the states and their dtypes.
+        world_size: number of ranks among which each region is divided.
+    """
+    if not mode.in_blocks:
+        return tuple(layouts)
+    return tuple(
+        layout._replace(segments=segments, numel=numel, trainable_stop=trainable_stop)
+        for layout in layouts
+        for segments, numel, trainable_stop in [_placed(layout.segments, world_size, MOMENT_BLOCK)]
+    )
+
+
+def _placed(
+    segments: Sequence[Segment], world_size: int, alignment: int = _ALIGNMENT
+) -> tuple[tuple[Segment, ...], int, int]:
+    """Places segments one after the other, and returns them with the ends of the unit and of what trains.
+
+    Args:
+        segments: those that train first, then the others; their `start` is of no use.
+        world_size: number of ranks among which each region is divided.
+        alignment: elements of which the start of what trains is a multiple.
+    """
+    step = _PARTITION_ALIGNMENT * world_size
+    end = trainable_stop = 0
+    found: list[Segment] = []
+    for trainable in (True, False):
+        for segment in segments:
+            if segment.trainable is trainable:
+                found.append(segment._replace(start=end))
+                end = align_up(end + segment.numel, alignment if trainable else _ALIGNMENT)
+        # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
+        end = align_up(end, step)
+        trainable_stop = end if trainable else trainable_stop
+    # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
+    return tuple(found), max(end, step), trainable_stop
+
+
 def _shard_of(region: range, rank: int, world_size: int) -> range:
     """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
     length = len(region) // world_size
@@ -157,9 +203,7 @@ def lay_out(
         world_size: number of ranks among which each region is divided.
         stored: frozen parameters that are stored as blocks, by name.
     """
-    step = _PARTITION_ALIGNMENT * world_size
     named_parameters = list(parameters)
-    end = trainable_stop = 0
     segments: list[Segment] = []
     # Three passes: parameters keep the model's order among those that train, that are frozen, and that are blocks.
     for trainable, blocks in ((True, False), (False, False), (False, True)):
@@ -167,14 +211,8 @@ def lay_out(
             if parameter.requires_grad is trainable and (not trainable and parameter_name in stored) is blocks:
                 form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
                 shape = tuple(parameter.shape)
-                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form))
-                end = align_up(end + numel, _ALIGNMENT)
-        # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
-        if trainable:
-            trainable_stop = end = align_up(end, step)
-    end = align_up(end, step)
-    # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
-    return UnitLayout(name, tuple(segments), max(end, step), trainable_stop)
+                segments.append(Segment(parameter_name, shape, 0, numel, trainable, form=form))
+    return UnitLayout(name, *_placed(segments, world_size))
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:

@@ -122,8 +122,12 @@ def partitions(
         weights = numel + len(layout.frozen(rank, world_size))
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
-            row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
-            # PACKED is sized by its fields; every other state has one value for each element.
+            row |= {
+                state: len(mode.padded_part(state, 0, numel)) * dtype.itemsize
+                for state, dtype in mode.states.items()
+                if state is not State.WEIGHT
+            }
+            # PACKED is sized by its fields.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel * WORD
             # PACKED is empty if the optimizer of torch keeps nothing of the unit's parameters.
@@ -213,6 +217,7 @@ _DOWN = (
     State.SUM,
     State.MOMENTUM_BUFFER,
     State.PACKED,
+    State.SCALES,
     State.MASTER_LOW_BITS,
     State.MASTER,
     State.WEIGHT,

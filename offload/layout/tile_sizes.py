@@ -9,13 +9,11 @@ import torch
 
 from offload.kernels.lamb import BLOCK as LAMB_BLOCK
 from offload.layout.tiers import Partitions, PlacementRequest, TierMap
-from offload.sizes import MIB, align_up
+from offload.sizes import MIB, PAGE, align_up
 from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, TORCH, Mode
 
-_STEP = 2048
-"""Elements by which tiles grow: 4096 bytes of the smallest state."""
 _WHOLE_UNITS = 3
 """Number of tiles if each holds an entire unit: one is read, one computed, one written."""
 _TILE_NBYTES = range(4 * MIB, 16 * MIB + 1)
@@ -55,7 +53,7 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
         return 0
     if mode.whole_units:
         return _whole_unit_nbytes(parts, tiers)
-    return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, tiers)
+    return TILE_BUFFERS * _tile_step_nbytes(parts, mode, tiers)
 
 
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
@@ -72,8 +70,7 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
         buffers = (nbytes - scratch) // max(_whole_unit_nbytes(parts, tiers), 1)
         return max(parts.trainable_numel, default=0), buffers, scratch
     # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
-    step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
-    return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
+    return nbytes // TILE_BUFFERS // _tile_step_nbytes(parts, mode, tiers) * _tile_step(mode), TILE_BUFFERS, 0
 
 
 def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
@@ -101,11 +98,16 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
 
 def _tile_step(mode: Mode) -> int:
     """Returns the number of which a tile's elements are a multiple: LAMB sums squares block by block."""
-    return LAMB_BLOCK if mode.optimizer == LAMB else _STEP
+    return max(LAMB_BLOCK, mode.tile_step) if mode.optimizer == LAMB else mode.tile_step
+
+
+def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile of one step: its elements, and the page of the scales of its blocks."""
+    return _tile_step(mode) * _tile_element_bytes(parts, mode, tiers) + (PAGE if mode.in_blocks else 0)
 
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes of a tile for one element: its states, and its gradient if any gradient spills."""
+    """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
     return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 

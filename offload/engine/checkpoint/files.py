@@ -144,6 +144,8 @@ def tensors_of(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, froze
         trainable = layout.trainable_stop // world_size
         for state, dtype in mode.states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
+            if state is State.SCALES:
+                numel = len(mode.padded_part(state, 0, trainable))
             # An optimizer without a kernel runs on one rank only, so its packed state is not partitioned.
             if state is State.PACKED:
                 numel = layout.packed_numel

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.errors import StoreError
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.states import State
+from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 
 class Run(NamedTuple):
@@ -124,6 +126,33 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) ->
         source = Source(place[0], place[1].packed.start, True) if place is not None and has else None
         found.append(Run(segment.packed.start, segment.packed.stop, source))
     return found
+
+
+def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], mode: Mode) -> list[Run]:
+    """Returns the runs of the scales of moments in 8 bits, in scales of a unit, one for each trainable parameter."""
+    found: list[Run] = []
+    for segment in (each for each in layout.segments if each.trainable and mode.in_blocks):
+        place = saved.get(segment.name)
+        part = mode.part(State.SCALES, segment.start, segment.stop)
+        source = place and Source(place[0], mode.part(State.SCALES, place[1].start, 0).start, place[1].trainable)
+        found.append(Run(part.start, part.stop, source))
+    return found
+
+
+def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode: Mode) -> Iterator[SegmentShard]:
+    """Yields the runs of scales, each on one rank, that make up a segment of scales of a unit, in order.
+
+    Args:
+        layout: the layout of the unit.
+        world_size: number of ranks.
+        segment: the scales, counted in the unit, as if they were a parameter.
+        mode: the mode, with moments in 8 bits.
+    """
+    one = len(mode.moments)
+    elements = segment._replace(start=segment.start // one * MOMENT_BLOCK, numel=segment.numel // one * MOMENT_BLOCK)
+    # Ranks hold whole blocks.
+    for rank, position, start, numel in segment_shards(layout, world_size, elements):
+        yield SegmentShard(rank, *(each // MOMENT_BLOCK * one for each in (position, start, numel)))
 
 
 def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:

@@ -28,7 +28,7 @@ from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
-from offload.layout.flat_layout import UnitLayout, layouts_of
+from offload.layout.flat_layout import UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen.choice import stored_as_blocks
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
@@ -133,7 +133,7 @@ def decide(
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units = find_units(model, config.units)
     stored = stored_as_blocks(model, config.offload.frozen, mode.weight_dtype)
-    layouts = layouts_of(model, units, world_size, kept, stored)
+    layouts = laid_out_for(layouts_of(model, units, world_size, kept, stored), mode, world_size)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
