@@ -2,8 +2,9 @@
 
 Nothing else runs: forward and backward take no time, and `step()` waits for its updates. Bound of the bytes: an update
 reads 12 and writes 12 for each parameter (weight 2, residual 2, moments 8), of which up to 2 are read before, for the
-backward; with `--moments bf16` 8 and 8, with `--moments int8` 6 and 6. I/O alone is the faster of all reads and then all writes, and both at once, by
-the same queue on the same drive; the kernel alone is the same kernel on memory, tile after tile. All take turns.
+backward; with `--moments bf16` 8 and 8, with `--moments int8` 6 and 6. I/O alone is the faster of all reads and then
+all writes, and both at once, by the same queue on the same drive; the kernel alone is the same kernel on memory, tile
+after tile. All take turns.
 """
 
 from __future__ import annotations

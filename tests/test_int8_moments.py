@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import offload
+from offload.cli.main import app
 from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError, StoreError
 from offload.kernels import Noise, Partition, Segment, SGDStep, _native, noise_stream, update
 from offload.kernels.moments import BLOCK, blocks_of, decode_moments
+from offload.layout.flat_layout import layouts_of
+from offload.layout.units import find_units
 from offload.planner.activations.load import Load
 from offload.planner.advice import advise
 from offload.planner.hardware import described, parse_drive
-from offload.planner.memory import settings
+from offload.planner.memory import Room, settings, settle
 from offload.planner.model_shape import from_count
 from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
-from offload.runs.verify import verify
 from offload.sizes import GIB
 from offload.states import State
 from tests.support import models
@@ -79,7 +82,7 @@ def test_same_bits_in_every_placement(name: str, dtype: str, tmp_path: Path) -> 
 @pytest.mark.numeric
 @pytest.mark.parametrize("name", ["AdamW", "Lamb", "Lion"])
 def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A unit of 790,000 elements: in one tile, and in tiles of the least size, a page of scales each."""
+    """A unit of 790,000 elements: in two tiles, and in tiles of the least size, a page of scales each."""
     job = RULES[name]._replace(clip=0.0, steps=2, model=lambda: models.gpt2(layers=1, width=256))
     tiles: list[int] = []
 
@@ -96,7 +99,7 @@ def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeyp
     whole = with_tiles(tmp_path / "whole")
     small_pieces(monkeypatch)
     pieces = with_tiles(tmp_path / "pieces")
-    assert tiles[1] == (1 << 18 if name == "Lion" else 1 << 17) < 790_000 < tiles[0]
+    assert tiles[1] == (1 << 18 if name == "Lion" else 1 << 17) and tiles[0] >= 3 * tiles[1]
     assert_same(whole._replace(norms=pieces.norms), pieces, name)
 
 
@@ -266,8 +269,8 @@ def test_a_run_is_inspected_and_verified(tmp_path: Path) -> None:
     assert engine._core.components.shards.mode.name == "bf16 int8-moments"
     engine.destroy()
     assert inspect(tmp_path)["runs"][0]["mode"] == "bf16 int8-moments"
-    found = verify(tmp_path / "default")
-    assert not found.damaged, found
+    done = CliRunner().invoke(app, ["verify", str(tmp_path / "default")])
+    assert done.exit_code == 0, done.output
 
 
 def test_two_keys_that_disagree_are_refused() -> None:
@@ -294,7 +297,7 @@ def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None
         engine = start(JOB, DISK, folder, moments=before)
         train_step(engine, JOB, 0)
         engine.destroy()
-        with pytest.raises(StoreError, match=rf'resume with "moments": "{before}".*offload convert'):
+        with pytest.raises(StoreError, match=rf'resume with "moments": "{before}".*save_checkpoint.*load_checkpoint'):
             start(JOB, DISK, folder, resume="must", moments=after)
         again = start(JOB, DISK, folder, resume="must", moments=before)
         assert again.global_steps == 1, "nothing was touched"
@@ -377,22 +380,16 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: RankPool, tmp_path
 
 def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
     """Bytes of each state, those of the scales too, whose blocks begin with each parameter."""
-    from offload.planner.memory import Room, settle
-    from offload.planner.model_shape import from_model  # noqa: F401
-
     job = JOB._replace(model=lambda: models.gpt2(layers=2, width=256))
     given = config(job, DISK, tmp_path, **INT8)
     engine = offload.initialize(model=job.model(), config=given)[0]
-    from offload.layout.flat_layout import layouts_of
-    from offload.layout.units import find_units
-
     model = job.model()
     plain = layouts_of(model, find_units(model))
     planned = settle(plain, given, Room(host=8 * GIB, device=0, disk=None))
     assert planned.parts.nbytes == engine._core.components.shards.nbytes
     assert planned.stored == engine._core.components.store.spec.nbytes  # type: ignore[union-attr]
     scales = sum(row.get(State.SCALES, 0) for row in planned.parts.nbytes)
-    assert scales / sum(planned.parts.trainable_numel) == pytest.approx(8 / 256, rel=0.1)
+    assert 8 / 256 <= scales / sum(planned.parts.trainable_numel) <= 12 / 256, "padded to pages"
     engine.destroy(remove=True)
 
 

@@ -299,9 +299,7 @@ def test_segments_leave_the_blocks_between_them_alone() -> None:
 def test_lamb_takes_the_norm_of_the_direction_in_which_it_moves(isa: str, element: int) -> None:
     """Both of its passes see the rounded moments, and no division into segments changes a bit."""
     numel = 3 * 4096 + 100
-    start = coded(
-        partition(numel, STEPS["adamw"], torch.float32, torch.float32, torch.float32), (False, True)
-    )
+    start = coded(partition(numel, STEPS["adamw"], torch.float32, torch.float32, torch.float32), (False, True))
     noise = Noise(NOISE.stream, element)
     g = start.grad.numpy()
     m, v = (each.numpy() for each in decoded(start))

@@ -328,13 +328,13 @@ class ParamAccess:
             start: first element, counted in the partition of the unit.
             values: (n,) fp32 on the CPU.
         """
-        mode = self._held.mode
+        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
+        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in self._stored_as(handle, state):
-                part = mode.part(each, start, start + len(values))
-                dtype = mode.states[each]
+            for each in sources(mode.weights) if joined else moment_values.sources(mode, state):
+                part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
                 buffer = aligned_empty(len(part) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
                 # A segment begins and ends anywhere, so there is no checksum to compare with.
@@ -344,14 +344,6 @@ class ParamAccess:
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
         values.copy_(join(found) if state is State.WEIGHT else moment_values.read(mode, found, state))
-
-    def _stored_as(self, handle: ParamHandle, state: State) -> tuple[State, ...]:
-        """Returns the states that together give the values of one."""
-        mode = self._held.mode
-        # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        if state is State.WEIGHT:
-            return sources(mode.weights) if handle.trainable else (state,)
-        return (state, State.SCALES) if mode.in_blocks else (state,)
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:

@@ -7,7 +7,7 @@ import torch
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.kernels import AdamWStep, Partition
-from offload.kernels.moments import blocks_of
+from offload.kernels.moments import blocks_of, encode_moments
 
 STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 
@@ -43,8 +43,8 @@ class Arrays:
         if moment_dtype is torch.int8:
             self.exp_avg, self.exp_avg_sq = aligned_like(numel, torch.int8), aligned_like(numel, torch.uint8)
             self.scales = torch.zeros(blocks_of(numel), 2)
-            kernels.encode_moments(first, self.exp_avg, self.scales, 0)
-            kernels.encode_moments(second, self.exp_avg_sq, self.scales, 1)
+            encode_moments(first, self.exp_avg, self.scales, 0)
+            encode_moments(second, self.exp_avg_sq, self.scales, 1)
         else:
             self.exp_avg, self.exp_avg_sq = _as(moment_dtype, first), _as(moment_dtype, second)
         self.weight = self.master

@@ -14,7 +14,6 @@ import os
 
 from offload.kernels import _native
 from offload.kernels.lamb import LambSegment, lamb, lamb_moments, lamb_move, lamb_ratio
-from offload.kernels.moments import decode_moments, encode_moments
 from offload.kernels.noise import Noise, noise_stream
 from offload.kernels.optimizer import CPUAdamW
 from offload.kernels.settings import available_cores, isa_from, threads_beside_device, threads_from
@@ -37,8 +36,6 @@ __all__ = [
     "Step",
     "accumulate",
     "adamw",
-    "decode_moments",
-    "encode_moments",
     "join_master",
     "lamb",
     "lamb_moments",

@@ -30,8 +30,8 @@ class Partition(NamedTuple):
     """Flat contiguous tensors of one length, (numel,), that do not overlap and belong to the caller.
 
     A bf16 `weight` has a `residual` (int16, the low bits of the master); an fp16 weight has a `master` (fp32); an fp32
-    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32, all bf16 or all codes
-    (int8, or uint8 for the root of a moment without a sign), which have `scales`; see `moments`. `grad` is only read.
+    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32, all bf16 or all
+    codes (int8, or uint8 for the root of a moment without a sign), which have `scales`. `grad` is only read.
     """
 
     weight: torch.Tensor  # (numel,) fp32, bf16 or fp16
@@ -46,7 +46,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     """Performs the step of each segment in one pass, in place: unscale, decay, moments, weight.
 
     Elements outside of the segments are left alone. Results do not depend on how elements are divided into segments.
-    With moments in 8 bits a segment begins at the first element of a block, and no other one has elements of its blocks.
+    With moments in 8 bits a segment begins at the first element of a block, and shares no block with another one.
 
     Args:
         partition: CPU tensors of one length.

@@ -152,12 +152,16 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
         mode: the states and their dtypes.
         world_size: number of ranks among which each region is divided.
     """
-    if not mode.in_blocks:
-        return tuple(layouts)
+    return placed_for(layouts, mode, world_size) if mode.in_blocks else tuple(layouts)
+
+
+def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
+    """Does what `laid_out_for` does, with layouts of any mode."""
+    alignment = MOMENT_BLOCK if mode.in_blocks else _ALIGNMENT
     return tuple(
         layout._replace(segments=segments, numel=numel, trainable_stop=trainable_stop)
         for layout in layouts
-        for segments, numel, trainable_stop in [_placed(layout.segments, world_size, MOMENT_BLOCK)]
+        for segments, numel, trainable_stop in [_placed(layout.segments, world_size, alignment)]
     )
 
 

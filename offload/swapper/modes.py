@@ -25,7 +25,7 @@ class Mode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 int8-moments" with moments in 8 bits."""
+        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 int8-moments" with int8 moments."""
         words = [self.precision]
         if self.optimizer != ADAM:
             words.append(self.optimizer)

@@ -117,9 +117,8 @@ struct Moments {
         }
     }
 
-    OFFLOAD_INLINE static void update_block(const Args& args, const Noise& noise,
-                                            std::size_t begin, std::size_t numel, float* weights,
-                                            float* directions) {
+    OFFLOAD_INLINE static void update_block(const Args& args, const Noise& noise, std::size_t begin,
+                                            std::size_t numel, float* weights, float* directions) {
         alignas(64) float m[kMomentBlock];
         alignas(64) float v[kMomentBlock];
         alignas(64) std::uint32_t random[kMomentBlock];

@@ -68,15 +68,9 @@ Segment segment(const Settings& given) {
 Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
                 const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
                 std::pair<std::uintptr_t, int> grad, std::size_t numel) {
-    Buffers made{at<void>(weight.first),
-                 element(weight.second),
-                 at<void>(beside),
-                 {nullptr, nullptr},
-                 element(moment_type),
-                 at<float>(scales),
-                 at<const void>(grad.first),
-                 element(grad.second),
-                 numel};
+    Buffers made{at<void>(weight.first),     element(weight.second), at<void>(beside),
+                 {nullptr, nullptr},         element(moment_type),   at<float>(scales),
+                 at<const void>(grad.first), element(grad.second),   numel};
     for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
         made.moments[i] = at<void>(moments[i]);
     return made;
@@ -87,8 +81,7 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
             std::pair<std::uintptr_t, int> grad, std::size_t numel,
             const std::vector<Settings>& given) {
     const Rule run = rule(name);
-    const Buffers arrays =
-        buffers(weight, beside, moments, moment_type, scales, grad, numel);
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     std::vector<Segment> segments;
     segments.reserve(given.size());
     for (const auto& each : given) segments.push_back(segment(each));
@@ -100,10 +93,8 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
 void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
                   const std::vector<std::uintptr_t>& moments, int moment_type,
                   std::uintptr_t scales, std::pair<std::uintptr_t, int> grad, std::size_t numel,
-                  const Settings& given,
-                  std::uintptr_t sums) {
-    const Buffers arrays =
-        buffers(weight, beside, moments, moment_type, scales, grad, numel);
+                  const Settings& given, std::uintptr_t sums) {
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
     const offload::DefaultRounding rounding;

@@ -57,7 +57,7 @@ OFFLOAD_INLINE float value_of(float moment) {
 // The scale of a block, and how its values become codes.
 struct BlockScale {
     float scale;
-    float factor;  // of a magnitude, to fixed point
+    float factor;        // of a magnitude, to fixed point
     std::uint32_t mask;  // of its bits: none remain where the block is not finite
 };
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from offload import kernels
+from offload.kernels.moments import decode_moments, encode_moments
 from offload.states import State
 from offload.swapper.modes import MOMENT_BLOCK, Mode
 
@@ -23,6 +23,11 @@ def scales_of(mode: Mode, scales: torch.Tensor, numel: int, offset: int = 0) -> 
     return scales[: len(mode.part(State.SCALES, 0, offset + numel))].view(-1, len(mode.moments))
 
 
+def sources(mode: Mode, state: State) -> tuple[State, ...]:
+    """Returns the states that together give the values of one: those in 8 bits need their scales."""
+    return (state, State.SCALES) if mode.in_blocks and state in mode.moments else (state,)
+
+
 def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset: int = 0) -> torch.Tensor:
     """Returns the values of a moment; those in fp32 or bf16 without a copy.
 
@@ -37,13 +42,11 @@ def read(mode: Mode, states: Mapping[State, torch.Tensor], state: State, offset:
         return stored
     found = torch.empty(len(stored), dtype=torch.float32, device="cpu")
     scales = scales_of(mode, states[State.SCALES], len(stored), offset)
-    kernels.decode_moments(stored, scales, mode.moments.index(state), found, offset)
+    decode_moments(stored, scales, mode.moments.index(state), found, offset)
     return found
 
 
-def write(
-    mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor
-) -> None:
+def write(mode: Mode, states: Mapping[State, torch.Tensor], state: State, start: int, values: torch.Tensor) -> None:
     """Replaces elements of a moment, rounded to nearest where it is not fp32.
 
     The values end with a block, or with their parameter: what is behind them in the last block is padding.
@@ -62,4 +65,4 @@ def write(
     assert start % MOMENT_BLOCK == 0, "parameters, tiles and partitions begin at a border of blocks"
     part = mode.part(State.SCALES, start, stop)
     scales = states[State.SCALES][part.start : part.stop].view(-1, len(mode.moments))
-    kernels.encode_moments(values.float(), states[state][start:stop], scales, mode.moments.index(state))
+    encode_moments(values.float(), states[state][start:stop], scales, mode.moments.index(state))

@@ -288,8 +288,9 @@ def _advice_of_modes(there: str, here: str) -> str:
     (dtype, optimizer, moments), (other_dtype, other_optimizer, other_moments) = _words(there), _words(here)
     if (dtype, optimizer) == (other_dtype, other_optimizer) and moments != other_moments:
         return (
-            f'resume with "moments": "{moments}" in the block "offload", as the run had; to convert them, call '
-            "save_checkpoint in the run and load_checkpoint in a new one"
+            f'resume with "moments": "{moments}" in the block "offload" (--moments), as the run had; or convert the '
+            f"run: `offload convert RUN --moments {other_moments}`; or call save_checkpoint in the run and "
+            "load_checkpoint in a new one"
         )
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
