@@ -27,7 +27,6 @@ from offload.swapper.modes import MODES, MOMENT_DTYPES, make_mode, moments_name
 from offload.swapper.store import Store
 from offload.swapper.store.format.manifest import StoreSpec
 
-
 __all__ = ["Conversion", "Converted", "StoreSource", "convert", "plan"]
 
 
