@@ -1,8 +1,8 @@
 """Losses of a small language model whose moments are fp32, bf16 or 8 bits, over several seeds.
 
-The text is Python's own library, byte by byte. fp32 and bf16 are the kernels' own. bf16 rounded to nearest and the
-forms of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8 bits has
-one scale for each 256 elements.
+The text is Python's own library, byte by byte. fp32, bf16 and int8 are the kernels' own. bf16 rounded to nearest and
+other forms of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8
+bits has one scale for each 256 elements.
 
     python -m bench.moments --steps 500 --seeds 5
 """
@@ -12,15 +12,17 @@ from __future__ import annotations
 import argparse
 import statistics
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
 from bench.measure import report
-from offload.kernels import CPUAdamW
+from offload.kernels import AdamWStep, CPUAdamW, Noise, Partition, Segment, noise_stream, update
+from offload.kernels.moments import blocks_of
 
 _BLOCK = 256
 _EVALUATED = 32
@@ -74,8 +76,7 @@ def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tens
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
-    moments = torch.bfloat16 if form == "bf16" else torch.float32
-    optimizer = CPUAdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.999), weight_decay=0.1, moment_dtype=moments)
+    optimizer = optimizer_of(form, model, seed)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=given.steps, cycle_momentum=False)
     chance = torch.Generator().manual_seed(seed)
     border = len(text) * 9 // 10
@@ -87,10 +88,50 @@ def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tens
         optimizer.zero_grad()
         stored = FORMS[form]
         if stored is not None:
+            assert isinstance(optimizer, CPUAdamW)
             emulate(optimizer, *stored)
     fixed = torch.Generator().manual_seed(0)  # the same text for all seeds and forms
     with torch.no_grad():
         return statistics.mean(float(loss(model, text[border:], fixed)) for _ in range(_EVALUATED))
+
+
+def optimizer_of(form: str, model: nn.Module, seed: int) -> torch.optim.Optimizer:
+    settings: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+    if form == "int8":
+        return CodedAdamW(model.parameters(), seed, **settings)
+    moments = torch.bfloat16 if form == "bf16" else torch.float32
+    return CPUAdamW(model.parameters(), moment_dtype=moments, **settings)
+
+
+class CodedAdamW(torch.optim.Optimizer):
+    """AdamW by the kernel whose moments are codes of 8 bits, on fp32 parameters."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter], seed: int, **settings: Any) -> None:
+        super().__init__(parameters, settings)
+        self._seed, self._steps = seed, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._steps += 1
+        (group,) = self.param_groups
+        step = AdamWStep(
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=1e-8,
+            weight_decay=group["weight_decay"],
+            step=self._steps,
+        )
+        for number, parameter in enumerate(group["params"]):
+            numel, state = parameter.numel(), self.state[parameter]
+            if not state:
+                state["codes"] = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
+                state["scales"] = torch.zeros(blocks_of(numel), 2)
+            noise = Noise(noise_stream(self._seed, number, self._steps), 0)
+            update(
+                Partition(parameter.detach().view(-1), parameter.grad.view(-1), state["codes"], scales=state["scales"]),
+                [Segment(0, numel, step, noise)],
+            )
 
 
 def loss(model: nn.Module, text: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
@@ -168,12 +209,13 @@ FORMS: dict[str, tuple[Rounded, Rounded] | None] = {
     "bf16": None,
     "bf16 to nearest": (nearest_bf16, nearest_bf16),
     "int8 to nearest": (first_moment(False), second_moment(False, 0)),
-    "int8": (first_moment(True), second_moment(True, 0)),
+    "int8": None,
+    "int8, v from 0": (first_moment(True), second_moment(True, 0)),
     "int8, v from 1": (first_moment(True), second_moment(True, 1)),
     "int8, companded": (first_moment(True, companded=True), second_moment(True, 1, companded=True)),
     "int8, companded to nearest": (first_moment(False, companded=True), second_moment(False, 1, companded=True)),
 }
-"""Forms of the moments by name, with the functions that emulate them."""
+"""Forms of the moments by name, with the functions that emulate them; None for those of the kernels."""
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
 Nothing else runs: forward and backward take no time, and `step()` waits for its updates. Bound of the bytes: an update
 reads 12 and writes 12 for each parameter (weight 2, residual 2, moments 8), of which up to 2 are read before, for the
-backward; with `--moments bf16` 8 and 8. I/O alone is the faster of all reads and then all writes, and both at once, by
-the same queue on the same drive; the kernel alone is the same kernel on memory, tile after tile. All take turns.
+backward; with `--moments bf16` 8 and 8, with `--moments int8` 6 and 6. I/O alone is the faster of all reads and then
+all writes, and both at once, by the same queue on the same drive; the kernel alone is the same kernel on memory, tile
+after tile. All take turns.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from bench.measure import report, seconds, settings_for
 from offload import kernels
 from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
+from offload.hardware.adam_arrays import Arrays
 from offload.sizes import GIB, MIB
 from offload.swapper.modes import MOMENT_DTYPES
 
-_BYTES = {"fp32": 24, "bf16": 16}
+_BYTES = {"fp32": 24, "bf16": 16, "int8": 12}
 """Of I/O for each parameter, by the dtype of the moments."""
-_TILE = 32 * MIB // 12
+_TILE = 32 * MIB // 12 // 256 * 256
 _REQUEST = 16 * MIB
 
 
@@ -128,8 +130,7 @@ def _update(engine: offload.Engine) -> float:
 
 
 def _tile(moments: str) -> kernels.Partition:
-    half, whole = torch.zeros(_TILE, dtype=torch.bfloat16), torch.zeros(_TILE, dtype=MOMENT_DTYPES[moments])
-    return kernels.Partition(half, half.clone(), (whole, whole.clone()), torch.zeros(_TILE, dtype=torch.int16))
+    return Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[moments]).partition
 
 
 def _step(tile: kernels.Partition) -> None:

@@ -20,6 +20,8 @@ class State(enum.Enum):
     MOMENTUM_BUFFER = "momentum_buffer"
     PACKED = "packed"
     """All states of an optimizer that keeps others for each parameter, in words of four bytes: as many as it needs."""
+    SCALES = "moment_scales"
+    """Scales of moments in 8 bits: for each block of elements one of each moment, in their order."""
     GRAD = "grad"
 
 

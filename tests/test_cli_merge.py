@@ -144,6 +144,13 @@ def test_decay_and_clip_become_config_keys() -> None:
     )
 
 
+def test_the_form_of_the_moments_becomes_a_config_key() -> None:
+    assert load_config(merge(None, Options())[0]).moments == "fp32"
+    content, lines = merge({**FILE, "offload": {"moments": "bf16"}}, Options(moments="int8"))
+    assert load_config(content).moments == "int8"
+    assert lines == ("--moments int8 overrules offload.moments bf16",), "and is not the option of frozen weights"
+
+
 def test_biases_and_norms_do_not_decay() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(4, 8), torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
     model[1].weight.requires_grad_(False)

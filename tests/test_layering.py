@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "finetune": "config engine fileio hardware losses planner presets swapper",
     "bench": "__init__ aio config fileio finetune hardware kernels layout planner presets swapper",
     "hf": "config engine losses",
-    "runs": "aio engine swapper",
+    "runs": "aio engine fileio layout swapper",
     "cli": "__init__ aio bench config fileio finetune hardware planner presets report runs swapper",
     "__main__": "cli",
 }

@@ -16,6 +16,7 @@ from offload.cli.console import parse_count
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
 from offload.finetune.options import Options, merge, schedule
+from offload.hardware.smart import rated_bytes
 from offload.planner import advice, memory
 from offload.planner import recommend as choice
 from offload.planner import request as ask
@@ -122,6 +123,7 @@ def test_help_has_an_example() -> None:
         ((*COUNT, *MACHINE, "--batch-size", "0"), "at least 1"),
         ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),
         ((*COUNT, *MACHINE, "--dtype", "int4"), "there is no dtype"),
+        ((*COUNT, *MACHINE, "--moments", "int4"), "expected --moments of fp32, bf16, int8"),
         ((*COUNT, *MACHINE, "--config", "/none/such.json"), "cannot read the config"),
         ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
     ],
@@ -359,8 +361,8 @@ def test_a_count_is_near_the_model_of_that_size() -> None:
 
 def test_smart_tells_what_a_drive_is_rated_for() -> None:
     log = {"percentage_used": 5, "data_units_written": 2_000_000}
-    assert ask.rated_bytes({"nvme_smart_health_information_log": log}) == 20 * 2_000_000 * 512_000
-    assert ask.rated_bytes({"nvme_smart_health_information_log": log | {"percentage_used": 0}}) is None
+    assert rated_bytes({"nvme_smart_health_information_log": log}) == 20 * 2_000_000 * 512_000
+    assert rated_bytes({"nvme_smart_health_information_log": log | {"percentage_used": 0}}) is None
 
 
 def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None:

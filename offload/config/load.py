@@ -59,10 +59,10 @@ def load_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> Config:
             "torch_autocast.dtype is fp16, whose gradients need a loss scale that only the fp16 block has; set it to "
             "bf16, or enable fp16 in place of torch_autocast"
         )
-    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.offload.moments == "fp32":
+    if config.bf16.enabled and config.bf16.bf16_optimizer_states and config.moments != "bf16":
         raise ConfigError(
-            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for fp32; leave '
-            "one of them out"
+            'bf16.bf16_optimizer_states asks for moments in bf16, and "moments" in the block "offload" for '
+            f"{config.moments}; leave one of them out"
         )
     if config.moments != "fp32" and config.optimizer is not None and config.optimizer.params.fp32_optimizer_states:
         raise ConfigError(

@@ -158,7 +158,7 @@ class Config(Block):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @property
-    def moments(self) -> Literal["fp32", "bf16"]:
+    def moments(self) -> Literal["fp32", "bf16", "int8"]:
         """Dtype of the optimizer's moments."""
         if self.offload.moments is not None:
             return self.offload.moments

@@ -29,6 +29,7 @@ from offload.errors import UsageError
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
+from offload.layout.optimizers import moment_values
 from offload.layout.optimizers.matrices import states_of
 from offload.layout.placement import CHUNK
 from offload.states import State
@@ -333,21 +334,21 @@ class ParamAccess:
             values: (n,) fp32 on the CPU.
         """
         # A bf16 weight and the low bits of its master are two states on disk that together are the fp32 master.
-        joined = state is State.WEIGHT and handle.trainable
+        joined, mode = state is State.WEIGHT and handle.trainable, self._held.mode
         found: dict[State, torch.Tensor] = {}
         futures: list[Future] = []
         try:
-            for each in sources(self._held.mode.weights) if joined else (state,):
-                dtype = self._held.mode.states[each]
-                buffer = aligned_empty(len(values) * dtype.itemsize)
+            for each in sources(mode.weights) if joined else moment_values.sources(mode, state):
+                part, dtype = mode.part(each, start, start + len(values)), mode.states[each]
+                buffer = aligned_empty(len(part) * dtype.itemsize)
                 found[each] = torch.frombuffer(buffer, dtype=dtype)
                 # A segment begins and ends anywhere, so there is no checksum to compare with.
-                futures += self._held.read(handle.unit, each, start * dtype.itemsize, buffer, compare=False)
+                futures += self._held.read(handle.unit, each, part.start * dtype.itemsize, buffer, compare=False)
             for future in futures:
                 future.wait()
         finally:
             wait_for_all(futures)  # no buffer is freed under a read
-        values.copy_(join(found) if state is State.WEIGHT else found[state])
+        values.copy_(join(found) if state is State.WEIGHT else moment_values.read(mode, found, state))
 
     def _set_gradient(self, handle: ParamHandle, values: torch.Tensor) -> None:
         def mine() -> None:

@@ -52,12 +52,14 @@ class Saved(NamedTuple):
 def about(job: Job) -> dict[str, Any]:
     """Returns the facts on the run for the first line of a log."""
     engine, config = job.engine, job.engine.config
+    halves = config["bf16"]
     predicted = {"predicted": dict(job.predicted)} if job.predicted else {}
     return {
         "run": job.run,
         "model": type(engine.module).__name__,
         "parameters": engine.parameter_count,
         "dtype": next((name for name in ("bf16", "fp16") if config[name]["enabled"]), "fp32"),
+        "moments": config["offload"]["moments"] or ("bf16" if halves["bf16_optimizer_states"] else "fp32"),
         "device": str(engine.device),
         "ranks": engine.world_size,
         "steps": job.steps,

@@ -66,6 +66,7 @@ class Options:
     accumulation_schedule: str | None = None
     nvme_path: tuple[str, ...] = ()
     dtype: str | None = None
+    moments: str | None = None
     host_memory: str | None = None
     device: str | None = None
     seed: int | None = None
@@ -105,6 +106,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("accumulation_schedule", ("offload", "schedule"), None),
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
     ("grad_clip", ("gradient_clipping",), DEFAULT_CLIP),
+    ("moments", ("offload", "moments"), None),
     ("host_memory", ("offload", "host_memory"), None),
     ("device", ("offload", "device"), None),
     ("seed", ("offload", "seed"), None),
@@ -147,7 +149,8 @@ def merge(
         # None is an option that was not given.
         typed, before = getattr(options, name), _get(merged, path)
         if typed is not None:
-            _overrule(merged, path, typed, FLAGS.get(str(typed), f"--{name.replace('_', '-')}"), lines)
+            flag = FLAGS[typed] if name == "frozen" else f"--{name.replace('_', '-')}"
+            _overrule(merged, path, typed, flag, lines)
         elif default is not None and (file is None or (name == "lr" and before in (None, "auto"))):
             _set(merged, path, default)
     if options.dtype is not None:

@@ -7,6 +7,7 @@ import torch
 from offload import kernels
 from offload.aio import aligned_empty
 from offload.kernels import AdamWStep, Partition
+from offload.kernels.moments import blocks_of, encode_moments
 
 STEP = AdamWStep(1e-4, 0.9, 0.999, 1e-8, 0.01, 11)
 
@@ -25,7 +26,7 @@ class Arrays:
         numel: elements of each tensor.
         weight_dtype: dtype of the weights; bf16 adds the low bits of the master, fp16 the master.
         grad_dtype: dtype of the gradients.
-        moment_dtype: dtype of the moments, fp32 or bf16.
+        moment_dtype: dtype of the moments, fp32 or bf16; int8 for codes in blocks.
     """
 
     def __init__(
@@ -37,8 +38,15 @@ class Arrays:
     ) -> None:
         self.master = _noise(numel, 0.02)
         self.grad = aligned_like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
-        self.exp_avg = _as(moment_dtype, _noise(numel, 1e-3))
-        self.exp_avg_sq = _as(moment_dtype, _noise(numel, 1e-3).square_())
+        first, second = _noise(numel, 1e-3), _noise(numel, 1e-3).square_()
+        self.scales: torch.Tensor | None = None
+        if moment_dtype is torch.int8:
+            self.exp_avg, self.exp_avg_sq = aligned_like(numel, torch.int8), aligned_like(numel, torch.uint8)
+            self.scales = torch.zeros(blocks_of(numel), 2)
+            encode_moments(first, self.exp_avg, self.scales, 0)
+            encode_moments(second, self.exp_avg_sq, self.scales, 1)
+        else:
+            self.exp_avg, self.exp_avg_sq = _as(moment_dtype, first), _as(moment_dtype, second)
         self.weight = self.master
         self.residual = self.half_master = None
         if weight_dtype is torch.bfloat16:
@@ -51,7 +59,7 @@ class Arrays:
     def partition(self) -> Partition:
         """Returns the tensors as an argument of `kernels.update`."""
         moments = (self.exp_avg, self.exp_avg_sq)
-        return Partition(self.weight, self.grad, moments, self.residual, self.half_master)
+        return Partition(self.weight, self.grad, moments, self.residual, self.half_master, self.scales)
 
     @property
     def bytes_per_parameter(self) -> int:

@@ -15,6 +15,7 @@ def update(
     beside: int,
     moments: Sequence[int],
     moment_type: int,
+    scales: int,
     grad: tuple[int, int],
     numel: int,
     segments: Sequence[tuple[int, int, Sequence[float], tuple[int, int]]],
@@ -25,6 +26,7 @@ def lamb_moments(
     beside: int,
     moments: Sequence[int],
     moment_type: int,
+    scales: int,
     grad: tuple[int, int],
     numel: int,
     segment: tuple[int, int, Sequence[float], tuple[int, int]],
@@ -35,6 +37,8 @@ def split_master(master: int, weight: int, residual: int, numel: int, /) -> None
 def join_master(weight: int, residual: int, master: int, numel: int, /) -> None: ...
 def quantize(format: int, values: int, type: int, blocks: int, numel: int, /) -> None: ...
 def dequantize(format: int, blocks: int, values: int, type: int, numel: int, /) -> None: ...
+def encode_moments(values: int, moment: tuple[int, int, int, bool], numel: int, /) -> None: ...
+def decode_moments(moment: tuple[int, int, int, bool], offset: int, values: int, numel: int, /) -> None: ...
 def accumulate(out: int, out_type: int, grad: int, grad_type: int, numel: int, add: bool, /) -> float: ...
 def sum_squares(values: int, type: int, numel: int, /) -> float: ...
 

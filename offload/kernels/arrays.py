@@ -7,10 +7,15 @@ import torch
 FLOAT = (torch.float32,)
 BF16 = (torch.bfloat16,)
 INT16 = (torch.int16,)
+INT8 = (torch.int8,)
+UINT8 = (torch.uint8,)
+CODES = (*INT8, *UINT8)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number that the native code uses for each of `FLOATS`."""
+CODE_ELEMENT = 3
+"""The number that it uses for moments in 8 bits."""
 
 
 def element(dtype: torch.dtype) -> int:

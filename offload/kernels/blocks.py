@@ -16,9 +16,8 @@ from typing import NamedTuple
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import FLOATS, address, element, length
+from offload.kernels.arrays import FLOATS, UINT8, address, element, length
 
-_UINT8 = (torch.uint8,)
 _SCALE_NBYTES = 2
 
 NF4 = (
@@ -88,7 +87,7 @@ def quantize(form: BlockFormat, values: torch.Tensor, blocks: torch.Tensor) -> N
         form.number,
         address("values", values, FLOATS, numel),
         element(values.dtype),
-        address("blocks", blocks, _UINT8, form.stored_nbytes(numel)),
+        address("blocks", blocks, UINT8, form.stored_nbytes(numel)),
         numel,
     )
 
@@ -111,7 +110,7 @@ def dequantize(form: BlockFormat, blocks: torch.Tensor, values: torch.Tensor) ->
         return
     _native.dequantize(
         form.number,
-        address("blocks", blocks, _UINT8, form.stored_nbytes(numel)),
+        address("blocks", blocks, UINT8, form.stored_nbytes(numel)),
         address("values", values, FLOATS, numel),
         element(values.dtype),
         numel,

@@ -11,7 +11,7 @@ import torch
 from offload.kernels import _native
 from offload.kernels.noise import Noise
 from offload.kernels.steps import LambStep
-from offload.kernels.update import Partition, addresses, check_noise, native_segment, run
+from offload.kernels.update import Partition, addresses, check_blocks, check_noise, native_segment, run
 
 BLOCK = 4096
 """Elements of a block of the sums."""
@@ -24,7 +24,7 @@ class LambSegment(NamedTuple):
     stop: int
     step: LambStep
     noise: Noise | None = None
-    """Rounds bf16 moments; None for fp32 moments."""
+    """Rounds bf16 and 8-bit moments; None for fp32 moments."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -33,7 +33,7 @@ def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
     A gradient with inf or NaN ruins moments and all weights of its segment: check the gradient before.
 
     Args:
-        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32 or both bf16.
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32, both bf16 or both codes.
         segments: ordered and disjoint; each is an entire parameter.
 
     Raises:
@@ -49,7 +49,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     """Updates the moments, and sums the squares of weights and directions: the first pass.
 
     Args:
-        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32 or both bf16.
+        partition: tensors of one length; the moments are exp_avg and exp_avg_sq, both fp32, both bf16 or both codes.
         segments: ordered and disjoint.
 
     Returns:
@@ -64,6 +64,7 @@ def lamb_moments(partition: Partition, segments: Sequence[LambSegment]) -> list[
     arrays = addresses("lamb", 2, partition)
     _check(segments, arrays.numel)
     check_noise(partition, segments)
+    check_blocks(partition, segments)
     found = []
     for start, stop, step, noise in segments:
         # One row for each block of a parameter, counted from the segment's start, so that ranks can join their rows.

@@ -95,6 +95,16 @@ RULES: dict[type, tuple[str, int]] = {
 }
 """Name of the native rule and number of moments for each kind of step."""
 
+ROOTS: dict[str, tuple[bool, ...]] = {
+    "adamw": (False, True),
+    "adagrad": (True,),
+    "lion": (False,),
+    "sgd": (False,),
+    "lamb": (False, True),
+    "probe": (False, True),
+}
+"""For each moment of a native rule whether moments in 8 bits hold its root, since it has no sign."""
+
 
 class Segment(NamedTuple):
     """A range of elements, [start, stop), and the step to perform on them."""
@@ -104,4 +114,4 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 moments; None for fp32 moments, on which a noise has no effect."""
+    """Rounds bf16 and 8-bit moments; None for fp32 moments, on which a noise has no effect."""

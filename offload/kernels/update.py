@@ -8,17 +8,30 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import BF16, FLOAT, FLOATS, INT16, address, element, length
+from offload.kernels.arrays import (
+    BF16,
+    CODE_ELEMENT,
+    CODES,
+    FLOAT,
+    FLOATS,
+    INT8,
+    INT16,
+    UINT8,
+    address,
+    element,
+    length,
+)
+from offload.kernels.moments import BLOCK, blocks_of
 from offload.kernels.noise import Noise
-from offload.kernels.steps import RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
+from offload.kernels.steps import ROOTS, RULES, AdagradStep, AdamWStep, LambStep, Segment, Step
 
 
 class Partition(NamedTuple):
     """Flat contiguous tensors of one length, (numel,), that do not overlap and belong to the caller.
 
     A bf16 `weight` has a `residual` (int16, the low bits of the master); an fp16 weight has a `master` (fp32); an fp32
-    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32 or all bf16. `grad`
-    is only read.
+    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32, all bf16 or all
+    codes (int8, or uint8 for the root of a moment without a sign), which have `scales`. `grad` is only read.
     """
 
     weight: torch.Tensor  # (numel,) fp32, bf16 or fp16
@@ -26,12 +39,14 @@ class Partition(NamedTuple):
     moments: tuple[torch.Tensor, ...]  # (numel,) each
     residual: torch.Tensor | None = None  # (numel,) int16
     master: torch.Tensor | None = None  # (numel,) fp32
+    scales: torch.Tensor | None = None  # (blocks, moments) fp32
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
     """Performs the step of each segment in one pass, in place: unscale, decay, moments, weight.
 
     Elements outside of the segments are left alone. Results do not depend on how elements are divided into segments.
+    With moments in 8 bits a segment begins at the first element of a block, and shares no block with another one.
 
     Args:
         partition: CPU tensors of one length.
@@ -39,13 +54,15 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
     Raises:
         TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
-        ValueError: segments out of order, a tensor of a wrong shape, stride or device, or bf16 moments without noise.
+        ValueError: segments out of order or within a block, a tensor of a wrong shape, stride or device, or moments in
+            16 or 8 bits without noise.
     """
     numel = length("weight", partition.weight)
     if not segments:
         return
     rule, moments = check_segments(segments, numel)
     check_noise(partition, segments)
+    check_blocks(partition, segments)
     run(rule, moments, partition, [(each.start, each.stop, each.step, each.noise) for each in segments])
 
 
@@ -72,6 +89,7 @@ class Addresses(NamedTuple):
     beside: int
     moments: list[int]
     moment_type: int
+    scales: int
     grad: tuple[int, int]
     numel: int
 
@@ -88,13 +106,16 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
         raise ValueError(f"moments: expected {moments} for {rule}, got {len(partition.moments)}")
     weight, beside = _weight(partition, numel)
     first = partition.moments[0].dtype if partition.moments else torch.float32
-    # All moments of a call have one dtype.
-    allowed = BF16 if first is torch.bfloat16 else FLOAT
+    # All moments of a call have one form.
+    allowed = [BF16 if first is torch.bfloat16 else FLOAT] * moments
+    if first in CODES:
+        allowed = [UINT8 if root else INT8 for root in ROOTS[rule]]
     return Addresses(
         weight,
         beside,
-        [address(f"moments[{i}]", moment, allowed, numel) for i, moment in enumerate(partition.moments)],
-        element(first) if first in FLOATS else 0,
+        [address(f"moments[{i}]", moment, allowed[i], numel) for i, moment in enumerate(partition.moments)],
+        CODE_ELEMENT if first in CODES else element(first) if first in FLOATS else 0,
+        _scales(partition, numel),
         (address("grad", partition.grad, FLOATS, numel), element(partition.grad.dtype)),
         numel,
     )
@@ -179,19 +200,56 @@ def check_segments(segments: Sequence[Segment], numel: int) -> tuple[str, int]:
     return RULES[kind]
 
 
-class _Noisy(Protocol):
+class _Ranged(Protocol):
     """A segment of any kernel."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def stop(self) -> int: ...
 
     @property
     def noise(self) -> Noise | None: ...
 
 
-def check_noise(partition: Partition, segments: Sequence[_Noisy]) -> None:
-    """Raises `ValueError` if moments are bf16 and a segment has no noise that rounds them."""
+def check_noise(partition: Partition, segments: Sequence[_Ranged]) -> None:
+    """Raises `ValueError` if moments are bf16 or codes and a segment has no noise that rounds them."""
     # Rounded to nearest they would stay where they are in most steps.
-    bf16 = bool(partition.moments) and all(moment.dtype is torch.bfloat16 for moment in partition.moments)
-    if bf16 and any(segment.noise is None for segment in segments):
-        raise ValueError("noise: expected one in each segment, since the moments are bf16, got None")
+    rounds = bool(partition.moments) and all(moment.dtype in (*BF16, *CODES) for moment in partition.moments)
+    if rounds and any(segment.noise is None for segment in segments):
+        form = "bf16" if partition.moments[0].dtype is torch.bfloat16 else "in 8 bits"
+        raise ValueError(f"noise: expected one in each segment, since the moments are {form}, got None")
+
+
+def check_blocks(partition: Partition, segments: Sequence[_Ranged]) -> None:
+    """Raises `ValueError` if moments are codes, and a segment or its noise begins within a block of them."""
+    if partition.scales is None:
+        return
+    end = 0
+    for segment in segments:
+        if segment.start % BLOCK or segment.start < end or (segment.noise and segment.noise.element % BLOCK):
+            raise ValueError(
+                f"segments: expected each, and its noise, to begin at a multiple of {BLOCK}, since the moments are "
+                f"codes in blocks, got [{segment.start}, {segment.stop}) with {segment.noise}"
+            )
+        end = segment.stop
+
+
+def _scales(partition: Partition, numel: int) -> int:
+    """Returns the address of the scales of codes; 0 for other moments.
+
+    Raises:
+        ValueError: codes without scales, scales without codes, or scales of a wrong shape.
+    """
+    moments, scales = partition.moments, partition.scales
+    if (scales is not None) != bool(moments and moments[0].dtype in CODES):
+        raise ValueError("scales: expected them for moments in 8 bits, and for no others")
+    if scales is None:
+        return 0
+    if tuple(scales.shape) != (blocks_of(numel), len(moments)):
+        raise ValueError(f"scales: expected shape ({blocks_of(numel)}, {len(moments)}), got {tuple(scales.shape)}")
+    return address("scales", scales.view(-1), FLOAT, scales.numel())
 
 
 def _check_counted(step: Step | LambStep) -> None:

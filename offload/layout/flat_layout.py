@@ -28,6 +28,7 @@ from torch import nn
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
+from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 _ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
@@ -178,6 +179,33 @@ class UnitLayout(NamedTuple):
         return _shard_of(range(self.trainable_stop, self.numel), rank, world_size)
 
 
+def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
+    """Returns the layouts as a mode needs them.
+
+    A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
+    at a multiple of a block.
+
+    Args:
+        layouts: the layout of each unit.
+        mode: the states and their dtypes.
+        world_size: number of ranks among which each region is divided.
+    """
+    return placed_for(layouts, mode, world_size) if mode.in_blocks else tuple(layouts)
+
+
+def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
+    """Does what `laid_out_for` does, with layouts of any mode."""
+    alignment = MOMENT_BLOCK if mode.in_blocks else _ALIGNMENT
+
+    def placed(layout: UnitLayout) -> UnitLayout:
+        matrices = None
+        if layout.matrices_start is not None:
+            matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
+        return arrange(layout.name, layout.segments, world_size, matrices, alignment)
+
+    return tuple(placed(layout) for layout in layouts)
+
+
 def _shard_of(region: range, rank: int, world_size: int) -> range:
     """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
     length = len(region) // world_size
@@ -216,9 +244,16 @@ def lay_out(
 
 
 def arrange(
-    name: str, segments: Sequence[Segment], world_size: int, matrices: Collection[str] | None = None
+    name: str,
+    segments: Sequence[Segment],
+    world_size: int,
+    matrices: Collection[str] | None = None,
+    alignment: int = _ALIGNMENT,
 ) -> UnitLayout:
-    """Returns the layout of parameters of which all but the positions is known; for the arguments see `lay_out`."""
+    """Returns the layout of parameters of which all but the positions is known.
+
+    `alignment` is that of a trainable parameter that is no matrix, in elements; for other arguments see `lay_out`.
+    """
     step = _PARTITION_ALIGNMENT * world_size
     end = 0
 
@@ -232,7 +267,7 @@ def arrange(
 
     # Parameters keep the model's order among those that train, matrices, those that are frozen, and blocks.
     mine = [segment for segment in segments if segment.trainable]
-    placed = place(segment for segment in mine if segment.name not in (matrices or ()))
+    placed = place((segment for segment in mine if segment.name not in (matrices or ())), alignment)
     matrices_start = None
     if matrices is not None:
         matrices_start = end = align_up(end, _PARTITION_ALIGNMENT)

@@ -123,9 +123,12 @@ def partitions(
         weights = numel + len(layout.frozen(rank, world_size))
         row = {State.WEIGHT: weights * mode.weight_dtype.itemsize}
         if numel:
-            row |= {state: numel * dtype.itemsize for state, dtype in mode.states.items() if state is not State.WEIGHT}
-            # PACKED is sized by its fields; every other state has one value for each element, or for those outside of
-            # matrices.
+            row |= {
+                state: len(mode.padded_part(state, 0, numel)) * dtype.itemsize
+                for state, dtype in mode.states.items()
+                if state is not State.WEIGHT
+            }
+            # PACKED is sized by its fields; a state may be that of the elements outside of matrices alone.
             if State.PACKED in row:
                 row[State.PACKED] = layout.packed_numel(rank) * WORD
             rest = len(layout.rest(rank, world_size))
@@ -217,6 +220,7 @@ _DOWN = (
     State.SUM,
     State.MOMENTUM_BUFFER,
     State.PACKED,
+    State.SCALES,
     State.MASTER_LOW_BITS,
     State.MASTER,
     State.WEIGHT,

@@ -14,8 +14,6 @@ from offload.states import State, Tier
 from offload.swapper.memory.host_arena import TILE_BUFFERS
 from offload.swapper.modes import LAMB, Mode
 
-_STEP = 2048
-"""Elements by which tiles grow: 4096 bytes of the smallest state."""
 _WHOLE_UNITS = 3
 """Number of tiles if each holds an entire unit: one is read, one computed, one written."""
 _MATRICES = 4
@@ -61,7 +59,7 @@ def tile_growth(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
         return _whole_unit_nbytes(parts, tiers)
     if mode.matrix_rule:
         return _matrix_nbytes(parts, mode, tiers)
-    return TILE_BUFFERS * _tile_step(mode) * _tile_element_bytes(parts, mode, tiers)
+    return TILE_BUFFERS * _tile_step_nbytes(parts, mode, tiers)
 
 
 def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[int, int, int]:
@@ -79,11 +77,11 @@ def tiles(parts: Partitions, mode: Mode, tiers: TierMap, nbytes: int) -> tuple[i
         return max(parts.trainable_numel, default=0), buffers, scratch
     if mode.matrix_rule:
         scratch, tile = _scratch_nbytes(parts, mode) if nbytes else 0, _matrix_nbytes(parts, mode, tiers)
-        numel = tile // _tile_element_bytes(parts, mode, tiers) // _STEP * _STEP
+        step = mode.tile_step
+        numel = tile // _tile_element_bytes(parts, mode, tiers) // step * step
         return numel, (nbytes - scratch) // max(tile, 1), scratch
     # Elements are rounded down to steps, so that every state of every tile begins at a page of its partition.
-    step, element_bytes = _tile_step(mode), _tile_element_bytes(parts, mode, tiers)
-    return nbytes // TILE_BUFFERS // element_bytes // step * step, TILE_BUFFERS, 0
+    return nbytes // TILE_BUFFERS // _tile_step_nbytes(parts, mode, tiers) * _tile_step(mode), TILE_BUFFERS, 0
 
 
 def _whole_unit_nbytes(parts: Partitions, tiers: TierMap) -> int:
@@ -106,8 +104,8 @@ def _matrix_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
     of_matrices = [dtype.itemsize for state, dtype in mode.states.items() if state not in mode.partial]
     matrix = sum(align_up(parts.whole.tile * itemsize) for itemsize in (*of_matrices, spilled))
     element_bytes = _tile_element_bytes(parts, mode, tiers)
-    steps = max(_TILE_NBYTES[0] // element_bytes // _STEP, 1)
-    numel = min(max(parts.trainable_numel, default=0), steps * _STEP)
+    steps = max(_TILE_NBYTES[0] // element_bytes // mode.tile_step, 1)
+    numel = min(max(parts.trainable_numel, default=0), steps * mode.tile_step)
     return align_up(max(matrix, numel * element_bytes))
 
 
@@ -128,11 +126,16 @@ def _scratch_nbytes(parts: Partitions, mode: Mode) -> int:
 
 def _tile_step(mode: Mode) -> int:
     """Returns the number of which a tile's elements are a multiple: LAMB sums squares block by block."""
-    return LAMB_BLOCK if mode.optimizer == LAMB else _STEP
+    return max(LAMB_BLOCK, mode.tile_step) if mode.optimizer == LAMB else mode.tile_step
+
+
+def _tile_step_nbytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
+    """Returns the bytes of a tile of one step: its elements, and the page of the scales of its blocks."""
+    return _tile_step(mode) * _tile_element_bytes(parts, mode, tiers) + (PAGE if mode.in_blocks else 0)
 
 
 def _tile_element_bytes(parts: Partitions, mode: Mode, tiers: TierMap) -> int:
-    """Returns the bytes of a tile for one element: its states, and its gradient if any gradient spills."""
+    """Returns the bytes of a tile for one element: its states without scales, and a gradient if any spills."""
     return mode.element_bytes + (parts.gradient_dtype.itemsize if _spills(parts, tiers) else 0)
 
 

@@ -17,6 +17,7 @@ from offload.errors import BudgetError, ConfigError
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.recommend import Planned, plan, with_host_budget
 from offload.sizes import format_size
+from offload.states import State
 
 _GAIN = 1.05
 """Speed-up from which a change is reported."""
@@ -93,9 +94,10 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
             lambda: plan(shape, hardware, load, {**content, "offload": block}),
         )
     mode = planned.memory.mode
-    if planned.memory.slots and mode.moments and mode.moment_dtype is torch.float32:
-        block = {**content.get("offload", {}), "moments": "bf16"}
-        yield "moments in bf16", lambda: plan(shape, hardware, load, {**content, "offload": block})
+    narrower = {torch.float32: ("bf16", "int8"), torch.bfloat16: ("int8",)}.get(mode.moment_dtype, ())
+    for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
+        fewer = {**content, "offload": {**content.get("offload", {}), "moments": form}}
+        yield f"moments in {form}", partial(plan, shape, hardware, load, fewer)
     double = replace(hardware, ram=2 * hardware.ram)
     if planned.memory.slots:
         yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

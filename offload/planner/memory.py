@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from offload.config import Config, load_config
 from offload.errors import ConfigError
-from offload.layout.config_request import placement_request, rule_name
-from offload.layout.flat_layout import UnitLayout
+from offload.layout.config_request import mode_of, placement_request, rule_name
+from offload.layout.flat_layout import UnitLayout, laid_out_for
 from offload.layout.memory_plan import (
     MemoryRequest,
     PlacedStates,
@@ -148,6 +148,7 @@ def settle(
         arguments = config.optimizer.settings
         layouts = with_states_of_torch(layouts, config.optimizer.type, arguments, world_size)
     layouts = for_rule(layouts, rule, matrices, world_size)
+    layouts = laid_out_for(layouts, mode_of(config, rule), world_size)
     # The same `Machine` that `initialize` builds from the real one, so that both decide alike.
     machine = Machine(
         free_host=room.host,
@@ -211,6 +212,7 @@ def settings(
     activations: str | None = None,
     tile_mlp: int | str | None = None,
     frozen: str | None = None,
+    moments: str | None = None,
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
@@ -227,6 +229,7 @@ def settings(
         activations: tier of the inputs of repeated blocks; None keeps all activations.
         tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
         frozen: block format of frozen matrices; None for the dtype of the weights.
+        moments: form of the optimizer's moments; None for fp32.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -239,6 +242,8 @@ def settings(
         block["host_memory"] = host_memory
     if device_memory is not None:
         block["device_memory"] = device_memory
+    if moments is not None:
+        block["moments"] = moments
     if activations is not None:
         block["activations"] = activations
     if tile_mlp is not None:

@@ -21,6 +21,7 @@ _NAMES = {
     "grad": "gradient",
     "exp_avg": "first moment",
     "exp_avg_sq": "second moment",
+    "moment_scales": "scales of moments",
     "weights on their way": "weights in transit",
     "weights kept (cache)": "weights in the cache",
     "gradients on their way": "gradients in transit",

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +16,7 @@ import torch
 from offload.config import load_config, read_json, resolve_batch
 from offload.errors import ConfigError
 from offload.hardware.probe import kept
+from offload.hardware.smart import rated_bytes_of
 from offload.layout.experts.division import Division, division_of
 from offload.layout.schedule import SCHEDULES, makes_early_updates
 from offload.planner import recommend as choice
@@ -34,7 +32,7 @@ from offload.planner.recommend import Planned
 from offload.precision import choose
 from offload.sizes import format_size, parse_size
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.modes import DTYPES
+from offload.swapper.modes import DTYPES, MOMENT_DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
@@ -74,6 +72,8 @@ class Step(NamedTuple):
     chunked_loss: bool | None = None
     tile_mlp: str | None = None
     """ "auto", "off", or a number of tiles."""
+    moments: str | None = None
+    """Form of the optimizer's moments; None for fp32."""
     schedule: str | None = None
     """Order of micro-batches and blocks; None for "auto"."""
     speculate: bool | None = None
@@ -105,21 +105,13 @@ def planned(
     _check(step, file)
     if measure and (model.name is None or machine.gpu is not None or model.adapters is not None):
         raise ConfigError("--measure runs the model on this machine: it needs --model, and neither --gpu nor --lora")
-    # The raw content is kept: the plan's config must contain the user's keys unchanged.
-    content = None if file is None else read_json(file)
-    config = None if content is None else load_config(content)
-    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
-    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
-    units = division_of(config)
-    of = shape(model, step.sequence, DTYPES[dtype], units)
-    if content is None:
-        load = _load(step, on.on_cpu)
-        on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
-        options = _options(machine, on, step, dtype) | _frozen(model)
-        return choice.choose(of, on, load, step.recompute, activations=step.activations, **options)
+    content, dtype, units, on, of = _resolved(model, machine, step, file)
     load = _load(step, on.on_cpu, content)
     on = measured(on, of, load, DTYPES[dtype], units, tell) if measure else on
-    return choice.plan(of, on, load, content)
+    if content is not None:
+        return choice.plan(of, on, load, content)
+    options = _options(machine, on, step, dtype) | _frozen(model)
+    return choice.choose(of, on, load, step.recompute, activations=step.activations, **options)
 
 
 def longest(model: Model, machine: Described, step: Step, file: Path | None = None) -> list[Longest]:
@@ -130,11 +122,7 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
         BudgetError: the states alone do not fit.
     """
     _check(step, file)
-    content = None if file is None else read_json(file)
-    config = None if content is None else load_config(content)
-    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
-    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
-    of = shape(model, step.sequence, DTYPES[dtype], division_of(config))
+    content, dtype, _, on, of = _resolved(model, machine, step, file)
     if content is not None:
         return search(of, on, _load(step, on.on_cpu, content), [content], step.chunked_loss)
     load, options = _load(step, on.on_cpu), _options(machine, on, step, dtype) | _frozen(model)
@@ -144,6 +132,26 @@ def longest(model: Model, machine: Described, step: Step, file: Path | None = No
         if on.drives or "nvme" not in (weights, states)
     ]
     return search(of, on, load, contents, step.chunked_loss)
+
+
+class _Resolved(NamedTuple):
+    """What the options say, or else the config file, of model and machine."""
+
+    content: dict[str, Any] | None
+    """The file's content as it is: the plan's config must contain the user's keys unchanged."""
+    dtype: str
+    units: Division
+    on: Hardware
+    of: Shape
+
+
+def _resolved(model: Model, machine: Described, step: Step, file: Path | None) -> _Resolved:
+    content = None if file is None else read_json(file)
+    config = None if content is None else load_config(content)
+    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
+    on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
+    units = division_of(config)
+    return _Resolved(content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units))
 
 
 def _load(step: Step, on_cpu: bool, content: Mapping[str, Any] | None = None) -> Load:
@@ -178,6 +186,8 @@ def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[s
         options["paths"] = [drive.name for drive in on.drives]
     if step.tile_mlp not in (None, "off"):
         options["tile_mlp"] = step.tile_mlp if step.tile_mlp == "auto" else int(step.tile_mlp)
+    if step.moments is not None:
+        options["moments"] = step.moments
     return options
 
 
@@ -201,6 +211,8 @@ def _check(step: Step, file: Path | None) -> None:
         raise ConfigError(f"there is no dtype {step.dtype!r}: expected {', '.join(DTYPES)}")
     if step.durability is not None and step.durability not in _DURABILITIES:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
+    if step.moments is not None and step.moments not in MOMENT_DTYPES:
+        raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {step.moments!r}")
     if step.activations is not None and step.activations not in _ACTIVATIONS:
         raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
     if step.schedule is not None and step.schedule not in SCHEDULES:
@@ -213,10 +225,10 @@ def _check(step: Step, file: Path | None) -> None:
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    if file is not None and (step.dtype or step.durability or step.activations or tile):
+    if file is not None and (step.dtype or step.durability or step.activations or tile or step.moments):
         raise ConfigError(
-            "--dtype, --durability, --activations and --tile-mlp cannot be given beside --config; set them in the "
-            "config"
+            "--dtype, --moments, --durability, --activations and --tile-mlp cannot be given beside --config; set them "
+            "in the config"
         )
 
 
@@ -289,7 +301,7 @@ def endurance(on: Hardware, given: str | None) -> int | None:
     """
     if given is not None:
         return parse_tbw(given) * max(len(on.drives), 1)
-    rated = [_by_smart(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
+    rated = [rated_bytes_of(drive.name) for drive in on.drives if os.path.isdir(drive.name)]
     known = [each for each in rated if each is not None]
     return sum(known) if known and len(known) == len(on.drives) else None
 
@@ -301,35 +313,6 @@ def parse_tbw(text: str) -> int:
     if not nbytes:
         raise ConfigError(f"expected the rated endurance of a drive, such as 1200TB, got {text!r}")
     return nbytes
-
-
-def _by_smart(folder: str) -> int | None:
-    """Returns the rated bytes of the drive of `folder` by SMART; None without smartctl or the right to use it."""
-    from offload.hardware.info import drive as about_drive
-
-    # The rating is an extra: a missing tool, right or field must not fail the plan.
-    with contextlib.suppress(OSError, ValueError, KeyError, subprocess.SubprocessError):
-        if shutil.which("smartctl") is None:
-            return None
-        command = ["smartctl", "-j", "-A", about_drive(folder)["device"]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-        return rated_bytes(json.loads(done.stdout))
-    return None
-
-
-def rated_bytes(smart: Mapping[str, Any]) -> int | None:
-    """Returns the bytes written so far divided by the fraction of the drive's life used.
-
-    Args:
-        smart: smartctl's JSON of an NVMe drive. A data unit is 512,000 bytes.
-
-    Returns:
-        None for a drive that reports 0 % used, since the division has no result.
-    """
-    log = smart["nvme_smart_health_information_log"]
-    # NVMe reports the used life in percent of the rated endurance, so the quotient is the rating.
-    used, written = int(log["percentage_used"]), int(log["data_units_written"]) * 512_000
-    return written * 100 // used if used else None
 
 
 # -- the config ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from offload.sizes import PAGE, align_up
 from offload.states import State
 
 
@@ -20,22 +21,60 @@ class Mode(NamedTuple):
     moments: tuple[State, ...]
     """States of the optimizer, in the kernel's order of arguments; PACKED if its own code decides which."""
     moment_dtype: torch.dtype = torch.float32
-    """Dtype of the moments: fp32, or bf16, which the kernels round stochastically."""
+    """Dtype of the moments: fp32, or bf16 or int8, to which the kernels round stochastically."""
 
     @property
     def name(self) -> str:
-        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 bf16-moments" with bf16 moments."""
+        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 int8-moments" with int8 moments."""
         words = [self.precision]
         if self.optimizer != ADAM:
             words.append(self.optimizer)
         if self.moment_dtype is not torch.float32:
-            words.append(f"{dtype_name(self.moment_dtype)}-moments")
+            words.append(f"{moments_name(self.moment_dtype)}-moments")
         return " ".join(words)
 
     @property
     def states(self) -> dict[State, torch.dtype]:
         """Returns the dtype of every state, in the order of the states in a tile."""
-        return {**self.weights, **dict.fromkeys(self.moments, self.moment_dtype)}
+        if not self.in_blocks:
+            return {**self.weights, **dict.fromkeys(self.moments, self.moment_dtype)}
+        codes = {state: torch.uint8 if state in ROOTS else torch.int8 for state in self.moments}
+        return {**self.weights, **codes, State.SCALES: torch.float32}
+
+    @property
+    def in_blocks(self) -> bool:
+        """True if moments are codes of 8 bits, in blocks with scales of their own."""
+        return self.moment_dtype is torch.int8
+
+    @property
+    def optimizer_states(self) -> tuple[State, ...]:
+        """States that hold the moments: those in `moments`, and the scales of moments in 8 bits."""
+        return (*self.moments, State.SCALES) if self.in_blocks else self.moments
+
+    def part(self, state: State, start: int, stop: int) -> range:
+        """Returns the values of a state that belong to elements [start, stop) of a partition.
+
+        Args:
+            state: any state but PACKED.
+            start: first element; the first one of a block where the state is SCALES.
+            stop: end of the elements.
+        """
+        if state is not State.SCALES:
+            return range(start, stop)
+        return range(start // MOMENT_BLOCK * len(self.moments), -(-stop // MOMENT_BLOCK) * len(self.moments))
+
+    def padded_part(self, state: State, start: int, stop: int) -> range:
+        """Returns what `part` does, up to the end of a page: the values of a tile that ends there, or of a partition.
+
+        `start` and each `stop` but the partition's end are multiples of `tile_step`.
+        """
+        part = self.part(state, start, stop)
+        return part if state is not State.SCALES else range(part.start, align_up(part.stop, PAGE // _SCALE_NBYTES))
+
+    @property
+    def tile_step(self) -> int:
+        """Elements of which those of a tile are a multiple, so that each state of a tile begins at a page."""
+        return PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else _STEP
 
     @property
     def whole_units(self) -> bool:
@@ -64,11 +103,13 @@ class Mode(NamedTuple):
 
     @property
     def element_bytes(self) -> int:
-        """Returns the bytes of all states of one trainable element that is in no matrix, without PACKED.
+        """Returns the bytes of all states of one trainable element that is in no matrix.
 
-        With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10.
+        PACKED and the scales of blocks are left out.
+        With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8.
         """
-        return sum(dtype.itemsize for state, dtype in self.states.items() if state is not State.PACKED)
+        others = (State.PACKED, State.SCALES)
+        return sum(dtype.itemsize for state, dtype in self.states.items() if state not in others)
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -78,6 +119,11 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns the name in configs of one of `DTYPES`."""
     return next(name for name, each in DTYPES.items() if each is dtype)
+
+
+def moments_name(dtype: torch.dtype) -> str:
+    """Returns the name in configs of one of `MOMENT_DTYPES`."""
+    return next(name for name, each in MOMENT_DTYPES.items() if each is dtype)
 
 
 ADAM, LAMB, TORCH = "adam", "lamb", "torch"
@@ -107,8 +153,15 @@ NOT_OF_MATRICES: dict[str, tuple[State, ...]] = {
     SINKGD: (State.EXP_AVG, State.EXP_AVG_SQ),
 }
 """Rules that step matrices in their own way, and the states that a matrix does not have."""
-MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 """Dtypes of moments, by their names in configs."""
+ROOTS = (State.EXP_AVG_SQ, State.SUM)
+"""Moments of which 8 bits hold the root, without a sign."""
+MOMENT_BLOCK = 256
+"""Elements of a block of moments in 8 bits, which has one scale of each moment; as `kernels.moments` has it."""
+_SCALE_NBYTES = 4
+_STEP = 2048
+"""Elements by which tiles grow: 4096 bytes of the smallest state of 2 bytes."""
 
 
 def make_mode(precision: str, optimizer: str, moments: str = "fp32") -> Mode:

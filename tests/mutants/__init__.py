@@ -13,6 +13,7 @@ from tests.mutants import (
     engine,
     frozen_blocks,
     gradients,
+    moment_codes,
     optimizers,
     swapper,
     tiles,
@@ -29,4 +30,5 @@ MUTANTS = (
     *tiles.MUTANTS,
     *optimizers.MUTANTS,
     *frozen_blocks.MUTANTS,
+    *moment_codes.MUTANTS,
 )

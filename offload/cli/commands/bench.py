@@ -97,7 +97,7 @@ def bench_adam(
         list[str] | None, typer.Option(help="Weights: bf16, fp32, fp16; may repeat. [default: bf16]")
     ] = None,
     grad_dtype: Annotated[list[str] | None, typer.Option(help="Gradients; may repeat. [default: as weights]")] = None,
-    moments: Annotated[list[str] | None, typer.Option(help="fp32, bf16; may repeat. [default: fp32]")] = None,
+    moments: Annotated[list[str] | None, typer.Option(help="fp32, bf16, int8; may repeat. [default: fp32]")] = None,
     threads: Annotated[list[int] | None, typer.Option(help="May repeat. [default: 1 and all cores]")] = None,
     isa: Annotated[
         list[str] | None, typer.Option(help="scalar, avx2, avx512, neon; may repeat. [default: the best]")

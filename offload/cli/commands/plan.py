@@ -141,6 +141,9 @@ class PlanOptions:
         str | None,
         option(_STEP, "--dtype", "auto, bf16, fp16 or fp32; auto: as train, bf16 where described. [default: auto]"),
     ] = None
+    moments: Annotated[
+        str | None, option(_STEP, "--moments", "Form of the optimizer's moments: fp32, bf16 or int8. [default: fp32]")
+    ] = None
     durability: Annotated[str | None, option(_STEP, "--durability", "auto, step or none. [default: auto]")] = None
     batch_size: Annotated[
         int | None,
@@ -377,6 +380,7 @@ def _step(typed: PlanOptions) -> Step:
         recompute=typed.recompute,
         # The planner takes None for "auto".
         dtype=None if typed.dtype == "auto" else typed.dtype,
+        moments=typed.moments,
         durability=typed.durability,
         activations=typed.activations,
         chunked_loss=typed.chunked_loss,

@@ -1,4 +1,4 @@
-"""Commands for existing swap files and checkpoints: `offload verify`, `offload export` and `offload rm`."""
+"""Commands for existing swap files and checkpoints: `offload verify`, `export`, `convert` and `rm`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -41,7 +41,7 @@ Saved = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds these commands to `app`."""
-    for command in (verify, export, rm):
+    for command in (verify, export, convert, rm):
         app.command()(command)
 
 
@@ -114,6 +114,51 @@ def export(
         console.print(
             f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)} in "
             f"{done.dtype}, in {done.path}",
+            markup=False,
+        )
+
+
+def convert(
+    path: Run,
+    moments: Annotated[
+        Literal["fp32", "bf16", "int8"], typer.Option(help="Form of the new run's moments.", show_default=False)
+    ],
+    run: Annotated[str | None, typer.Option(help="Name of the new run. [default: RUN-FORM]")] = None,
+    json_output: Json = False,
+) -> None:
+    """Write a run again as a new run, beside it, whose optimizer's moments have another form.
+
+    To fp32 the values stay, to bf16 and int8 they are rounded to nearest. The run itself is only read: a kill leaves
+    it as it is. Example: offload convert /mnt/nvme/my-run --moments int8
+    """
+    from rich.console import Console
+
+    from offload.aio import IoQueue
+    from offload.runs.convert import StoreSource, plan
+    from offload.runs.convert import convert as write
+    from offload.runs.verify import RunChecking
+
+    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    with errors(FAILED), _refusals(), signals():
+        _check_folder(path)
+        with IoQueue() as queue:
+            with closing(StoreSource(path, queue)) as source:
+                plan(source, path, moments, run)  # what cannot be done is said before everything is read
+            # Parameters are read from their places in a partition, where there is no checksum to compare with.
+            with closing(RunChecking(path)) as checking, _bar(console, checking.nbytes) as progress:
+                if not checking.run(queue, progress).whole:
+                    raise StoreError(f"{path} is damaged, and is not converted; `offload verify {path}` says where")
+            with closing(StoreSource(path, queue)) as source:
+                made = plan(source, path, moments, run)
+                with _bar(console, made.nbytes // 2) as progress:
+                    done = write(source, made, queue, progress)
+    if json_output:
+        print(json.dumps({**done._asdict(), "run": str(done.run)}))
+    else:
+        console.print(
+            f"step {done.step}: moments in {done.after} in place of {done.before}, {format_size(done.nbytes)} in "
+            f"{done.run}; resume with --run {done.run.name} --moments {done.after} --resume must; `offload rm {path}` "
+            "deletes the run that was converted",
             markup=False,
         )
 

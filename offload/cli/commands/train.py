@@ -246,6 +246,15 @@ class TrainOptions:
             "[default: auto]",
         ),
     ] = None
+    moments: Annotated[
+        Literal["fp32", "bf16", "int8"] | None,
+        option(
+            _PLACEMENT,
+            "--moments",
+            "Form of the optimizer's moments; int8: a quarter of the bytes, in blocks with a scale each. "
+            "[default: fp32]",
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         option(_PLACEMENT, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),

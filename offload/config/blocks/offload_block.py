@@ -104,10 +104,11 @@ class OffloadBlock(Block):
         "and again after 8 steps that did not; true: on a CPU too. Needs two slots and states on nvme; see "
         "concepts/updates-and-commits.md",
     )
-    moments: Literal["fp32", "bf16"] | None = Field(
+    moments: Literal["fp32", "bf16", "int8"] | None = Field(
         None,
-        description="dtype of the optimizer's moments; bf16: half their bytes, rounded stochastically, with the same "
-        "bits wherever they are stored; default: fp32, or bf16 with bf16_optimizer_states. See "
+        description="form of the optimizer's moments; bf16: half their bytes; int8: a quarter, in blocks of 256 with a "
+        "scale each; both are rounded stochastically, with the same bits wherever they are stored; default: fp32, or "
+        "bf16 with bf16_optimizer_states. See "
         "guides/which-states-which-bytes.md",
     )
     units: Names = Field((), description="names or classes of modules that are one unit each")

@@ -147,8 +147,10 @@ def tensors_of(
         trainable = layout.trainable_stop // world_size
         for state, dtype in mode.states.items():
             numel = layout.numel // world_size if state is State.WEIGHT and frozen else trainable
+            if state is State.SCALES:
+                numel = len(mode.padded_part(state, 0, trainable))
             # States that not every parameter has differ in size from rank to rank.
-            if state is State.PACKED:
+            elif state is State.PACKED:
                 numel = layout.packed_numel(rank)
             elif state in mode.partial:
                 numel = len(layout.rest(rank, world_size))

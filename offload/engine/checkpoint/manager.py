@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from offload.aio.protocols import Queue
+from offload.engine.checkpoint.compatibility import check_fits, check_progress
 from offload.engine.checkpoint.files import LATEST, check_folder, find
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
     FoundCheckpoint,
     LoadOptions,
     check_bytes,
-    check_fits,
-    check_progress,
     fitting,
     look,
 )

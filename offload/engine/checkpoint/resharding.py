@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from offload.errors import StoreError
-from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
+from offload.states import State
+from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 
 class Run(NamedTuple):
@@ -184,6 +186,33 @@ def packed_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], ra
             source = Source(place[0], place[1].packed.start, True, place[1].packed_rank)
         found.append(Run(segment.packed.start, segment.packed.stop, source))
     return found
+
+
+def scale_runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]], mode: Mode) -> list[Run]:
+    """Returns the runs of the scales of moments in 8 bits, in scales of a unit, one for each trainable parameter."""
+    found: list[Run] = []
+    for segment in (each for each in layout.segments if each.trainable and mode.in_blocks):
+        for run in _runs_of(segment, saved):
+            part = mode.part(State.SCALES, run.start, run.stop)
+            source = run.saved and run.saved._replace(start=mode.part(State.SCALES, run.saved.start, 0).start)
+            found.append(Run(part.start, part.stop, source))
+    return found
+
+
+def shards_of_scales(layout: UnitLayout, world_size: int, segment: Segment, mode: Mode) -> Iterator[SegmentShard]:
+    """Yields the runs of scales, each on one rank, that make up a segment of scales of a unit, in order.
+
+    Args:
+        layout: the layout of the unit.
+        world_size: number of ranks.
+        segment: the scales, counted in the unit, as if they were a parameter.
+        mode: the mode, with moments in 8 bits.
+    """
+    one = len(mode.moments)
+    elements = segment._replace(start=segment.start // one * MOMENT_BLOCK, numel=segment.numel // one * MOMENT_BLOCK)
+    # Ranks hold whole blocks.
+    for rank, position, start, numel in segment_shards(layout, world_size, elements):
+        yield SegmentShard(rank, *(each // MOMENT_BLOCK * one for each in (position, start, numel)))
 
 
 def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:

@@ -14,17 +14,20 @@ from typing import NamedTuple
 import torch
 
 from offload.aio.protocols import Future, Queue
-from offload.engine.checkpoint.files import tensor_name
-from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions, open_states
-from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs
+from offload.engine.checkpoint.conversion import convert, copy_bits
+from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions
+from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
+from offload.engine.checkpoint.saved_states import SavedMoments, SavedStates
 from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
-from offload.layout.flat_layout import WORD, Segment, SegmentShard, segment_shards
-from offload.layout.master_weights import join, split
+from offload.layout.flat_layout import WORD
+from offload.layout.optimizers import moment_values
 from offload.states import State
 
 _STEP = 2048
 """Elements; the size of a chunk is a multiple of this: 4096 bytes of the smallest state (2 bytes an element)."""
+_BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
+"""States whose chunks are counted in their own values, not in elements of the parameters."""
 
 
 class _Work(NamedTuple):
@@ -49,11 +52,12 @@ class CheckpointRestorer:
     def __init__(
         self, found: FoundCheckpoint, shards: LocalShards, options: LoadOptions, queue: Queue, rank: int
     ) -> None:
-        self._found, self._shards, self._states, self._queue = found, shards, options.states, queue
+        self._found, self._shards, self._states = found, shards, options.states
         self._runs = [runs(layout, found.saved) for layout in shards.layouts]
         self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
+        self._scale_runs = [scale_runs(layout, found.saved, shards.mode) for layout in shards.layouts]
         self._buffers = flow_buffers()
-        self._files = open_states(found)
+        self._saved = SavedStates(found, queue)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
@@ -71,8 +75,7 @@ class CheckpointRestorer:
                 lambda *_: None,
             )
         finally:
-            for file in self._files:
-                file.close()
+            self._saved.close()
         for unit, writes in enumerate(written):
             # All writes were awaited by `flow`, so the slot is complete and may become the newest.
             if writes and self._shards.store is not None:
@@ -123,7 +126,7 @@ class CheckpointRestorer:
     def _differ(self, targets: Sequence[State]) -> bool:
         """Returns whether these target states are not stored in the checkpoint in the engine's form."""
         mine, theirs = self._shards.mode.states, self._found.mode.states
-        # Optimizers with other states are refused, so moments differ in their dtype alone.
+        # Optimizers with other states are refused, so moments differ in their form alone.
         return self._makes_masters(targets) or any(theirs.get(state, mine[state]) != mine[state] for state in targets)
 
     @property
@@ -158,7 +161,7 @@ class CheckpointRestorer:
         trainable = len(shards.shares[chunk.unit][0])
         futures: list[Future] = []
         for state, memory in self._regions(chunk, buffer)[1].items():
-            start = chunk.start * shards.mode.states[state].itemsize
+            start = self._part(chunk, state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
             if not chunk.kept:
                 shards.put(chunk.unit, state, start, memory)
             if store is None or not store.keeps(chunk.unit, state):
@@ -178,24 +181,34 @@ class CheckpointRestorer:
         """
         store = self._shards.store
         moves = store is not None and self._slot(unit) != store.newest[unit]
-        mine = self._shards.mode.weights
+        mode, theirs = self._shards.mode, self._found.mode
+        mine = mode.weights
         for state, nbytes in self._shards.states(unit).items() if share else ():
-            # A state that not every parameter has is that of the first elements; PACKED is in words of its own.
-            numel = min(nbytes // self._shards.mode.states[state].itemsize, len(share))
-            part = range(share.start, share.start + numel)
-            if state is State.PACKED:
-                part = range(nbytes // WORD)
+            part = self._own_part(unit, state, nbytes)
             if state in mine:
                 if not self._converts:
                     yield from self._cut(unit, (state,), 0, share)
                 # All states that hold the weight are converted together, at WEIGHT; the others are skipped.
                 elif state is State.WEIGHT:
                     yield from self._cut(unit, tuple(mine), 0, share)
+            elif self._states and mode.in_blocks is not theirs.in_blocks:
+                # All moments have their scales in one state, so they are converted together, at the first of them.
+                if state is mode.moments[0]:
+                    yield from self._cut(unit, mode.optimizer_states, 0, share)
             elif self._states:
                 yield from self._cut(unit, (state,), 0, part)
             # The next commit names one slot for all states of a unit, so states that are not loaded move there too.
             elif moves and self._shards.stored(unit, state):
                 yield from (each._replace(kept=True) for each in self._cut(unit, (state,), 0, part))
+
+    def _own_part(self, unit: int, state: State, nbytes: int) -> range:
+        """Returns this rank's values of a state by itself, counted in the unit: elements, or those of the state."""
+        share, mode = self._shards.shares[unit][0], self._shards.mode
+        if state is State.PACKED:
+            return range(nbytes // WORD)
+        numel, first = nbytes // mode.states[state].itemsize, mode.part(state, share.start, share.stop).start
+        # A state that not every parameter has is that of the first elements.
+        return range(first, first + (numel if state is State.SCALES else min(numel, len(share))))
 
     def _cut(
         self, unit: int, targets: tuple[State, ...], start: int, share: range, room: int = BUFFER_NBYTES
@@ -212,24 +225,35 @@ class CheckpointRestorer:
         sources = targets
         if self._makes_masters(targets):
             sources = tuple(self._found.mode.weights)
+        elif self._differ(targets):  # the checkpoint has no scales, or `SavedStates` reads them
+            sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
-        numel = room // sum(self._itemsizes(sources, targets)) // _STEP * _STEP
+        step = self._shards.mode.tile_step if State.SCALES in targets else _STEP
+        numel = room // self._step_nbytes(sources, targets, step) * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))
             yield _Work(unit, targets, sources, start + first, start + last, share.start + first)
 
-    def _itemsizes(self, sources: Sequence[State], targets: Sequence[State]) -> list[int]:
-        """Returns the size of an element in bytes, for each state that shares a buffer."""
-        mine, theirs = self._shards.mode.states, self._found.mode.states
-        found = [mine[state].itemsize for state in targets]
-        return found + [theirs[state].itemsize for state in sources] if self._differ(targets) else found
+    def _step_nbytes(self, sources: Sequence[State], targets: Sequence[State], step: int) -> int:
+        """Returns the bytes of `step` elements of all states that share a buffer."""
+        sides = [(targets, self._shards.mode), *([(sources, self._found.mode)] if self._differ(targets) else [])]
+        return sum(
+            len(range(step) if tuple(states) in _BY_THEMSELVES else mode.padded_part(state, 0, step))
+            * mode.states[state].itemsize
+            for states, mode in sides
+            for state in states
+        )
+
+    def _part(self, chunk: _Work, state: State, start: int, stop: int) -> range:
+        """Returns the values of a state that belong to elements [start, stop) of the partition."""
+        return range(start, stop) if chunk.targets in _BY_THEMSELVES else self._shards.mode.part(state, start, stop)
 
     def _regions(self, chunk: _Work, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
         """Returns the part of `buffer` for each state: first in the checkpoint's mode, then in the engine's.
 
         Both are the same dict if nothing is converted.
         """
-        end, numel = 0, chunk.stop - chunk.start
+        end, numel, alone = 0, chunk.stop - chunk.start, chunk.targets in _BY_THEMSELVES
         sides: list[dict[State, memoryview]] = []
         for states, mode in ((chunk.targets, self._shards.mode), (chunk.sources, self._found.mode)):
             # Without a conversion both sides are the same memory, into which the checkpoint's bytes are read directly.
@@ -238,16 +262,23 @@ class CheckpointRestorer:
                 break
             side: dict[State, memoryview] = {}
             for state in states:
-                nbytes = numel * mode.states[state].itemsize
+                part = range(numel) if alone else mode.padded_part(state, 0, numel)
+                nbytes = len(part) * mode.states[state].itemsize
                 side[state] = buffer[end : end + nbytes]
                 end += nbytes
             sides.append(side)
         return sides[1], sides[0]
 
     def _overlaps(self, chunk: _Work) -> list[Run]:
-        """Returns the runs of a chunk, in elements of its unit. PACKED runs are in words."""
+        """Returns the runs of a chunk, in elements of its unit. Those of PACKED and SCALES are in their own values."""
+        last = chunk.first + chunk.stop - chunk.start
+        if chunk.targets == (State.SCALES,):
+            # Behind the scales of this rank is padding, not the scales of the next one.
+            share = self._shards.shares[chunk.unit][0]
+            last = min(last, self._shards.mode.part(State.SCALES, share.start, share.stop).stop)
+            return overlaps(self._scale_runs[chunk.unit], chunk.first, last)
         found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
-        return overlaps(found[chunk.unit], chunk.first, chunk.first + chunk.stop - chunk.start)
+        return overlaps(found[chunk.unit], chunk.first, last)
 
     def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Future]:
         """Begins to read a chunk from the checkpoint. Elements that it does not contain are read from the engine.
@@ -259,8 +290,11 @@ class CheckpointRestorer:
             return [future for state in targets for future in self._read_now(chunk, state, targets[state], 0, None)]
         found = self._overlaps(chunk)
         # If the reads below do not fill the whole buffer, the rest still holds an earlier chunk.
-        if sum(run.stop - run.start for run in found) < chunk.stop - chunk.start or any(
-            run.saved and not run.saved.trainable for run in found
+        # So does the padding behind the scales of the last blocks.
+        if (
+            sum(run.stop - run.start for run in found) < chunk.stop - chunk.start
+            or any(run.saved and not run.saved.trainable for run in found)
+            or State.SCALES in chunk.targets
         ):
             for memory in (*sources.values(), *targets.values()):
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
@@ -274,7 +308,7 @@ class CheckpointRestorer:
             for state, memory in sources.items():
                 # Frozen weights have no other states in the checkpoint; the zeros written above stay.
                 if state is State.WEIGHT or run.saved.trainable:
-                    futures += self._read_saved(run, state, memory, start)
+                    futures += self._saved.read(run, state, memory, start)
         return futures
 
     def _read_now(self, chunk: _Work, state: State, memory: memoryview, start: int, numel: int | None) -> list[Future]:
@@ -288,36 +322,10 @@ class CheckpointRestorer:
             numel: Number of elements; None for all from `start` on.
         """
         itemsize = self._shards.mode.states[state].itemsize
-        stop = len(memory) if numel is None else (start + numel) * itemsize
-        at = (chunk.start + start) * itemsize
-        return self._shards.read(chunk.unit, state, at, memory[start * itemsize : stop])
-
-    def _read_saved(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
-        """Begins to read the elements of a run from the checkpoint, from each rank's file that contains some of them.
-
-        Args:
-            run: The run; the checkpoint contains it.
-            state: The state.
-            memory: Memory of the state for the whole chunk.
-            start: Element of `memory` at which the run begins.
-        """
-        found, source = self._found, run.saved
-        assert source is not None
-        itemsize = found.mode.states[state].itemsize
-        # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
-        segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
-        name = tensor_name(source.unit, state)
-        if state is State.PACKED:  # of one rank, the home of the parameter
-            shards = iter([SegmentShard(source.rank, 0, source.start, segment.numel)])
-        else:
-            shards = segment_shards(found.layouts[source.unit], found.manifest.world_size, segment)
-        for chunk in shards:
-            first = (start + chunk.position) * itemsize
-            yield self._queue.read(
-                self._files[chunk.rank],
-                found.places[chunk.rank][name].offset + chunk.start * itemsize,
-                memory[first : first + chunk.numel * itemsize],
-            )
+        here = self._part(chunk, state, start, start + (numel or 0))
+        stop = len(memory) if numel is None else here.stop * itemsize
+        at = self._part(chunk, state, chunk.start + start, chunk.stop).start * itemsize
+        return self._shards.read(chunk.unit, state, at, memory[here.start * itemsize : stop])
 
     def _convert(self, chunk: _Work, buffer: memoryview) -> None:
         """Converts a chunk from the checkpoint's mode to the engine's, if they differ."""
@@ -334,12 +342,25 @@ class CheckpointRestorer:
                 if run.start >= blocks:  # bytes of codes and scales, not values
                     copy_bits(there[State.WEIGHT][part], mine[State.WEIGHT][part])
                     continue
-                saved_part, mine_part = ({s: t[part] for s, t in side.items()} for side in (there, mine))
+                saved_part = {s: t[part] for s, t in there.items()}
                 if State.WEIGHT in mine:
-                    convert(saved_part, mine_part)
+                    convert(saved_part, {s: t[part] for s, t in mine.items()})
                 elif run.saved.trainable:
-                    for state, values in mine_part.items():
-                        values.copy_(saved_part[state])  # moments of another dtype, rounded to nearest
+                    self._convert_moments(chunk, run, saved_part, mine)
+
+    def _convert_moments(
+        self, chunk: _Work, run: Run, saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]
+    ) -> None:
+        """Converts the moments of a run: all of them, or one whose form has no scales in either mode."""
+        source, theirs = run.saved, self._found.mode
+        assert source is not None
+        scales = self._saved.scales(source.unit) if theirs.in_blocks else None
+        start = run.start - chunk.first
+        moments = SavedMoments(theirs, saved, scales, source.start)
+        for state in chunk.targets:
+            if state is not State.SCALES:
+                # Rounded to nearest where the new form is not fp32.
+                moment_values.write(self._shards.mode, mine, state, start, moments.values(state))
 
     def _frozen_to_write(self) -> set[int]:
         """Returns the units whose frozen weights must be written: those that differ, or all without a durable store.
@@ -368,22 +389,3 @@ class CheckpointRestorer:
         work = (chunk for unit in units for chunk in self._frozen_work(unit, half) if unit not in differ)
         flow(self._buffers, work, begin, end, lambda *_: None)
         return differ
-
-
-def copy_bits(saved: torch.Tensor, mine: torch.Tensor) -> None:
-    """Copies elements of one size as bytes: as numbers, some of them would be NaNs, which a copy may change."""
-    mine.view(torch.uint8).copy_(saved.view(torch.uint8))
-
-
-def convert(saved: Mapping[State, torch.Tensor], mine: Mapping[State, torch.Tensor]) -> None:
-    """Converts weights from one mode to another.
-
-    Args:
-        saved: (numel,) of each state of the checkpoint's mode.
-        mine: (numel,) of each state of the engine's mode; filled.
-    """
-    weight = mine[State.WEIGHT]
-    # A bf16 weight without low bits is frozen. With room for them `split` rounds it as it rounds trainable weights.
-    if weight.dtype == torch.bfloat16 and State.MASTER_LOW_BITS not in mine:
-        mine = {**mine, State.MASTER_LOW_BITS: torch.empty(len(weight), dtype=torch.int16, device="cpu")}
-    split(join(saved), mine)

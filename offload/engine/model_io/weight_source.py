@@ -94,23 +94,26 @@ class StoreSource:
         try:
             # All folders are locked before one is inspected: a commit in progress would change them.
             found = ranks_of(run, lock_and_look(run, self._open))
-            self._commits = commits_of_all(found)
+            self.commits = commits_of_all(found)
+            """Each rank's part of the commit."""
+            self.folders = [each.folders for each in found]
+            """Each rank's folder on each drive."""
             self._files = [self._open.enter_context(each.open_states()) for each in found]
             self._places = [_manifest(each).spec.places() for each in found]
-            self._tables = [commit.table for commit in self._commits]
+            self._tables = [commit.table for commit in self.commits]
             # Pending comparisons of each rank's file.
             self._passages = [Passages() for _ in found]
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
-            self.step, self.frozen = self._commits[0].record.step, True
-            self.buffers = Snapshot.unpack(self._commits[0].contents).buffers
+            self.step, self.frozen = self.commits[0].record.step, True
+            self.buffers = Snapshot.unpack(self.commits[0].contents).buffers
         except BaseException:
             self._open.close()
             raise
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition; see `Source.read`."""
-        slot = self._commits[rank].record.slots[unit]
+        slot = self.commits[rank].record.slots[unit]
         place = self._places[rank][unit][state][slot]
         assert start + len(buffer) <= place.nbytes
         file, offset = bytes_of(self._files[rank], place, start, len(buffer))

@@ -26,8 +26,8 @@ class FusedUpdates:
         self._mode, self._device, self._gradients = mode, device, gradients
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state."""
-        return range(start, stop)
+        """Returns the same elements of every state, and the scales of their blocks."""
+        return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit, on the device if its gradient stays on the device."""

@@ -33,8 +33,8 @@ class LambUpdates:
         self._mode = mode
 
     def part(self, unit: int, state: State, start: int, stop: int) -> range:
-        """Returns the same elements of every state."""
-        return range(start, stop)
+        """Returns the same elements of every state, and the scales of their blocks."""
+        return self._mode.padded_part(state, start, stop)
 
     def begin(self, update: UnitUpdate, tile_numel: int) -> UnitSteps:
         """Returns the steps of a unit: two passes, unless the ratios are known or one tile holds the entire unit."""
@@ -52,7 +52,7 @@ class _LambSteps:
         self._update, self._mode = update, mode
         self._trust = Trust(update.ratios)
         self.passes = passes
-        self.drafts: Sequence[State] = mode.moments
+        self.drafts: Sequence[State] = mode.optimizer_states
 
     def run(self, tile: TileContent, last: bool) -> None:
         """Adds the tile to the norms, unless they are complete, and in the `last` pass moves its weights."""

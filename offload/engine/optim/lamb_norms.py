@@ -121,7 +121,7 @@ def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, 
     """Returns the memory of each state in a buffer, laid out as in a tile."""
     memory, offset = {}, 0
     for state, dtype in shards.mode.states.items():
-        end = offset + (chunk.stop - chunk.start) * dtype.itemsize
+        end = offset + len(shards.mode.part(state, chunk.start, chunk.stop)) * dtype.itemsize
         memory[state] = buffer[offset:end]
         offset = align_up(end)
     return memory
@@ -129,7 +129,7 @@ def _cut(shards: LocalShards, chunk: _Chunk, buffer: memoryview) -> dict[State, 
 
 def _read(shards: LocalShards, chunk: _Chunk, state: State, memory: memoryview) -> list[Future]:
     """Starts to copy a state into `memory`: from memory at once, if its tier is above DISK, else from the store."""
-    first = chunk.start * shards.mode.states[state].itemsize
+    first = shards.mode.part(state, chunk.start, chunk.stop).start * shards.mode.states[state].itemsize
     resident = shards.resident_of(chunk.unit, state)
     if resident is None:
         # Checksums are compared only if a partition is read from end to end, in order.

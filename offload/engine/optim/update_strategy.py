@@ -19,6 +19,7 @@ from offload import kernels
 from offload.engine.callbacks import Edit
 from offload.engine.optim.unit_updates import UnitUpdate
 from offload.layout.master_weights import put_weight, split
+from offload.layout.optimizers import moment_values
 from offload.states import State
 from offload.swapper.modes import Mode
 
@@ -125,7 +126,7 @@ class EditSteps:
         """
         part = slice(start - tile.start, stop - tile.start)
         if state is not State.WEIGHT:
-            tile.states[state][part].copy_(values)
+            moment_values.write(self._mode, tile.states, state, part.start, values)
             return
         states = {state: tile.states[state][part] for state in self._mode.weights}
         # fp32 values set the master exactly. Values in the weight's dtype keep the master of elements that do not
@@ -142,12 +143,15 @@ class EditSteps:
 def partition_of(mode: Mode, states: Mapping[State, torch.Tensor], gradient: torch.Tensor) -> kernels.Partition:
     """Returns states and gradient of some elements, (n,) each, in the form that the kernels take."""
     # Both forms of a master may be absent: in fp32 the weight is the master.
+    scales = states.get(State.SCALES)
     return kernels.Partition(
         states[State.WEIGHT],
         gradient,
         tuple(states[moment] for moment in mode.moments),
         states.get(State.MASTER_LOW_BITS),
         states.get(State.MASTER),
+        # Those of a tile fill whole pages.
+        None if scales is None else moment_values.scales_of(mode, scales, len(gradient)),
     )
 
 

@@ -29,7 +29,7 @@ from offload.kernels import cuda
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.experts.division import divide, division_of
 from offload.layout.experts.stacks import rows_of
-from offload.layout.flat_layout import UnitLayout, layouts_of
+from offload.layout.flat_layout import UnitLayout, laid_out_for, layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
@@ -135,7 +135,7 @@ def decide(
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer, world_size))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
-    layouts = layouts_of(model, units, world_size, kept, stored, matrices)
+    layouts = laid_out_for(layouts_of(model, units, world_size, kept, stored, matrices), mode, world_size)
     blocks = _frozen_notices(config, layouts, mode)
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:

@@ -16,6 +16,7 @@ namespace {
 
 struct AdamW {
     static constexpr int kMoments = 2;
+    static constexpr bool kRoots[2] = {false, true};
 
     struct Scalars {
         explicit Scalars(const double* s) {

@@ -50,6 +50,7 @@ struct Moments {
         Master master;
         Moment* first;
         Moment* second;
+        float* scales;  // of codes
         const Grad* grad;
         Scalars scalars;
         std::uint64_t stream;
@@ -68,7 +69,12 @@ struct Moments {
                 const std::uint64_t left = kNoiseRange - element % kNoiseRange;
                 const std::size_t count = numel - done > left ? left : numel - done;
                 const Noise noise = noise_of(args.stream, element, 0);
-                update(args, noise, begin + done, count, weights + done, directions + done);
+                if constexpr (std::is_same_v<Moment, Code>) {
+                    update_blocks(args, noise, begin + done, count, weights + done,
+                                  directions + done);
+                } else {
+                    update(args, noise, begin + done, count, weights + done, directions + done);
+                }
                 done += count;
             }
             args.sums[2 * (begin / kBlock)] = block_sum(weights, numel);
@@ -99,10 +105,55 @@ struct Moments {
             directions[i] = direction(k, p, to_float(first[i]), to_float(second[i]));
         }
     }
+
+    // The same for codes. A new key begins at a border of blocks.
+    OFFLOAD_INLINE static void update_blocks(const Args& args, const Noise& of, std::size_t begin,
+                                             std::size_t numel, float* weights, float* directions) {
+        for (std::size_t done = 0; done < numel; done += kMomentBlock) {
+            Noise noise = of;
+            noise.shift += static_cast<std::uint32_t>(done);
+            update_block(args, noise, begin + done, std::min(kMomentBlock, numel - done),
+                         weights + done, directions + done);
+        }
+    }
+
+    OFFLOAD_INLINE static void update_block(const Args& args, const Noise& noise, std::size_t begin,
+                                            std::size_t numel, float* weights, float* directions) {
+        alignas(64) float m[kMomentBlock];
+        alignas(64) float v[kMomentBlock];
+        alignas(64) std::uint32_t random[kMomentBlock];
+        const Scalars k = args.scalars;
+        const Master master = from(args.master, begin);
+        Code* first = args.first + begin;
+        Code* second = args.second + begin;
+        const Grad* grad = args.grad + begin;
+        float* scales = args.scales + 2 * (begin / kMomentBlock);
+        decode_block<false>(first, scales[0], numel, m);
+        decode_block<true>(second, scales[1], numel, v);
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < numel; ++i) {
+            const float g = to_float(grad[i]) * k.grad_scale;
+            m[i] = k.beta1 * m[i] + k.one_minus_beta1 * g;
+            v[i] = value_of<true>(k.beta2 * v[i] + k.one_minus_beta2 * g * g);
+        }
+        for (std::size_t i = 0; i < numel; ++i) {
+            random[i] = random_bits(noise, noise.shift + static_cast<std::uint32_t>(i));
+        }
+        scales[0] = encode_block<false>(m, numel, random, 0, first);
+        scales[1] = encode_block<true>(v, numel, random, 16, second);
+        decode_block<false>(first, scales[0], numel, m);
+        decode_block<true>(second, scales[1], numel, v);
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < numel; ++i) {
+            weights[i] = load(master, i);
+            directions[i] = direction(k, weights[i], m[i], v[i]);
+        }
+    }
 };
 
 struct Move {
     static constexpr int kMoments = 2;
+    static constexpr bool kRoots[2] = {false, true};
     using Scalars = offload::Scalars;
 
     OFFLOAD_INLINE static float step(const Scalars& k, float p, float, float& m, float& v) {
@@ -118,6 +169,7 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
             run_body<Moments<decltype(master), Moment, Grad>>(
                 {from(master, segment.start), static_cast<Moment*>(b.moments[0]) + segment.start,
                  static_cast<Moment*>(b.moments[1]) + segment.start,
+                 b.scales == nullptr ? nullptr : b.scales + 2 * (segment.start / kMomentBlock),
                  static_cast<const Grad*>(b.grad) + segment.start, Scalars(segment.settings),
                  segment.stream, segment.element, sums},
                 segment.stop - segment.start);
@@ -130,9 +182,12 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
                     return run.template operator()<Moment, Bf16>();
                 case Element::kFp16:
                     return run.template operator()<Moment, Fp16>();
+                case Element::kCode:
+                    return;  // no gradient is one
             }
         };
         if (b.moment_type == Element::kBf16) return with_grad.template operator()<Bf16>();
+        if (b.moment_type == Element::kCode) return with_grad.template operator()<Code>();
         return with_grad.template operator()<float>();
     });
 }

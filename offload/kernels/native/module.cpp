@@ -17,6 +17,7 @@
 #include "blocks.h"
 #include "elementwise.h"
 #include "isa.h"
+#include "moments.h"
 #include "numa.h"
 #include "team.h"
 #include "update.h"
@@ -65,23 +66,22 @@ Segment segment(const Settings& given) {
 
 // `weight` and `grad` are (address, element); `beside` may be 0.
 Buffers buffers(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-                const std::vector<std::uintptr_t>& moments, int moment_type,
+                const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
                 std::pair<std::uintptr_t, int> grad, std::size_t numel) {
-    Buffers made{at<void>(weight.first), element(weight.second),
-                 at<void>(beside),       {nullptr, nullptr},
-                 element(moment_type),   at<const void>(grad.first),
-                 element(grad.second),   numel};
+    Buffers made{at<void>(weight.first),     element(weight.second), at<void>(beside),
+                 {nullptr, nullptr},         element(moment_type),   at<float>(scales),
+                 at<const void>(grad.first), element(grad.second),   numel};
     for (std::size_t i = 0; i < moments.size() && i < 2; ++i)
         made.moments[i] = at<void>(moments[i]);
     return made;
 }
 
 void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
-            const std::vector<std::uintptr_t>& moments, int moment_type,
+            const std::vector<std::uintptr_t>& moments, int moment_type, std::uintptr_t scales,
             std::pair<std::uintptr_t, int> grad, std::size_t numel,
             const std::vector<Settings>& given) {
     const Rule run = rule(name);
-    const Buffers arrays = buffers(weight, beside, moments, moment_type, grad, numel);
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     std::vector<Segment> segments;
     segments.reserve(given.size());
     for (const auto& each : given) segments.push_back(segment(each));
@@ -92,9 +92,9 @@ void update(const std::string& name, std::pair<std::uintptr_t, int> weight, std:
 
 void lamb_moments(std::pair<std::uintptr_t, int> weight, std::uintptr_t beside,
                   const std::vector<std::uintptr_t>& moments, int moment_type,
-                  std::pair<std::uintptr_t, int> grad, std::size_t numel, const Settings& given,
-                  std::uintptr_t sums) {
-    const Buffers arrays = buffers(weight, beside, moments, moment_type, grad, numel);
+                  std::uintptr_t scales, std::pair<std::uintptr_t, int> grad, std::size_t numel,
+                  const Settings& given, std::uintptr_t sums) {
+    const Buffers arrays = buffers(weight, beside, moments, moment_type, scales, grad, numel);
     const Segment one = segment(given);
     const nb::gil_scoped_release no_gil;
     const offload::DefaultRounding rounding;
@@ -122,6 +122,7 @@ double with_type(std::uintptr_t address, int number, Use use) {
         case Element::kFp16:
             return use(at<Fp16>(address));
         case Element::kFloat:
+        case Element::kCode:  // never asked for
             break;
     }
     return use(at<float>(address));
@@ -157,6 +158,26 @@ void dequantize(int format, std::uintptr_t blocks, std::uintptr_t values, int ty
                             typed, numel);
         return 0.0;
     });
+}
+
+// A moment in codes: their address, that of the first block's scale, and the floats from one to the
+// next.
+using Coded = std::tuple<std::uintptr_t, std::uintptr_t, std::size_t, bool>;
+
+offload::CodedMoment coded(const Coded& given) {
+    const auto& [codes, scales, stride, root] = given;
+    return {at<offload::Code>(codes), at<float>(scales), stride, root};
+}
+
+void encode_moments(std::uintptr_t values, const Coded& moment, std::size_t numel) {
+    const nb::gil_scoped_release no_gil;
+    offload::encode_moments(at<const float>(values), coded(moment), numel);
+}
+
+void decode_moments(const Coded& moment, std::size_t offset, std::uintptr_t values,
+                    std::size_t numel) {
+    const nb::gil_scoped_release no_gil;
+    offload::decode_moments(coded(moment), offset, at<float>(values), numel);
 }
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
@@ -277,6 +298,8 @@ NB_MODULE(_native, m) {
     m.def("join_master", &join_master, no_gil);
     m.def("quantize", &quantize, no_gil);
     m.def("dequantize", &dequantize, no_gil);
+    m.def("encode_moments", &encode_moments);
+    m.def("decode_moments", &decode_moments);
     m.def("accumulate", &accumulate, no_gil);
     nb::class_<Sum>(m, "Sum")
         .def(nb::init<std::uintptr_t, int, std::size_t, nb::object, nb::object, nb::dict>())

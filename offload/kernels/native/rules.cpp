@@ -10,6 +10,7 @@ namespace {
 //     + eps)
 struct Adagrad {
     static constexpr int kMoments = 1;
+    static constexpr bool kRoots[2] = {true, false};
 
     struct Scalars {
         explicit Scalars(const double* s)
@@ -40,6 +41,7 @@ struct Adagrad {
 //     beta2) g
 struct Lion {
     static constexpr int kMoments = 1;
+    static constexpr bool kRoots[2] = {false, false};
 
     struct Scalars {
         explicit Scalars(const double* s)
@@ -78,6 +80,7 @@ struct Lion {
 // A group or a step may have no momentum. Then torch leaves the buffer as it is: p = p - lr * g
 struct Sgd {
     static constexpr int kMoments = 1;
+    static constexpr bool kRoots[2] = {false, false};
 
     struct Scalars {
         explicit Scalars(const double* s)
@@ -116,6 +119,7 @@ struct Sgd {
 // torch.optim.SGD without momentum: g = g + weight_decay * p;  p = p - lr * g
 struct PlainSgd {
     static constexpr int kMoments = 0;
+    static constexpr bool kRoots[2] = {false, false};
 
     struct Scalars {
         explicit Scalars(const double* s)
@@ -140,6 +144,7 @@ struct PlainSgd {
 // settings: a factor of the gradient; with 0 finite values stay equal.
 struct Probe {
     static constexpr int kMoments = 2;
+    static constexpr bool kRoots[2] = {false, true};
 
     struct Scalars {
         explicit Scalars(const double* s) : factor(static_cast<float>(s[0])) {}

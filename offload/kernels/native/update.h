@@ -8,7 +8,7 @@
 
 namespace offload {
 
-enum class Element { kFloat, kBf16, kFp16 };
+enum class Element { kFloat, kBf16, kFp16, kCode };
 
 // Arrays of `numel` elements, which must not overlap. `beside` depends on the dtype of the weight:
 //     fp32   none: the weight is its own master
@@ -18,8 +18,9 @@ struct Buffers {
     void* weight;
     Element weight_type;
     void* beside;
-    void* moments[2];  // as many as the rule has; fp32 or bf16
+    void* moments[2];  // as many as the rule has; fp32, bf16, or codes
     Element moment_type;
+    float* scales;  // of codes: for each block one of each moment; else null
     const void* grad;
     Element grad_type;
     std::size_t numel;
@@ -28,8 +29,9 @@ struct Buffers {
 inline constexpr std::size_t kSettings = 8;
 
 // Elements [start, stop) with the hyperparameters of one step, in the order that the rule
-// documents. bf16 moments are rounded with the noise of `stream`, in which `start` has the number
-// `element`: see [Note: stochastic rounding].
+// documents. bf16 moments and codes are rounded with the noise of `stream`, in which `start` has
+// the number `element`: see [Note: stochastic rounding]. With codes, `start` and `element` are
+// multiples of a block, and no other segment has elements of a block of this one.
 struct Segment {
     std::size_t start;
     std::size_t stop;

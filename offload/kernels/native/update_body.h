@@ -1,5 +1,6 @@
 // The loop that all rules share. A rule is
 //     static constexpr int kMoments;
+//     static constexpr bool kRoots[2];  // which moments have no sign: codes hold their roots
 //     struct Scalars { explicit Scalars(const double* settings); };
 //     static float step(const Scalars&, float weight, float grad, float& first, float& second);
 // and each of its operations is that of the formula it cites, rounded once: see [Note: same bits].
@@ -12,6 +13,7 @@
 
 #include "bits.h"
 #include "isa.h"
+#include "moments.h"
 #include "noise.h"
 #include "update.h"
 
@@ -112,6 +114,7 @@ struct Update {
         Master master;
         Moment* first;
         Moment* second;
+        float* scales;  // of codes
         const Grad* grad;
         const std::vector<Part>* parts;
     };
@@ -127,15 +130,65 @@ struct Update {
 
     OFFLOAD_INLINE static void over(const Args& args, const Part& part, std::size_t begin,
                                     std::size_t end) {
-        for (; begin + kTile <= end; begin += kTile) {
-            const std::size_t ahead = begin + kAhead;
-            prefetch_tile(args.master, ahead);
-            if constexpr (R::kMoments > 0) prefetch_tile(args.first + ahead);
-            if constexpr (R::kMoments > 1) prefetch_tile(args.second + ahead);
-            prefetch_tile(args.grad + ahead);
-            update(args, part, begin, begin + kTile);
+        if constexpr (std::is_same_v<Moment, Code>) {
+            for (; begin + kMomentBlock <= end; begin += kMomentBlock) {
+                for (std::size_t i = begin; i < begin + kMomentBlock; i += kTile) {
+                    prefetch(args, i + kMomentBlock);
+                }
+                update_block<true>(args, part, begin, kMomentBlock);
+            }
+            if (begin < end) update_block<false>(args, part, begin, end - begin);
+        } else {
+            for (; begin + kTile <= end; begin += kTile) {
+                prefetch(args, begin + kAhead);
+                update(args, part, begin, begin + kTile);
+            }
+            update(args, part, begin, end);
         }
-        update(args, part, begin, end);
+    }
+
+    OFFLOAD_INLINE static void prefetch(const Args& args, std::size_t ahead) {
+        prefetch_tile(args.master, ahead);
+        if constexpr (R::kMoments > 0) prefetch_tile(args.first + ahead);
+        if constexpr (R::kMoments > 1) prefetch_tile(args.second + ahead);
+        prefetch_tile(args.grad + ahead);
+    }
+
+    // One block of codes, or the start of one. The loops are apart, since each is vectorized by the
+    // narrowest of its types.
+    template <bool kFull>
+    OFFLOAD_INLINE static void update_block(const Args& args, const Part& part, std::size_t begin,
+                                            std::size_t count) {
+        alignas(64) float m[kMomentBlock];
+        alignas(64) float v[kMomentBlock];
+        alignas(64) std::uint32_t random[kMomentBlock];
+        const std::size_t numel = kFull ? kMomentBlock : count;
+        const typename R::Scalars k = part.scalars;
+        const Noise noise = part.noise;
+        const std::uint32_t element = noise.shift + static_cast<std::uint32_t>(begin);
+        const Master master = from(args.master, begin);
+        const Grad* grad = args.grad + begin;
+        float* scales = args.scales + begin / kMomentBlock * R::kMoments;
+        decode_block<R::kRoots[0]>(args.first + begin, scales[0], numel, m);
+        if constexpr (R::kMoments > 1) {
+            decode_block<R::kRoots[1]>(args.second + begin, scales[1], numel, v);
+        }
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < numel; ++i) {
+            float first = m[i];
+            float second = R::kMoments > 1 ? v[i] : 0.0f;
+            const float weight = R::step(k, load(master, i), to_float(grad[i]), first, second);
+            m[i] = value_of<R::kRoots[0]>(first);
+            if constexpr (R::kMoments > 1) v[i] = value_of<R::kRoots[1]>(second);
+            store(master, i, weight);
+        }
+        for (std::size_t i = 0; i < numel; ++i) {
+            random[i] = random_bits(noise, element + static_cast<std::uint32_t>(i));
+        }
+        scales[0] = encode_block<R::kRoots[0]>(m, numel, random, 0, args.first + begin);
+        if constexpr (R::kMoments > 1) {
+            scales[1] = encode_block<R::kRoots[1]>(v, numel, random, 16, args.second + begin);
+        }
     }
 
     OFFLOAD_INLINE static void update(const Args& args, const Part& part, std::size_t begin,
@@ -175,7 +228,7 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
         });
     }
     run_body<Body>({master, static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1]),
-                    static_cast<const Grad*>(b.grad), &parts},
+                    b.scales, static_cast<const Grad*>(b.grad), &parts},
                    b.numel, b.weight);
 }
 
@@ -188,6 +241,8 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
             return run_update<R, Master, Moment, Bf16>(b, master, segments);
         case Element::kFp16:
             return run_update<R, Master, Moment, Fp16>(b, master, segments);
+        case Element::kCode:
+            return;  // no gradient is one
     }
 }
 
@@ -196,6 +251,9 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
     if constexpr (R::kMoments > 0) {
         if (b.moment_type == Element::kBf16) {
             return run_update<R, Master, Bf16>(b, master, segments);
+        }
+        if (b.moment_type == Element::kCode) {
+            return run_update<R, Master, Code>(b, master, segments);
         }
     }
     return run_update<R, Master, float>(b, master, segments);
@@ -212,6 +270,8 @@ void with_master(const Buffers& b, Use use) {
                 SplitMaster{static_cast<Bf16*>(b.weight), static_cast<std::int16_t*>(b.beside)});
         case Element::kFp16:
             return use(HalfMaster{static_cast<Fp16*>(b.weight), static_cast<float*>(b.beside)});
+        case Element::kCode:
+            return;  // no weight is one
     }
 }
 

@@ -274,7 +274,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
                 for spec, verb, place in ((there, "was", "in the run"), (expected, "is", "here"))
             )
         if difference.startswith("layout/mode is "):
-            advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']))}, or {advice}"
+            advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
         if "world_size" in difference:
             advice = (
                 "resume with as many ranks as the run had; to change their number, call save_checkpoint in the run "
@@ -283,13 +283,14 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 
 
-def _advice_of_modes(there: str, here: str) -> str:
+def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     """Returns advice for a resume in another mode; see `Mode.name`."""
     (dtype, optimizer, moments), (other_dtype, other_optimizer, other_moments) = _words(there), _words(here)
     if (dtype, optimizer) == (other_dtype, other_optimizer) and moments != other_moments:
         return (
-            f'resume with "moments": "{moments}" in the block "offload", as the run had; to convert them, call '
-            "save_checkpoint in the run and load_checkpoint in a new one"
+            f'resume with "moments": "{moments}" in the block "offload" (--moments), as the run had; or convert the '
+            f"run: `offload convert {folder.parent} --moments {other_moments}`; or call save_checkpoint in the run and "
+            "load_checkpoint in a new one"
         )
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"

@@ -1,0 +1,145 @@
+"""Implementation of `offload convert`: writes a run again, as a new run whose moments have another form.
+
+    last commit of the run ─► state by state, a few buffers at a time ─► files of the new run ─► its first commit
+
+The run itself is only read. A kill leaves it as it is, beside a new run without a commit, which the next conversion
+replaces. Counters, schedules, generators and buffers are copied, so the new run resumes at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.aio.protocols import Queue
+from offload.engine.model_io.weight_source import StoreSource
+from offload.errors import StoreError
+from offload.layout.fingerprint import describe, described_layouts
+from offload.layout.flat_layout import placed_for
+from offload.layout.tiers import partitions
+from offload.runs.converted_states import Side, StateConverter
+from offload.states import State
+from offload.swapper.modes import MODES, MOMENT_DTYPES, make_mode, moments_name
+from offload.swapper.store import Store
+from offload.swapper.store.format.manifest import StoreSpec
+
+__all__ = ["Conversion", "Converted", "StoreSource", "convert", "plan"]
+
+
+class Converted(NamedTuple):
+    """Result of a conversion."""
+
+    run: Path
+    """The new run, on its first drive."""
+    step: int
+    before: str
+    after: str
+    """Form of the moments."""
+    nbytes: int
+    """Bytes of the new run's swap files, of all ranks."""
+
+
+class Conversion(NamedTuple):
+    """A conversion, as planned from the run that is converted."""
+
+    run: str
+    """Name of the new run."""
+    before: Side
+    after: Side
+    about: Mapping[str, Any]
+
+    @property
+    def specs(self) -> list[StoreSpec]:
+        """Returns the specification of each rank's swap files."""
+        layouts, mode, size = self.after
+        fingerprint = describe(layouts, mode, size)
+        found = []
+        for rank in range(size):
+            # A store with two slots keeps every state; the dtype of gradients, which it does not keep, is any.
+            parts = partitions(layouts, mode, torch.float32, rank, size)
+            rows: list[Mapping[State, int]] = [
+                {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
+            ]
+            found.append(StoreSpec(tuple(rows), 2, fingerprint, self.about, parts.frozen))
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the new swap files, of all ranks."""
+        return sum(spec.nbytes for spec in self.specs)
+
+
+def plan(source: StoreSource, run: Path, moments: str, name: str | None) -> Conversion:
+    """Returns the conversion of a run.
+
+    Args:
+        source: the run.
+        run: its folder.
+        moments: form of the new run's moments, one of `MOMENT_DTYPES`.
+        name: name of the new run; None for that of the run with the form behind it.
+
+    Raises:
+        StoreError: the run cannot be converted to this form, or cannot have this name.
+    """
+    old = MODES[source.description["mode"]]
+    if not old.moments or State.PACKED in old.moments:
+        raise StoreError(f"{run} is a run in mode {old.name}, which has no moments that could be converted")
+    if old.matrix_rule:
+        raise StoreError(
+            f"{run} is a run in mode {old.name}, whose matrices have moments of their own: save a checkpoint of it "
+            "and load that into a run with other moments"
+        )
+    if old.moment_dtype is MOMENT_DTYPES[moments]:
+        raise StoreError(f"the moments of {run} are {moments} already; resume the run as it is")
+    new = make_mode(old.precision, old.optimizer, moments)
+    layouts, size = described_layouts(source.description), int(source.description["world_size"])
+    name = f"{run.resolve().name}-{moments}" if name is None else name
+    if name == run.resolve().name or "/" in name or not name.strip(". "):
+        raise StoreError(f"the new run needs a name of its own, without a slash, got {name!r}; give --run")
+    return Conversion(name, Side(layouts, old, size), Side(placed_for(layouts, new, size), new, size), source.about)
+
+
+def convert(
+    source: StoreSource, made: Conversion, queue: Queue, progress: Callable[[int], None] = lambda _: None
+) -> Converted:
+    """Writes the new run and commits it. The run that is converted stays as it is.
+
+    Args:
+        source: the run; stays open.
+        made: made by `plan` for this run.
+        queue: queue for reads and writes; owned by the caller.
+        progress: called with the number of bytes after each write.
+
+    Raises:
+        StoreError: if there is a run of the new name, there is not enough room, or the run is damaged.
+        IoError: if something cannot be read or written. Nothing is left of the new run then.
+    """
+    stores: list[Store] = []
+    with contextlib.ExitStack() as opened:
+        try:
+            for rank, spec in enumerate(made.specs):
+                paths = [folder.parent.parent for folder in source.folders[rank]]
+                store = Store(paths, made.run, rank, spec, queue)
+                opened.callback(store.close)
+                store.create()
+                stores.append(store)
+            for rank, store in enumerate(stores):
+                StateConverter(source, made.before, made.after, rank, store, progress).run()
+        except BaseException:
+            for store in stores:
+                store.remove()
+            raise
+        # Last: until all ranks have a commit there is no run of the new name that could be resumed.
+        for commit, store in zip(source.commits, stores, strict=True):
+            store.commit(commit.record.step, commit.contents)
+        return Converted(
+            run=stores[0].folders[0].parent,
+            step=source.step,
+            before=moments_name(made.before.mode.moment_dtype),
+            after=moments_name(made.after.mode.moment_dtype),
+            nbytes=made.nbytes,
+        )

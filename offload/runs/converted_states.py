@@ -1,0 +1,194 @@
+"""Reads one rank's states of a run and writes them in another form, chunk by chunk.
+
+A parameter may begin elsewhere in its unit than before: moments in 8 bits are in blocks, in which parameters begin. So
+each chunk of a new partition is gathered from the parameters that it contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from offload.aio import aligned_empty
+from offload.aio.protocols import Future, Pending
+from offload.engine.checkpoint.saved_states import SavedMoments
+from offload.engine.model_io.weight_source import StoreSource
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
+from offload.layout.optimizers import moment_values
+from offload.states import State
+from offload.swapper.modes import Mode
+from offload.swapper.store import Store
+
+_STEP = 2048
+"""Elements; chunks of weights are multiples of it, which is a page of the smallest state."""
+
+
+class Side(NamedTuple):
+    """Layouts and mode of a run, before its conversion or after it."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+
+
+class _Chunk(NamedTuple):
+    """Elements of a new partition: of one state that is copied, or of all moments."""
+
+    unit: int
+    states: tuple[State, ...]
+    """States that are written."""
+    start: int
+    """First element, counted in the rank's partition."""
+    first: int
+    """The same, counted in the unit."""
+    numel: int
+
+
+class _Run(NamedTuple):
+    """Elements of one parameter in a chunk."""
+
+    at: int
+    """First element, counted in the chunk."""
+    numel: int
+    segment: Segment
+    """The parameter before the conversion."""
+    position: int
+    """First element, counted in the parameter."""
+
+
+class StateConverter:
+    """Conversion of one rank's states."""
+
+    def __init__(
+        self, source: StoreSource, before: Side, after: Side, rank: int, store: Store, progress: Callable[[int], None]
+    ) -> None:
+        """Stores the arguments.
+
+        Args:
+            source: the run that is converted.
+            before: its layouts and mode.
+            after: those of the new run.
+            rank: the rank whose states are written.
+            store: the new run's store of the rank.
+            progress: called with the number of bytes after each write.
+        """
+        self._source, self._before, self._after = source, before, after
+        self._rank, self._store, self._progress = rank, store, progress
+        self._written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in after.layouts]
+        self._scales = (-1, torch.empty(0, device="cpu"))
+        """A unit, and the scales of its moments before the conversion."""
+
+    def run(self) -> None:
+        """Writes all states to the first slot, which then is the newest of each unit."""
+        flow(flow_buffers(), self._chunks(), self._begin, self._end, self._ended)
+        for unit, writes in enumerate(self._written):
+            self._store.wrote(unit, 0, writes)
+
+    def _chunks(self) -> Iterator[_Chunk]:
+        """Yields the chunks of each unit, state after state, and all moments together."""
+        layouts, mode, size = self._after
+        for unit, layout in enumerate(layouts):
+            trainable, frozen = layout.trainable(self._rank, size), layout.frozen(self._rank, size)
+            for state, dtype in mode.weights.items():
+                numel = BUFFER_NBYTES // dtype.itemsize // _STEP * _STEP
+                yield from _cut(unit, (state,), 0, trainable, numel)
+                if state is State.WEIGHT:
+                    yield from _cut(unit, (state,), len(trainable), frozen, numel)
+            # Both forms of all moments share a buffer.
+            step = mode.tile_step
+            nbytes = sum(map(self._nbytes, mode.optimizer_states, [step] * len(mode.optimizer_states)))
+            nbytes += step * sum(self._before.mode.states[state].itemsize for state in mode.moments)
+            yield from _cut(unit, mode.optimizer_states, 0, trainable, BUFFER_NBYTES // nbytes * step)
+
+    def _begin(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Pending]:
+        """Begins to read what a chunk contains. Padding is zero."""
+        new, old = self._regions(chunk, buffer)
+        torch.frombuffer(buffer, dtype=torch.uint8).zero_()
+        reads: list[Pending] = []
+        layout, size = self._before.layouts[chunk.unit], self._before.world_size
+        for run in self._runs(chunk):
+            for state, memory in (old or new).items():
+                itemsize = self._before.mode.states[state].itemsize
+                stop = run.position + run.numel
+                for shard in segment_shards(layout, size, run.segment, run.position, stop):
+                    first = (run.at + shard.position - run.position) * itemsize
+                    part = memory[first : first + shard.numel * itemsize]
+                    reads.append(self._source.read(shard.rank, chunk.unit, state, shard.start * itemsize, part))
+        return reads
+
+    def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        """Converts a chunk of moments, and begins to write a chunk."""
+        new, old = self._regions(chunk, buffer)
+        mode = self._after.mode
+        if old:
+            states = {state: torch.frombuffer(each, dtype=mode.states[state]) for state, each in new.items()}
+            saved = {
+                state: torch.frombuffer(each, dtype=self._before.mode.states[state]) for state, each in old.items()
+            }
+            scales = self._scales_of(chunk.unit) if self._before.mode.in_blocks else None
+            for run in self._runs(chunk):
+                part = {state: each[run.at : run.at + run.numel] for state, each in saved.items()}
+                moments = SavedMoments(self._before.mode, part, scales, run.segment.start + run.position)
+                for state in mode.moments:
+                    moment_values.write(mode, states, state, run.at, moments.values(state))
+        writes = []
+        for state, memory in new.items():
+            start = mode.part(state, chunk.start, chunk.start).start * mode.states[state].itemsize
+            writes.append(self._store.write(chunk.unit, state, 0, start, memory))
+            self._written[chunk.unit].setdefault(state, []).append((start, writes[-1]))
+        return writes
+
+    def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
+        self._progress(sum(self._nbytes(state, chunk.numel) for state in chunk.states))
+
+    def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
+        """Returns the memory of each new state, and of each moment in the form of before; none if they are copied."""
+        new: dict[State, memoryview] = {}
+        old: dict[State, memoryview] = {}
+        end = 0
+        for state in chunk.states:
+            start, end = end, end + self._nbytes(state, chunk.numel)
+            new[state] = buffer[start:end]
+        if chunk.states == self._after.mode.optimizer_states:
+            for state in self._after.mode.moments:
+                start, end = end, end + chunk.numel * self._before.mode.states[state].itemsize
+                old[state] = buffer[start:end]
+        return new, old
+
+    def _nbytes(self, state: State, numel: int) -> int:
+        """Returns the bytes of a new state of `numel` elements from the start of a page of it on."""
+        mode = self._after.mode
+        return len(mode.padded_part(state, 0, numel)) * mode.states[state].itemsize
+
+    def _runs(self, chunk: _Chunk) -> Iterator[_Run]:
+        """Yields the parameters of a chunk. Both layouts have a unit's parameters in one order."""
+        old = self._before.layouts[chunk.unit].segments
+        for before, after in zip(old, self._after.layouts[chunk.unit].segments, strict=True):
+            first, last = max(after.start, chunk.first), min(after.stop, chunk.first + chunk.numel)
+            if first < last:
+                yield _Run(first - chunk.first, last - first, before, first - after.start)
+
+    def _scales_of(self, unit: int) -> torch.Tensor:
+        """Returns the scales of a unit's moments before the conversion, of all ranks."""
+        if self._scales[0] != unit:
+            self._scales = (unit, self._read_scales(unit))
+        return self._scales[1]
+
+    def _read_scales(self, unit: int) -> torch.Tensor:
+        mode, layout = self._before.mode, self._before.layouts[unit]
+        parts = []
+        for rank in range(self._before.world_size):
+            numel = len(layout.trainable(rank, self._before.world_size))
+            buffer = aligned_empty(len(mode.padded_part(State.SCALES, 0, numel)) * torch.float32.itemsize)
+            self._source.read(rank, unit, State.SCALES, 0, buffer).wait()
+            parts.append(torch.frombuffer(buffer, dtype=torch.float32)[: len(mode.part(State.SCALES, 0, numel))])
+        return torch.cat(parts)
+
+
+def _cut(unit: int, states: tuple[State, ...], start: int, share: range, numel: int) -> Iterator[_Chunk]:
+    """Yields chunks of `numel` elements that cover a share of a unit, which begins at `start` of the partition."""
+    for first in range(0, len(share), numel):
+        yield _Chunk(unit, states, start + first, share.start + first, min(numel, len(share) - first))
