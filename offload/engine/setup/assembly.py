@@ -105,13 +105,12 @@ def assemble(
         gradients = gradient_accumulator(plan, host, arena, files, pager, rounds, callbacks, recorders.spans, compute)
         undo.callback(gradients.close)
         handles = _handles(plan, model)
-        stacks = _stack_handles(plan, model, handles)
         unit_views = UnitViews(plan.layouts, handles, pager, plan.mode.weight_dtype)
         kept = undo.enter_context(contextlib.closing(activations(plan, model, files, callbacks, timeline)))
         users = (unit_views, gradients, pager, callbacks, kept)
         hooks, borders = module_hooks(plan, model, handles, *users, timeline, compute)
         undo.callback(hooks.remove)
-        weights = _weights(plan, model, handles, stacks, pager, hooks, unit_views, callbacks, sources)
+        weights = _weights(plan, model, handles, pager, hooks, unit_views, callbacks, sources)
         undo.callback(weights.remove)
         updater = _updater(plan, optimizer, host, held, gradients, timeline)
         # Complete: from now on the engine closes the components.
@@ -264,7 +263,6 @@ def _weights(
     plan: Plan,
     model: nn.Module,
     handles: Sequence[Sequence[ParamHandle]],
-    stacks: Sequence[StackHandle],
     pager: Pager,
     hooks: ModuleHooks,
     unit_views: UnitViews,
@@ -284,7 +282,7 @@ def _weights(
         several_ranks=plan.ranks is not None,
         callbacks=callbacks,
         opaque=tuple(sources.values()),
-        stacks=stacks,
+        stacks=_stack_handles(plan, model, handles),
     )
 
 
