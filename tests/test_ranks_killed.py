@@ -33,10 +33,12 @@ pytestmark = pytest.mark.timeout(900)
 class Run:
     """Two processes that train `JOB`, from the last step that both hold to the end or a kill."""
 
-    def __init__(self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, late: float = 0.0, dies: tuple[int, int] | None = None, job: Job = JOB, **options: Any
+    ) -> None:
         self.log, port = folder / "log", free_port()
         self.log.mkdir(parents=True, exist_ok=True)
-        arguments = [(rank, port, JOB, folder, late, dies, options) for rank in range(2)]
+        arguments = [(rank, port, job, folder, late, dies, options) for rank in range(2)]
         self.ranks = [processes().Process(target=_train, args=each, daemon=True) for each in arguments]
         for process in self.ranks:
             process.start()
@@ -159,6 +161,28 @@ def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> Non
     run.end()
     assert run.resumed()[0] == run.resumed()[1] > 0
     check(run, unbroken)
+
+
+@pytest.mark.parametrize("optimizer", ["Muon", "torch.optim.Adafactor"])
+def test_killed_while_ranks_step_parameters_together(optimizer: str, tmp_path: Path) -> None:
+    """The other rank ends, whatever part of a parameter it waits for, and both go on from the same step."""
+    job = JOB._replace(optimizer=optimizer, lr=1e-3, params=())
+    whole = Run(tmp_path / "whole", job=job)
+    whole.end()
+    expected = whole.steps(), torch.load(whole.log / "weights0", weights_only=True)
+    chance = random.Random(3)
+    for victim in range(2):
+        run = Run(tmp_path / "killed", 0.005, job=job)
+        run.wait_for_a_step()
+        time.sleep(chance.uniform(0, 0.1))
+        run.kill(victim)
+        run.end()
+        message = run.output_of(1 - victim)
+        assert re.match(rf"rank {victim} \(process \d+ on .*\) was killed or has crashed\. ", message), message
+    run = Run(tmp_path / "killed", 0.005, job=job)
+    run.end()
+    assert run.resumed()[0] == run.resumed()[1] > 0
+    check(run, expected)
 
 
 def test_killed_between_the_commits_of_the_ranks(unbroken: Any, tmp_path: Path) -> None:

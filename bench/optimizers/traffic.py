@@ -1,6 +1,6 @@
 """Bytes and seconds of a step of each optimizer, with everything on disk: `python -m bench.optimizers bytes FOLDER`.
 
-A model of square matrices trains in bf16 with durable steps. The kernel counts the bytes of the process
+A model of square matrices, some of them in a unit, trains in bf16 with durable steps. The kernel counts the bytes of the process
 (/proc/self/io); bound of the bytes: each state of an element once each way, and its weight once more for the other pass
 of the step. The seconds are those from one return of `step()` to the next, with a forward and a backward of few tokens.
 Optimizers take turns.
@@ -20,7 +20,7 @@ from torch import nn
 import offload
 from bench.measure import report, settings_for
 
-BYTES = {"AdamW": 26, "Muon": 18, "SinkGD": 10}
+BYTES = {"AdamW": 26, "Muon": 18, "Muon, bf16 moments": 14, "SinkGD": 10}
 """Of each optimizer, for an element of a matrix and a step."""
 
 
@@ -28,20 +28,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.optimizers bytes")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--width", type=int, default=1024, help="rows and columns of each matrix")
-    parser.add_argument("--units", type=int, default=64, help="matrices, each a unit")
+    parser.add_argument("--units", type=int, default=16)
+    parser.add_argument("--matrices", type=int, default=4, help="matrices of a unit")
+    parser.add_argument("--only", choices=list(BYTES), nargs="+", default=list(BYTES))
     parser.add_argument("--host-memory", default="128MiB")
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
-    numel = given.units * given.width**2
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in BYTES}
+    numel = given.units * given.matrices * given.width**2
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in given.only}
     for turn in range(given.rounds):
-        for name in BYTES:
+        for name in given.only:
             found[name].append(_measured(given, name, numel, turn))
     report(
         "optimizers",
         {
             "parameters": numel,
             "width": given.width,
+            "matrices of a unit": given.matrices,
             "host_memory": given.host_memory,
             **{
                 name: {
@@ -56,11 +59,19 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _measured(given: argparse.Namespace, name: str, numel: int, turn: int) -> dict[str, float]:
     """Returns bytes read and written for each parameter, bytes of swap files, and seconds, of a step."""
-    content: dict[str, Any] = settings_for(given.folder, f"bench-{name}", "nvme", host_memory=given.host_memory)
-    content["optimizer"] = {"type": name, "params": {"lr": 1e-4}}
+    kind, _, moments = name.partition(", ")
+    content: dict[str, Any] = settings_for(given.folder, f"bench-{kind}", "nvme", host_memory=given.host_memory)
+    content["optimizer"] = {"type": kind, "params": {"lr": 1e-4}}
     content["offload"]["units"] = [str(index) for index in range(given.units)]
+    if moments:
+        content["offload"]["moments"] = moments.split()[0]
     torch.manual_seed(turn)
-    model = nn.Sequential(*(nn.Linear(given.width, given.width, bias=False) for _ in range(given.units)))
+    model = nn.Sequential(
+        *(
+            nn.Sequential(*(nn.Linear(given.width, given.width, bias=False) for _ in range(given.matrices)))
+            for _ in range(given.units)
+        )
+    )
     engine = offload.initialize(model=model, config=content)[0]
     try:
         rows = torch.randn(16, given.width, dtype=torch.bfloat16)

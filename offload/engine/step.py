@@ -26,7 +26,7 @@ from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.training.components import EngineComponents
 from offload.engine.training.gradient_accumulation import GradientAccumulation
 from offload.engine.training.training_state import TrainingState
-from offload.errors import NumericsError, UsageError
+from offload.errors import EngineFailed, NumericsError, RankError, UsageError
 from offload.swapper.modes import LAMB
 
 logger = logging.getLogger("offload")
@@ -252,8 +252,7 @@ class OptimizerStep:
         if self._early is not None:
             self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
         if any(update.shared for update in updates):
-            # Ranks step these together, on their workers, and no other collective may come in between.
-            updater.finish(commit=False)
+            _finish_together(updater)
         # What the updates do not concern, such as frozen weights, comes back now. The rest comes as it is updated.
         self._components.pager.prefetch()
         self.applied = finite
@@ -281,3 +280,18 @@ class OptimizerStep:
         if components.agreement is not None and components.shards.mode.optimizer == LAMB:
             return with_ratios(updates, components.shards, components.gradients, updater, components.agreement)
         return updates
+
+
+def _finish_together(updater: UpdateWorker) -> None:
+    """Waits for updates that ranks step together, on their workers: no other collective may come in between.
+
+    Raises:
+        RankError: another rank is gone.
+        EngineFailed: the worker has failed for another reason.
+    """
+    try:
+        updater.finish(commit=False)
+    except EngineFailed as error:
+        if isinstance(error.__cause__, RankError):  # as from a collective of this thread
+            raise error.__cause__ from None
+        raise
