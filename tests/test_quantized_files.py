@@ -7,12 +7,15 @@ from pathlib import Path
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from torch import nn
 
 import offload
-from tests.support.oracle import assert_same_tensors, start, trained
+from offload.errors import ConfigError, StoreError
+from tests.support import rank_pool
+from tests.support.oracle import assert_same_tensors, start, train_step, trained, weights_of
 from tests.support.quantized_models import WITH_BITSANDBYTES, folder, job, loaded
 
 pytestmark = WITH_BITSANDBYTES
@@ -72,3 +75,97 @@ def test_a_quantized_folder_trains_as_the_model_that_transformers_loads(form: st
     for other in found[1:]:
         assert other.losses == found[0].losses and other.norms == found[0].norms
         assert_same_tensors(bits(found[0].weights), bits(other.weights))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dora_reads_weights_that_are_still_in_the_folder(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    found = []
+    for number, by in enumerate(("transformers", "load_pretrained")):
+        auto = transformers.AutoModelForCausalLM
+        if by == "transformers":
+            model = auto.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"})
+        else:
+            model = offload.load_pretrained(auto, path, dtype=torch.bfloat16)
+        model.config.use_cache = False
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True)
+        model = peft.get_peft_model(model, settings).train()
+        this = job(path, "nf4")._replace(model=lambda model=model: model)
+        engine = start(this, DISK, tmp_path / str(number))
+        found.append(trained(engine, this))
+        engine.destroy(remove=True)
+    assert found[0].losses == found[1].losses and found[0].norms == found[1].norms
+
+
+def test_a_folder_without_a_part_of_a_weight_is_refused(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    whole = safetensors.torch.load_file(path / "model.safetensors")
+    lost = next(name for name in whole if name.endswith("q_proj.weight.absmax"))
+    safetensors.torch.save_file({n: v for n, v in whole.items() if n != lost}, path / "model.safetensors")
+    with pytest.raises(StoreError, match=r"lacks codes or scales of model\.layers\.0\.self_attn\.q_proj\.weight"):
+        offload.load_pretrained(transformers.AutoModelForCausalLM, path)
+
+
+def test_a_module_is_no_place_for_a_quantized_folder(tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, "nf4")
+    model = by_transformers(path).unload()  # type: ignore[operator]
+    with pytest.raises(ConfigError, match="of which load_pretrained reads those of bitsandbytes, for a model that it"):
+        offload.load_pretrained(model, path)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.works(AREA, "a checkpoint, into a model that is quantized in the same way", "right")
+@pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
+def test_a_checkpoint_keeps_the_bytes(form: str, tmp_path: Path) -> None:
+    this = job(folder(tmp_path / "model"), form)
+    first = start(this, DISK, tmp_path / "first")
+    train_step(first, this, 0)
+    first.save_checkpoint(tmp_path / "saved", "tag")
+    expected = [train_step(first, this, step) for step in (1, 2)]
+    first.destroy(remove=True)
+    second = start(this, ("cpu", "nvme"), tmp_path / "second")
+    second.load_checkpoint(tmp_path / "saved", "tag")
+    assert [train_step(second, this, step) for step in (1, 2)] == expected
+    second.destroy(remove=True)
+
+
+@pytest.mark.works(AREA, "a checkpoint or a run, into one that is quantized otherwise", "refused")
+def test_another_form_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    values = folder(tmp_path / "model")
+    this, other = job(values, "nf4, scales quantized too"), job(values, "nf4")
+    first = start(this, DISK, tmp_path / "run", durability="step")
+    train_step(first, this, 0)
+    first.save_checkpoint(tmp_path / "saved", "whole")
+    first.save_checkpoint(tmp_path / "saved", "adapters", exclude_frozen_parameters=True)
+    adapters = {name: value for name, value in weights_of(first).items() if "lora_" in name}
+    first.destroy()
+    with pytest.raises(StoreError, match="a run of another model, layout or setting"):
+        start(other, DISK, tmp_path / "run", durability="step", resume="auto")
+    second = start(other, DISK, tmp_path / "other")
+    with pytest.raises(StoreError, match=r"contains .*q_proj\.base_layer\.weight as data uint8"):
+        second.load_checkpoint(tmp_path / "saved", "whole")
+    second.load_checkpoint(tmp_path / "saved", "adapters")
+    assert_same_tensors(adapters, {n: v for n, v in weights_of(second).items() if "lora_" in n})
+    second.destroy(remove=True)
+
+
+def _saved_by_ranks(values: Path, path: Path) -> None:
+    engine = rank_pool.start(job(values, "nf4, scales quantized too"), DISK, path / "run")
+    engine.save_checkpoint(path / "saved", "tag")
+    engine.destroy(remove=True)
+
+
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
+    values = folder(tmp_path / "model")
+    with rank_pool.pool(2) as ranks:
+        ranks.run(_saved_by_ranks, values, tmp_path)
+    this = job(values, "nf4, scales quantized too")
+    engine = start(this, DISK, tmp_path / "one")
+    expected = weights_of(engine)
+    engine.load_checkpoint(tmp_path / "saved", "tag")
+    assert_same_tensors(expected, weights_of(engine))
+    train_step(engine, this, 0)
+    engine.destroy(remove=True)
