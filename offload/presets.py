@@ -115,6 +115,23 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def quantized_bits(config: Any) -> int | None:
+    """Returns the bits of a quantized weight by a model's config; None for a model in values.
+
+    A config that does not say counts as 8 bits.
+
+    Args:
+        config: a config of transformers, or the content of a config.json.
+    """
+    found = config.get("quantization_config") if isinstance(config, dict) else vars(config).get("quantization_config")
+    if found is None:
+        return None
+    settings: dict[str, Any] = found if isinstance(found, dict) else found.to_dict()
+    given = {4: settings.get("load_in_4bit"), 8: settings.get("load_in_8bit")}
+    bits = settings.get("bits") or next((bits for bits, on in given.items() if on), None)
+    return bits if isinstance(bits, int) else 8
+
+
 def positions_of(config: Any) -> int | None:
     """Returns the most tokens of a sequence that a transformers config allows, or None if it sets no limit."""
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -132,7 +132,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     """
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
-    folder = find_folder(options.model)
+    folder = find_folder(options.model, adapters=lora is not None)
     # torchrun sets both variables. No process group exists yet.
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     content, lines = _content(options, file, folder, world_size)

@@ -19,6 +19,7 @@ from offload.presets import (
     check_name,
     check_positions,
     error_message,
+    quantized_bits,
     require_transformers,
 )
 from offload.sizes import count_of
@@ -34,11 +35,16 @@ _ONLY_OURS: dict[str, Any] = {"local_files_only": True, "trust_remote_code": Fal
 """Keyword arguments that prevent downloads, code from the folder, and the prompt that asks whether to run such code."""
 
 
-def find_folder(name: str) -> Path | None:
+def find_folder(name: str, adapters: bool = False) -> Path | None:
     """Returns the folder that `name` names, or None for a preset. A preset has precedence over a folder of its name.
 
+    Args:
+        name: the preset, or the folder's path.
+        adapters: True if adapters train, and not the model.
+
     Raises:
-        ConfigError: `name` is neither a folder nor a preset, or the folder contains no model.
+        ConfigError: `name` is neither a folder nor a preset, the folder contains no model, or one in quantized weights,
+            which do not train.
     """
     path = Path(name)
     if not path.is_dir():
@@ -47,6 +53,11 @@ def find_folder(name: str) -> Path | None:
     if name in PRESETS:
         return None
     check_folder(path)
+    if not adapters and quantized_bits(json.loads((path / "config.json").read_text())) is not None:
+        raise ConfigError(
+            f"the weights of {path} are quantized, and quantized weights do not train; train adapters on them, such as "
+            "--lora r=16,targets=all-linear, or give the model before quantization"
+        )
     return path
 
 

@@ -25,6 +25,7 @@ from offload.config import load_config
 from offload.engine.keywords import refuse
 from offload.engine.model_io.from_pretrained import streaming
 from offload.engine.model_io.name_mapping import Named, Source, name_tensors, same_values
+from offload.engine.model_io.quantized.of_bitsandbytes import build_layers
 from offload.engine.model_io.safetensors_folder import CONFIG, GENERATION, stored_tensors
 from offload.engine.params.deferred_parameter import make_deferred
 from offload.engine.params.meta_init import deferring_weights
@@ -144,12 +145,12 @@ def load_pretrained(
         model = model_or_class
     else:
         model = _build(model_or_class, path, config, model_config, kwargs)
-    _check_quantized(model, path)
+    taken = build_layers(model, path, stored, built=model is not model_or_class)
     if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")
     # From here to `_take` the model is only read.
-    names = _names(model)
-    named = name_tensors(model, names, stored)
+    names = {name: tensor for name, tensor in _names(model).items() if name not in taken}
+    named = name_tensors(model, names, {name: stored[name] for name in stored if name not in taken})
     found, info = _compare(model, names, named, ignore_mismatched_sizes, path)
     _take(model, found)
     _tell(info, path)
@@ -227,16 +228,6 @@ def _check_type(model_class: Any, config: Any, folder: Path) -> None:
         raise ConfigError(
             f"{folder / CONFIG} describes a {config.model_type} model, but {model_class.__name__} takes {wanted}; "
             "give the class of the folder's model, or AutoModelForCausalLM and the like"
-        )
-
-
-def _check_quantized(model: nn.Module, folder: Path) -> None:
-    """Raises `ConfigError` if the model is quantized."""
-    if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{folder} holds quantized weights, which load_pretrained does not read; load it by from_pretrained of "
-            "transformers outside of offload.init, freeze it and give the model to offload.initialize, or give a "
-            'folder in bf16, fp16 or fp32 and store its frozen weights in 4 bits by "frozen": "nf4"'
         )
 
 

@@ -127,8 +127,8 @@ class InitialFill:
         """
         last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
         for index, layout in enumerate(layouts):
-            names = [segment.parameter for segment in layout.segments]
-            given = any(not model.get_parameter(name).is_meta for name in names)
+            given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
+            names = [segment.parameter for segment in layout.segments if not segment.inner]
             # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.
             materialize(model, names, (seed * 1_000_003 + index) % 2**63)
             flats = self._flats(index, layout.numel)

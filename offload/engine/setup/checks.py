@@ -12,7 +12,7 @@ from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
-from offload.engine.params.opaque.paged_tensor import PagedTensor
+from offload.engine.params.opaque.paged_tensor import PagedTensor, is_under_engine
 from offload.engine.params.paged_parameter import PagedParameter
 from offload.errors import ConfigError, UsageError
 from offload.layout.flat_layout import UnitLayout
@@ -114,7 +114,8 @@ def check_model(model: nn.Module) -> None:
     memory: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         # Empty tensors, tensors on meta and wrappers of others have no address of their own.
-        if parameter.numel() and not parameter.is_meta and inner_tensors(parameter) is None:
+        wraps = isinstance(parameter, PagedTensor) or inner_tensors(parameter) is not None
+        if parameter.numel() and not parameter.is_meta and not wraps:
             other = memory.setdefault(parameter.data_ptr(), name)
             if other != name:
                 raise ConfigError(
@@ -128,7 +129,7 @@ def check_model(model: nn.Module) -> None:
             f"offload.init(...), which leaves buffers real"
         )
     _check_absent(model)
-    if any(isinstance(parameter, PagedParameter | PagedTensor) for parameter in model.parameters()):
+    if any(isinstance(parameter, PagedParameter) or is_under_engine(parameter) for parameter in model.parameters()):
         raise UsageError(
             "this model is under an engine already, and destroy() does not restore its weights: build a new model"
         )

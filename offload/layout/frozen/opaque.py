@@ -35,8 +35,11 @@ OWN = "data"
 
 _INT8 = "Int8Params"
 """Name of a class of bitsandbytes, which need not be installed."""
-_LEFT = frozenset(("idx", "subB"))
-"""Attributes in which a Linear8bitLt leaves the outliers of its last input."""
+_LEFT_OUT = frozenset(("idx", "subB", "geometry"))
+"""Attributes with tensors that are no part of a parameter.
+
+A Linear8bitLt leaves the outliers of its last input in the first two; a tensor whose bytes are in a file has the third.
+"""
 
 
 def opaque_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -112,20 +115,22 @@ def holders(parameter: nn.Parameter, owner: nn.Module) -> Iterator[tuple[str, An
 
 
 def tensors_of(holder: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors among the attributes of an object, without those that a forward leaves behind."""
-    return {
-        name: value for name, value in vars(holder).items() if isinstance(value, torch.Tensor) and name not in _LEFT
-    }
+    """Returns the tensors of a parameter among the attributes of an object, by name."""
+    every = vars(holder).items()
+    return {name: value for name, value in every if isinstance(value, torch.Tensor) and name not in _LEFT_OUT}
 
 
 def first_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Returns for each inner tensor the first name under which the same memory stands in the same form."""
+    """Returns for each inner tensor the first name under which the same memory, or source, stands in the same form."""
     seen: dict[tuple[Any, ...], str] = {}
     found: dict[str, str] = {}
     for name, tensor in tensors.items():
-        # Tensors on meta, and empty ones, have no memory by which to know them.
-        known = tensor.numel() and not tensor.is_meta
-        key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if known else (id(tensor),)
+        # A tensor whose bytes are in a file has a source. Tensors on meta, and empty ones, have neither.
+        source = getattr(tensor, "source", None)
+        if source is None and tensor.numel() and not tensor.is_meta:
+            source = tensor.data_ptr()
+        form = (tensor.dtype, tensor.shape, tensor.stride())
+        key = (id(tensor),) if source is None else (source, *form)
         found[name] = seen.setdefault(key, name)
     return found
 

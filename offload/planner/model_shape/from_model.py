@@ -32,6 +32,7 @@ from offload.presets import (
     check_positions,
     error_message,
     positions_of,
+    quantized_bits,
     require_transformers,
 )
 from offload.torch_internals import fake_tensors
@@ -60,6 +61,11 @@ def from_name(
         ConfigError: the name or config is invalid, or the model's code does not run on fake tensors.
     """
     config = config_of(name, layers)
+    if quantized_bits(config) is not None:
+        raise ConfigError(
+            f"the weights of {name} are quantized, and quantized weights do not train; plan adapters on them, such as "
+            "--lora r=16,targets=all-linear, or give the model before quantization"
+        )
     try:
         # Fake tensors have shapes and dtypes but no memory, so a model of any size can be run.
         with fake_tensors(), torch.device("cpu"):
@@ -103,7 +109,9 @@ def from_adapted(
     check_positions(config, sequence)
     with torch.device("meta"):
         model = adapters.make(model_of(config, dtype))
-    return from_training(model, sequence, dtype, units, {}, adapters.frozen)._replace(name=name)
+    # Layers of values stand for those of a quantized folder, whose bytes are nearly those of a format of ours.
+    theirs = None if (bits := quantized_bits(config)) is None else "nf4" if bits <= 4 else "int8"
+    return from_training(model, sequence, dtype, units, {}, adapters.frozen or theirs)._replace(name=name)
 
 
 def from_training(

@@ -13,7 +13,8 @@ Between forwards and backwards an operation receives a copy. An operation that w
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,8 +27,23 @@ _OURS = ("source", "geometry")
 """Attributes of a paged tensor; others are those of the parameter that it replaces."""
 
 
+class Source(Protocol):
+    """The bytes of paged tensors."""
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter, for messages."""
+
+    @property
+    def device(self) -> torch.device:
+        """Device on which the tensors are, as far as they tell."""
+
+    def read(self, geometry: torch.Tensor) -> torch.Tensor:
+        """Returns elements as an ordinary tensor, with the shape, strides, dtype and offset of `geometry`, on meta."""
+
+
 class ParameterBytes:
-    """The stored bytes of one frozen parameter."""
+    """The bytes of one frozen parameter in a unit; implements `Source`."""
 
     def __init__(self, name: str, unit: int, start: int, device: torch.device) -> None:
         """Describes the bytes; they can be read once `owner` is set.
@@ -62,7 +78,7 @@ class ParameterBytes:
 class PagedTensor(torch.Tensor):
     """A tensor whose bytes are those of a frozen parameter, or some of them."""
 
-    source: ParameterBytes
+    source: Source
     geometry: torch.Tensor
     """Shape, strides, dtype and offset in the unit, as a tensor on meta."""
     original: type[nn.Parameter] | None = None
@@ -138,7 +154,12 @@ class PagedTensor(torch.Tensor):
         return values if self.original is None else make_subclass(self.original, values, False)
 
 
-def paged(kind: type[PagedTensor], source: ParameterBytes, geometry: torch.Tensor) -> PagedTensor:
+def is_under_engine(tensor: torch.Tensor) -> bool:
+    """Returns True for a paged tensor whose bytes are in a unit."""
+    return isinstance(tensor, PagedTensor) and isinstance(tensor.source, ParameterBytes)
+
+
+def paged(kind: type[PagedTensor], source: Source, geometry: torch.Tensor) -> PagedTensor:
     """Returns a paged tensor.
 
     Args:
@@ -149,6 +170,12 @@ def paged(kind: type[PagedTensor], source: ParameterBytes, geometry: torch.Tenso
     made = make_wrapper(kind, geometry, source.device)
     made.source, made.geometry = source, geometry
     return made
+
+
+@functools.cache
+def paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
+    """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
+    return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
 
 
 def _check_unwritten(func: Any, args: Any, kwargs: Any) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes, paged
+from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes, paged, paged_kind
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen.opaque import (
     OWN,
@@ -23,7 +22,7 @@ from offload.torch_internals import inner_tensors
 
 
 def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> None:
-    """Copies the inner tensors of a parameter.
+    """Copies the inner tensors of a parameter, or reads them from their file.
 
     Args:
         model: the model, with the parameter.
@@ -32,10 +31,12 @@ def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> Non
     """
     starts = inner_starts(segment.inner)
     for name, tensor in _inner(model, segment).items():
-        if name in starts:
-            nbytes = tensor.numel() * tensor.element_size()
-            place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
-            place.as_strided(tensor.size(), _stride(tensor), place.storage_offset()).copy_(_plain(tensor))
+        if name not in starts:
+            continue
+        nbytes = tensor.numel() * tensor.element_size()
+        place = memory[starts[name] : starts[name] + nbytes].view(tensor.dtype)
+        place = place.as_strided(tensor.size(), _stride(tensor), place.storage_offset())
+        place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
 
 
 def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None:
@@ -65,16 +66,9 @@ def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None
     # A Linear4bit on the CPU that evaluates would pack its weight anew for that processor.
     if getattr(owner, "support_avx512bf16_for_cpu", False):
         owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
-    kind = _paged_kind(type(parameter))
-    standin = made(OWN, kind)
-    standin.__dict__.update(vars(parameter))
+    standin = made(OWN, paged_kind(getattr(parameter, "original", None) or type(parameter)))
+    standin.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(standin)})
     torch.utils.swap_tensors(parameter, standin)
-
-
-@functools.cache
-def _paged_kind(original: type[nn.Parameter]) -> type[PagedTensor]:
-    """Returns a class of paged tensors that are parameters of class `original` to all who ask, by its name too."""
-    return type(original.__name__, (PagedTensor, original), {"original": original, "__module__": original.__module__})
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,6 +121,8 @@ def _geometry(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """Returns the strides with which a tensor is stored: its own, if those leave no gaps."""
+    if isinstance(tensor, PagedTensor):
+        return tensor.stride()
     return torch.empty_like(_plain(tensor), device="meta").stride()
 
 

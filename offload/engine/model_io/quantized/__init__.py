@@ -1,0 +1,1 @@
+"""Folders whose weights another library has quantized."""
