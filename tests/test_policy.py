@@ -8,8 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload.swapper.access_order import NEVER, AccessOrder
-from offload.swapper.memory.allocator import Allocator
-from offload.swapper.policy import Block, Floor, Limits, _best_place, find_room, keeps, next_to_fetch, victims
+from offload.swapper.memory.allocator import Allocator, free_regions
+from offload.swapper.policy import (
+    Block,
+    Floor,
+    Limits,
+    _best_place,
+    _places,
+    _Question,
+    find_room,
+    keeps,
+    next_to_fetch,
+    victims,
+)
 
 PAGE = 4096
 orders = st.lists(st.integers(0, 9), min_size=1, max_size=40)
@@ -131,3 +142,29 @@ def test_a_choice_is_the_same_when_it_is_made_again(
         if blocks:
             space.give(*blocks.pop()[1:])
         trace.use(unit)
+
+
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_best_of_many_places_is_found_without_a_look_at_each(seed: int, ahead: bool) -> None:
+    """With hundreds of evictable units of several sizes, some of them used at the same distance."""
+    chance = random.Random(seed)
+    blocks, holes, offset = [], [], 0
+    for unit in range(chance.randint(120, 260)):
+        pages, kind = chance.choice((1, 1, 1, 2, 5)), chance.random()
+        if kind < 0.8:
+            blocks.append(Block(unit, offset, pages * PAGE))
+        elif kind < 0.9:
+            holes.append((offset, offset + pages * PAGE))
+        offset += pages * PAGE
+    question = _Question(
+        nbytes=PAGE * chance.choice((1, 2, 5)),
+        holes=tuple(free_regions(holes, [])),
+        evictable=tuple(blocks),
+        distances=tuple(chance.choice((chance.randint(0, 400), chance.randint(0, 400), NEVER)) for _ in blocks),
+        floor=Floor(0, offset, PAGE * chance.choice((1, 5, 40))),
+        beyond=chance.randint(0, 400) if ahead else -1,
+    )
+    scores = {place: score[:3] for score, place in _places(question)}
+    found = _best_place(question)
+    assert (found is None) == (not scores)
+    assert found is None or scores[found] == max(scores.values())

@@ -94,6 +94,8 @@ class HostCache:
         """Returns the blocks of all host buffers that may be evicted, one for each unit."""
         found = []
         for entry in self._table.entries:
+            if entry.host_buffer is None and entry.fresh is None:
+                continue  # most of thousands of experts
             buffer = entry.host_buffer if self._is_evictable(entry) else None
             if entry.host_buffer is None and entry.fresh is not None and not entry.fresh_stays:
                 buffer = entry.fresh

@@ -9,6 +9,7 @@ The pager applies the decisions to memory, `simulate` applies them to numbers.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,6 +21,9 @@ from offload.swapper.memory.allocator import Allocator, Region, free_regions
 
 _ANSWERS = 4096
 """Number of choices of an offset that are remembered: those of two steps of a model of some hundreds of units."""
+
+_LATEST = 64
+"""Number of evictable units, those used latest, of which the best offset is sought first."""
 
 
 class Block(NamedTuple):
@@ -143,12 +147,28 @@ _Score = tuple[bool, bool, int, int]
 # to be computed 25 or more. Most answers are None.
 @functools.lru_cache(maxsize=_ANSWERS)
 def _best_place(question: _Question) -> Eviction | None:
-    """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed."""
+    """Returns the offset with the best score, the lowest of equal ones; None if no offset is allowed.
+
+    Among many evictable units more bytes may be evicted than at another offset that is as good otherwise.
+    """
+    if len(question.evictable) > 2 * _LATEST:
+        # No offset is better than one that evicts none but the units used latest, if that leaves the room it should:
+        # any other one evicts a unit that is used as soon, or sooner. Of thousands of experts, few need a look.
+        by_distance = sorted(zip(question.distances, question.evictable, strict=True), key=lambda each: -each[0])
+        latest = [block for _, block in by_distance[:_LATEST]]
+        score, place = max(_places(question, latest), key=lambda each: each[0], default=(None, None))
+        if score is not None and score[:2] == (True, True) and score[2] >= by_distance[_LATEST][0]:
+            return place
     return max(_places(question), key=lambda each: each[0], default=(None, None))[1]
 
 
-def _places(question: _Question) -> list[tuple[_Score, Eviction]]:
-    """Returns every offset that is allowed and worth a look, in ascending order, with its score."""
+def _places(question: _Question, near: Sequence[Block] | None = None) -> list[tuple[_Score, Eviction]]:
+    """Returns every offset that is allowed and worth a look, in ascending order, with its score.
+
+    Args:
+        question: the question.
+        near: evictable blocks; if given, only offsets at their borders and at those of free memory are returned.
+    """
     nbytes, holes, evictable, _, floor, beyond = question
     distances = {block.unit: distance for block, distance in zip(evictable, question.distances, strict=True)}
     if beyond >= 0:
@@ -163,10 +183,14 @@ def _places(question: _Question) -> list[tuple[_Score, Eviction]]:
         if stop - start < nbytes:
             continue
         elsewhere = next((length for length in _without(lengths, stop - start)), 0)
-        inside = [(b, b.offset, b.offset + align_up(b.nbytes)) for b in evictable if start <= b.offset < stop]
+        inside = sorted((b.offset, position) for position, b in enumerate(evictable) if start <= b.offset < stop)
+        firsts = [offset for offset, _ in inside]
+        lasts = [offset + align_up(evictable[position].nbytes) for offset, position in inside]
         # Best offsets touch the border of a region or of an evictable block; offsets between two borders only split
         # the room.
-        ends = {start, stop}.union(*(block[1:] for block in inside))
+        ends = {start, stop, *firsts, *lasts}
+        if near is not None:
+            ends = {start, stop}.union(*holes, *((b.offset, b.offset + align_up(b.nbytes)) for b in near))
         for offset in sorted({*ends, *(end - nbytes for end in ends)}):
             if offset < start or offset + nbytes > stop:
                 continue
@@ -175,7 +199,9 @@ def _places(question: _Question) -> list[tuple[_Score, Eviction]]:
             alone = max(offset - floor.start, floor.stop - end) >= floor.largest
             if beyond >= 0 and not alone:
                 continue
-            going = [block for block, first, last in inside if first < end and offset < last]
+            # Blocks lie in order: with hundreds of experts on the device, a look at each one is too slow.
+            overlapping = inside[bisect.bisect_right(lasts, offset) : bisect.bisect_left(firsts, end)]
+            going = [evictable[position] for position in sorted([position for _, position in overlapping])]
             nearest = min([distances[block.unit] for block in going], default=NEVER + 1)
             if nearest > beyond:
                 # The largest region that stays free: elsewhere, before or behind the unit.

@@ -101,7 +101,8 @@ class Prefetcher:
         if not self._any_on_disk:
             return
         for entry in self._entries:
-            self._finish_if_done(entry)
+            if entry.transfer is not None:
+                self._finish_if_done(entry)
         self._host_cache.read_ahead(self._limits, self._watch, wait)
 
     def next_with_room(self) -> int:

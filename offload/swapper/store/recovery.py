@@ -129,7 +129,8 @@ def _check_units(folder: Path, record: Record, units: int) -> None:
     if len(record.slots) != units:
         raise StoreError(
             f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this model "
-            f"{units}; choose another run name, or remove the run with `offload rm {folder.parent}`"
+            f'{units}; resume with the "units" and "experts" that the run had, choose another run name, or remove the '
+            f"run with `offload rm {folder.parent}`"
         )
 
 
