@@ -103,8 +103,8 @@ def with_a_frozen_part() -> Any:
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
 def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
-    """A unit of 1.8 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=384))
+    """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
+    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
     weights, moments = trained(job, tmp_path, moments=before)
     assert call(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 0
     engine = start(job, DISK, tmp_path, moments=after, run="other", resume="must")

@@ -344,8 +344,8 @@ def test_a_checkpoint_converts_moments(before: str, after: str, dtype: str, name
 
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32"), ("int8", "int8")])
 def test_units_of_several_chunks_are_loaded(before: str, after: str, tmp_path: Path) -> None:
-    """A unit of 1.8 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=384))
+    """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
+    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
     engine = start(job, DISK, tmp_path / "one", moments=before)
     train_step(engine, job, 0)
     states = engine.optimizer.state_dict()["state"]
