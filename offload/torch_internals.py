@@ -118,6 +118,8 @@ class StorageReference:
     # As `torch.multiprocessing.reductions.StorageWeakRef`, whose calls go through a class in Python.
     _expired: Any = torch.UntypedStorage._expired
     _free: Any = torch.UntypedStorage._free_weak_ref
+    # Torch 2.6 has it in builds for GPUs alone.
+    _users: Any = getattr(torch._C, "_storage_Use_Count", None)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage._weak_ref()
@@ -125,6 +127,10 @@ class StorageReference:
     def expired(self) -> bool:
         """Returns True once the storage is gone."""
         return bool(self._expired(self._storage))
+
+    def users(self) -> int | None:
+        """Returns the number of tensors in the storage, or None if this build of torch does not tell."""
+        return None if self._users is None else int(self._users(self._storage))
 
     def __del__(self) -> None:
         self._free(self._storage)

@@ -126,7 +126,7 @@ MUTANTS = (
     ),
     Mutant(
         "keep views of inference mode as parameters that stay",
-        "offload.engine.params.unit_views",
+        "offload.swapper.memory.viewed_memory",
         "with torch.inference_mode(False):",
         "with torch.enable_grad():",
         "tests/test_units_that_stay.py",
@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "leave a parameter that stays without its memory after `gathered`",
         "offload.engine.params.paged_parameter",
-        "                set_data(parameter, handle._own)",
-        "                set_data(parameter, handle._nan)",
+        "        self._own, self._own_address = weights, weights.data_ptr()\n",
+        "",
         "tests/test_units_that_stay.py",
     ),
     Mutant(
