@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 __all__ = [
     "SHALLOW_COPY_QUERY",
     "StorageReference",
+    "StorageUsers",
     "TorchDispatchMode",
     "are_of_checkpoint",
     "call_after_backward",
@@ -118,8 +119,6 @@ class StorageReference:
     # As `torch.multiprocessing.reductions.StorageWeakRef`, whose calls go through a class in Python.
     _expired: Any = torch.UntypedStorage._expired
     _free: Any = torch.UntypedStorage._free_weak_ref
-    # Torch 2.6 has it in builds for GPUs alone.
-    _users: Any = getattr(torch._C, "_storage_Use_Count", None)
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._storage = storage._weak_ref()
@@ -128,12 +127,28 @@ class StorageReference:
         """Returns True once the storage is gone."""
         return bool(self._expired(self._storage))
 
-    def users(self) -> int | None:
-        """Returns the number of tensors in the storage, or None if this build of torch does not tell."""
-        return None if self._users is None else int(self._users(self._storage))
-
     def __del__(self) -> None:
         self._free(self._storage)
+
+
+class StorageUsers:
+    """A storage that is kept, and the number of its users: tensors, and references to its object of Python."""
+
+    # Torch 2.6 has it in builds for GPUs alone.
+    _tensors: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+    @classmethod
+    def counted(cls) -> bool:
+        """Returns True if this build of torch counts the users of a storage."""
+        return cls._tensors is not None
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage, self._address = storage, storage._cdata
+
+    def count(self) -> int:
+        """Returns a number that is larger by 1 for each further user."""
+        # One object of Python stands for the storage, and counts once however many hold it.
+        return int(self._tensors(self._address)) + sys.getrefcount(self._storage)
 
 
 make_subclass = torch.Tensor._make_subclass

@@ -125,6 +125,27 @@ MUTANTS = (
         "tests/test_units_that_stay.py",
     ),
     Mutant(
+        "reuse device memory that somebody holds a view of",
+        "offload.swapper.memory.viewed_memory",
+        "return self._users.count() != self._own",
+        "return False",
+        "tests/test_autograd.py",
+    ),
+    Mutant(
+        "count tensors in a storage, and not who holds the storage itself",
+        "offload.torch_internals",
+        " + sys.getrefcount(self._storage)",
+        "",
+        "tests/test_viewed_memory.py",
+    ),
+    Mutant(
+        "keep storages over memory that is given back",
+        "offload.swapper.memory.device_arena",
+        "self.blocks, self._views, self._viewed = self.blocks[:-1], {}, {}",
+        "self.blocks, self._views = self.blocks[:-1], {}",
+        "tests/test_viewed_memory.py",
+    ),
+    Mutant(
         "keep views of inference mode as parameters that stay",
         "offload.swapper.memory.viewed_memory",
         "with torch.inference_mode(False):",

@@ -30,16 +30,6 @@ class DirectAdd {
         return nb::none();
     }
 
-    int traverse(visitproc visit, void* arg) const {
-        for (const nb::object* each : {&take_, &other_, &lock_, &reading_}) Py_VISIT(each->ptr());
-        Py_VISIT(squares_.ptr());
-        return 0;
-    }
-    void clear() {
-        for (nb::object* each : {&take_, &other_, &lock_, &reading_}) each->reset();
-        squares_.reset();
-    }
-
   private:
     bool added(nb::handle gradient) const {
         const TriedLock lock(lock_);
@@ -77,14 +67,6 @@ class GradientHook {
         if (!gradient.is_none()) apply(add_, gradient);
         set_attribute(passes_, gradient_seen, nb::handle(Py_True));
         return nb::none();
-    }
-
-    int traverse(visitproc visit, void* arg) const {
-        for (const nb::object* each : {&passes_, &plain_tensors_, &add_}) Py_VISIT(each->ptr());
-        return 0;
-    }
-    void clear() {
-        for (nb::object* each : {&passes_, &plain_tensors_, &add_}) each->reset();
     }
 
   private:

@@ -8,27 +8,7 @@
 #include "parameters.h"
 #include "saved_tensors.h"
 
-namespace {
-
 using namespace offload;
-
-// Lets the collector of garbage see the objects that `T` holds: those of hooks are parts of cycles.
-template <class T>
-struct Collected {
-    static int traverse(PyObject* self, visitproc visit, void* arg) {
-        Py_VISIT(Py_TYPE(self));
-        return nb::inst_ready(self) ? nb::inst_ptr<T>(self)->traverse(visit, arg) : 0;
-    }
-    static int clear(PyObject* self) {
-        nb::inst_ptr<T>(self)->clear();
-        return 0;
-    }
-    static inline PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse)},
-                                         {Py_tp_clear, reinterpret_cast<void*>(clear)},
-                                         {0, nullptr}};
-};
-
-}  // namespace
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // a graph may live until the process ends
@@ -46,11 +26,11 @@ NB_MODULE(_native, m) {
         .def(nb::init<nb::object, nb::object, nb::object, nb::object>(), nb::arg(), nb::arg(),
              nb::arg().none(), nb::arg())
         .def("unpack", &Unpack::unpack);
-    nb::class_<DirectAdd>(m, "DirectAdd", nb::type_slots(Collected<DirectAdd>::slots))
+    nb::class_<DirectAdd>(m, "DirectAdd")
         .def(nb::init<nb::object, nb::object, nb::object, nb::object, nb::list, std::int64_t,
                       std::int64_t>())
         .def("add", &DirectAdd::add);
-    nb::class_<GradientHook>(m, "GradientHook", nb::type_slots(Collected<GradientHook>::slots))
+    nb::class_<GradientHook>(m, "GradientHook")
         .def(nb::init<nb::object, nb::object, nb::object>())
         .def("take", &GradientHook::take);
     m.def("materialize", &materialize);

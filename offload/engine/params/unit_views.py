@@ -1,8 +1,7 @@
 """Views of the device arena: the units whose parameters are materialized, and the device buffers still referenced.
 
-A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's device buffer. The
-storage's reference count tells whether a view is alive. A binding ends when nothing needs it any more **and** its
-storage is gone:
+A *binding* is one use of a unit: one pin of the pager, and a storage laid over the unit's device buffer, whose users
+are counted (`ViewedMemory`). A binding ends when nothing needs it any more **and** nobody uses the storage:
 
     bound        a module of the unit runs (`uses`), or Python code asked for the unit by name (`kept`)
     lingering    the parameters are placeholders again, but a view of the device buffer lives: one that autograd has

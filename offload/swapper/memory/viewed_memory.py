@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.torch_internals import StorageReference, in_second_storage
+from offload.torch_internals import StorageReference, StorageUsers, in_second_storage
 
 
 class Cut(NamedTuple):
@@ -38,29 +38,26 @@ class ViewedMemory:
             """All of the memory, in the dtype of `cut`."""
             self.views = tuple([flat.as_strided(size, stride, start) for size, stride, start in cut.pieces])
             """The tensors of `cut`."""
-        self._storage, self.address = _reference(flat)
-        self._own = self._storage.users()
-        """Number of this object's own tensors in the storage; None if torch does not count them."""
+        storage = flat.untyped_storage()
+        self.address = storage.data_ptr()
+        self._end = StorageReference(storage)
+        self._users = StorageUsers(storage) if StorageUsers.counted() else None
+        del storage  # it would count
+        self._own = 0 if self._users is None else self._users.count()
 
     @property
     def counted(self) -> bool:
-        """True if the memory can be used again: torch tells whether others have tensors in the storage."""
-        return self._own is not None
+        """True if the memory can be used again: torch tells whether others use the storage."""
+        return self._users is not None
 
     @property
     def viewed(self) -> bool:
-        """True while a tensor in the storage exists that is not this object's own."""
-        if self._own is None:
-            return not self._storage.expired()
-        return self._storage.users() != self._own
+        """True while anybody but this object has a tensor in the storage, or the storage itself."""
+        if self._users is None:
+            return not self._end.expired()
+        return self._users.count() != self._own
 
     def let_go(self) -> None:
         """Ends a use. Without a count also this object's own tensors end, so that the storage's end tells of others."""
-        if self._own is None:
+        if self._users is None:
             self.flat, self.views = None, ()
-
-
-def _reference(tensor: torch.Tensor) -> tuple[StorageReference, int]:
-    """Returns a weak reference to the storage of a tensor, and its address. No object of Python for it remains."""
-    storage = tensor.untyped_storage()
-    return StorageReference(storage), storage.data_ptr()
