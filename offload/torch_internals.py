@@ -30,6 +30,7 @@ __all__ = [
     "NO_TORCH_FUNCTION",
     "SHALLOW_COPY_QUERY",
     "StorageReference",
+    "StorageUsers",
     "TorchDispatchMode",
     "are_of_checkpoint",
     "call_after_backward",
@@ -130,6 +131,26 @@ class StorageReference:
 
     def __del__(self) -> None:
         self._free(self._storage)
+
+
+class StorageUsers:
+    """A storage that is kept, and the number of its users: tensors, and references to its object of Python."""
+
+    # Torch 2.6 has it in builds for GPUs alone.
+    _tensors: Any = getattr(torch._C, "_storage_Use_Count", None)
+
+    @classmethod
+    def counted(cls) -> bool:
+        """Returns True if this build of torch counts the users of a storage."""
+        return cls._tensors is not None
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage, self._address = storage, storage._cdata
+
+    def count(self) -> int:
+        """Returns a number that is larger by 1 for each further user."""
+        # One object of Python stands for the storage, and counts once however many hold it.
+        return int(self._tensors(self._address)) + sys.getrefcount(self._storage)
 
 
 make_subclass = torch.Tensor._make_subclass

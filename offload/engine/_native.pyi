@@ -1,28 +1,28 @@
-"""Hooks for saved tensors, and what they leave in a graph. Only `engine.params.saved_tensors` makes the hooks."""
+"""What is called dozens of times in each use of a unit: hooks of autograd, and the switch of a unit's parameters."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 class Plain:
-    @staticmethod
-    def of(tensor: torch.Tensor, /) -> Plain: ...
     @property
     def tensor(self) -> torch.Tensor: ...
     @property
     def version(self) -> int: ...
 
 class Handle:
-    @staticmethod
-    def of(unit: int, updates: int, view: torch.Tensor, /) -> Handle: ...
-    def from_flat(self, flat: torch.Tensor, /) -> torch.Tensor: ...
     @property
     def unit(self) -> int: ...
     @property
     def updates(self) -> int: ...
     @property
     def dtype(self) -> torch.dtype: ...
+
+def plain_of(tensor: torch.Tensor, /) -> Plain: ...
+def handle_of(unit: int, updates: int, view: torch.Tensor, /) -> Handle: ...
+def view_of(handle: Handle, flat: torch.Tensor, /) -> torch.Tensor: ...
 
 class Pack:
     def __init__(
@@ -41,5 +41,40 @@ class Pack:
     def other(self) -> Any: ...
 
 class Unpack:
-    def __init__(self, view: Callable[[Handle], torch.Tensor], other: Callable[[Any], torch.Tensor], /) -> None: ...
+    def __init__(
+        self,
+        view: Callable[[Handle], torch.Tensor],
+        other: Callable[[Any], torch.Tensor],
+        views: Any,
+        under_modes: Callable[[], bool],
+        /,
+    ) -> None: ...
     def unpack(self, packed: Any, /) -> torch.Tensor: ...
+
+class DirectAdd:
+    def __init__(
+        self,
+        take: Callable[[torch.Tensor, bool], float | None],
+        other: Callable[[torch.Tensor], None],
+        lock: AbstractContextManager[Any],
+        reading: Collection[int],
+        squares: list[dict[tuple[int, int], float | torch.Tensor]],
+        unit: int,
+        segment: int,
+        /,
+    ) -> None: ...
+    def add(self, gradient: torch.Tensor, /) -> None: ...
+
+class GradientHook:
+    def __init__(
+        self,
+        passes: Any,
+        plain_tensors: Callable[[], AbstractContextManager[Any]],
+        add: Callable[[torch.Tensor], None],
+        /,
+    ) -> None: ...
+    def take(self, parameter: torch.Tensor, /) -> None: ...
+
+def materialize(handles: list[Any], values: Sequence[torch.Tensor], /) -> None: ...
+def show(handles: list[Any], /) -> None: ...
+def release(handles: list[Any], placeholder: type, set_data: Callable[[Any, torch.Tensor], None], /) -> list[Any]: ...

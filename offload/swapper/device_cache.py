@@ -263,9 +263,8 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole, start = self._arena.view(device_buffer)[: entry.size.stored_nbytes], 0
-        shard = self._shard(entry)
-        if shard.numel() == whole.numel():
+        whole, shard, start = self._arena.view(device_buffer), self._shard(entry), 0
+        if entry.size.shard_nbytes == entry.size.nbytes:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
         for segment in entry.size.shard_ranges:

@@ -179,6 +179,10 @@ class Pager:
         if uploaded is not DONE:
             self._device.wait_event(uploaded)
 
+    def waits(self, unit: int) -> bool:
+        """Returns True if `wait_upload` of a pinned unit may have something to wait for."""
+        return self._entries[unit].uploaded is not DONE
+
     @uninterrupted
     def serve_gather(self, unit: int) -> None:
         """Takes part in a gather of `unit` that another rank needs, with this rank's shard of the unit."""

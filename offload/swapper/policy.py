@@ -119,6 +119,8 @@ def find_room(
         beyond: only units whose next use is more than `beyond` uses away may be evicted; -1 for a use on demand.
     """
     distances = access_order.distances([block.unit for block in evictable])
+    if beyond >= 0 and max(distances, default=-1) <= beyond and not space.could_take(nbytes, ()):
+        return None  # every second prefetch: nothing may go, and nothing is free
     question = _Question(align_up(max(nbytes, 1)), space.holes, tuple(evictable), distances, floor, beyond)
     if space.scatter is None:
         return _best_place(question)

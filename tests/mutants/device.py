@@ -147,20 +147,20 @@ MUTANTS = (
     _reads(
         "the weights of a unit",
         "offload.engine.params.unit_views",
-        "        ParamHandle.materialize(unit.handles, unit.cut(binding))",
+        "        ParamHandle.materialize(unit.handles, binding.memory.views)",
         "binding.flat",
     ),
     _reads(
         "weights that a backward needs",
         "offload.engine.params.unit_views",
-        "            return saved.from_flat(flat if saved.dtype is self._dtype else flat.view(saved.dtype))",
+        "            return view_of(saved, flat if saved.dtype is self._dtype else flat.view(saved.dtype))",
         "binding.flat",
     ),
     _reads(
         "a parameter",
         "offload.engine.params.paged_parameter",
-        "            handle._version, handle._address = parameter._version, parameter.data_ptr()",
-        "memory",
+        "        _native.materialize(handles, values)",
+        "values[0]",
     ),
     _reads(
         "a gradient that leaves",

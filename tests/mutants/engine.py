@@ -125,8 +125,29 @@ MUTANTS = (
         "tests/test_units_that_stay.py",
     ),
     Mutant(
+        "reuse device memory that somebody holds a view of",
+        "offload.swapper.memory.viewed_memory",
+        "return self._users.count() != self._own",
+        "return False",
+        "tests/test_autograd.py",
+    ),
+    Mutant(
+        "count tensors in a storage, and not who holds the storage itself",
+        "offload.torch_internals",
+        " + sys.getrefcount(self._storage)",
+        "",
+        "tests/test_viewed_memory.py",
+    ),
+    Mutant(
+        "keep storages over memory that is given back",
+        "offload.swapper.memory.device_arena",
+        "self.blocks, self._views, self._viewed = self.blocks[:-1], {}, {}",
+        "self.blocks, self._views = self.blocks[:-1], {}",
+        "tests/test_viewed_memory.py",
+    ),
+    Mutant(
         "keep views of inference mode as parameters that stay",
-        "offload.engine.params.unit_views",
+        "offload.swapper.memory.viewed_memory",
         "with torch.inference_mode(False):",
         "with torch.enable_grad():",
         "tests/test_units_that_stay.py",
@@ -134,8 +155,8 @@ MUTANTS = (
     Mutant(
         "leave a parameter that stays without its memory after `gathered`",
         "offload.engine.params.paged_parameter",
-        "                set_data(parameter, handle._own)",
-        "                set_data(parameter, handle._nan)",
+        "        self._own, self._own_address = weights, weights.data_ptr()\n",
+        "",
         "tests/test_units_that_stay.py",
     ),
     Mutant(

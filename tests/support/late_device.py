@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 
 from offload import torch_internals
 from offload.engine.gradients import accumulator
-from offload.engine.params import unit_views
 from offload.engine.setup import initialize
 from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import Device, DeviceRoom, Event
@@ -329,5 +328,5 @@ def _let_kernels_in(monkeypatch: pytest.MonkeyPatch, device: LateDevice) -> None
             yield
 
     monkeypatch.setattr(accumulator, "squares_of", squares_of_device)
-    for module in (torch_internals, unit_views, device_arena):
+    for module in (torch_internals, device_arena):
         monkeypatch.setattr(module, "without_modes", without_other_modes)

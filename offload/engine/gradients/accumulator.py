@@ -83,8 +83,7 @@ class GradientAccumulator:
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
-        elsewhere = {unit for unit in range(len(parts)) if not self.is_on_host(unit)}
-        memory = buffers_for(parts, arena, dtype, elsewhere)
+        memory = buffers_for(parts, arena, dtype, {unit for unit in range(len(parts)) if not self.is_on_host(unit)})
         self._host = HostGradients(memory, self.spill, layouts, parts, self.downloads is None)
 
     def add_up_in(self, memory: Mapping[int, torch.Tensor]) -> None:
@@ -103,10 +102,11 @@ class GradientAccumulator:
         """Returns `add` for one parameter; for a small one in host memory a shorter way with the same result."""
         if self._recorded:
             return functools.partial(self.add, unit, segment)
-        add = functools.partial(self._add, unit, segment)
-        direct = self._host.adder(unit, segment, add, self._lock, self._reading, self._squares)
-        return direct if self.completion is None else self.completion.told(direct, unit, segment)
+        prepare = functools.partial(self._add, unit, segment)
+        add = self._host.adder(unit, segment, prepare, self._lock, self._reading, self._squares)
+        return add if self.completion is None else self.completion.told(add, unit, segment)
 
+    @uninterrupted
     def add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores the first gradient of a parameter in a step, or adds a further one. Runs on an autograd thread."""
         if not self._recorded:
@@ -121,6 +121,7 @@ class GradientAccumulator:
         if self.completion is not None:
             self.completion.arrived(unit, segment)
 
+    @uninterrupted
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
         """Stores or adds a gradient of this process; on several ranks overridden to collect a unit first."""
         if self._layouts[unit].segments[segment].numel:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from offload.engine.callbacks import EngineCallbacks
+from offload.interrupts import uninterrupted
 
 
 class UnitCompletion:
@@ -54,6 +55,7 @@ class UnitCompletion:
     def told(self, add: Callable[[torch.Tensor], None], unit: int, segment: int) -> Callable[[torch.Tensor], None]:
         """Returns `add`, after which a gradient has `arrived`."""
 
+        @uninterrupted
         def add_and_tell(gradient: torch.Tensor) -> None:
             add(gradient)
             self.arrived(unit, segment)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from offload.engine._native import DirectAdd
 from offload.engine.gradients.disk_spill import DiskSpill
 from offload.kernels.sums import Sum
 from offload.layout.flat_layout import UnitLayout
@@ -66,7 +67,7 @@ class HostGradients:
         add: Callable[[torch.Tensor], None],
         lock: AbstractContextManager[Any],
         reading: Collection[int],
-        squares: Sequence[dict[tuple[int, int], float | torch.Tensor]],
+        squares: list[dict[tuple[int, int], float | torch.Tensor]],
     ) -> Callable[[torch.Tensor], None]:
         """Returns a function that stores or adds a gradient of one parameter as autograd has made it.
 
@@ -78,22 +79,8 @@ class HostGradients:
             reading: units whose gradients an update reads.
             squares: sums of squares of each unit, which say what was stored, and receive those of new values.
         """
-        whole, key = self._whole.get((unit, segment)), (segment, 0)
-        if whole is None:
-            return add
-        take = whole.take
-
-        def add_as_it_is(gradient: torch.Tensor) -> None:
-            with lock:
-                if unit not in reading:
-                    known = squares[unit]
-                    value = take(gradient, key in known)
-                    if value is not None:
-                        known[key] = value
-                        return
-            add(gradient)
-
-        return add_as_it_is
+        whole = self._whole.get((unit, segment))
+        return add if whole is None else DirectAdd(whole.take, add, lock, reading, squares, unit, segment).add
 
     def spills(self, unit: int) -> bool:
         """Returns True if the gradient of `unit` waits on DISK."""

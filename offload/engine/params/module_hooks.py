@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine._native import GradientHook
 from offload.engine.activations.unit_checkpoints import UnitCheckpoints
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.gradients.accumulator import GradientAccumulator
@@ -362,20 +363,18 @@ class ModuleHooks:
 
     def _gradient_hook(self, handle: ParamHandle) -> Callable[[torch.Tensor], None]:
         """Returns the hook that moves `.grad` of a parameter into the engine's gradients, on an autograd thread."""
-        add, passes = self._gradients.adder(handle.unit, handle.position), self.passes
-        recorded = None if self._timeline is OFF else self._timeline
+        add = self._gradients.adder(handle.unit, handle.position)
+        if self._timeline is not OFF:
+            add = _recorded(self._timeline, add)
+        return GradientHook(self.passes, plain_tensors, add).take
 
-        @uninterrupted
-        def hook(parameter: torch.Tensor) -> None:
-            if not passes.in_backward:
-                passes.begin_backward()
-            # Taken from the parameter at once: a gradient left in `.grad` would occupy device memory until the step.
-            with plain_tensors():
-                gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                if recorded is not None:
-                    recorded.add_gradient(gradient.numel() * gradient.element_size())
-                add(gradient)
-            passes.gradient_seen = True
 
-        return hook
+def _recorded(timeline: Timeline, add: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Returns `add`, which also records the bytes of each gradient."""
+
+    @uninterrupted
+    def record_and_add(gradient: torch.Tensor) -> None:
+        timeline.add_gradient(gradient.numel() * gradient.element_size())  # a sparse one lacks `nbytes`
+        add(gradient)
+
+    return record_and_add

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from offload.engine import _native
 from offload.engine._native import Handle, Pack, Plain, Unpack
 from offload.engine.activations.kept_input import InputView
 from offload.engine.activations.kept_inputs import KeptInputs
@@ -39,6 +40,7 @@ from offload.torch_internals import (
     top_saved_tensor_hooks,
     tree_leaves,
     tree_map,
+    under_modes,
 )
 
 
@@ -96,7 +98,7 @@ class _Pack:
             return self._wrapped(tensor)
         # Weights never reach the outer hooks: `save_on_cpu` would copy them to the host.
         if self.outer is None:
-            return Plain.of(tensor)
+            return _native.plain_of(tensor)
         pack, unpack = self.outer
         return _Packed(pack(tensor), unpack)
 
@@ -150,8 +152,12 @@ class SavedTensors:
         outer = top_saved_tensor_hooks()
         try:
             pack = _Pack(self, outer).native(self._pager.arena.addresses())
-            view = self._unit_views.view if self._compute is NO_SPANS else self._view
-            push_saved_tensor_hooks(pack, Unpack(view, self.unpack).unpack)
+            views = self._unit_views
+            if self._compute is NO_SPANS:
+                unpack = Unpack(views.view, self.unpack, views, under_modes)
+            else:
+                unpack = Unpack(self._view, self.unpack, None, under_modes)
+            push_saved_tensor_hooks(pack, unpack.unpack)
         except RuntimeError as error:
             raise UsageError(
                 f"the model cannot run here, since its graph would have to hold its weights: {error} Use "
@@ -190,7 +196,7 @@ class SavedTensors:
         address = storage_address(tensor)
         binding = self._unit_views.binding_at(address)
         if binding is not None:
-            return Handle.of(binding.unit, self._pager.updates(binding.unit), tensor)
+            return _native.handle_of(binding.unit, self._pager.updates(binding.unit), tensor)
         # Compiled code calls no `__torch_function__`, so it can reach a placeholder's own memory, which is NaN.
         used = self.placeholders.get(address)
         if used is not None:

@@ -1,8 +1,7 @@
 """Views of the device arena: the units whose parameters are materialized, and the device buffers still referenced.
 
-A *binding* is one use of a unit: one pin of the pager, and one storage laid over the unit's device buffer. The
-storage's reference count tells whether a view is alive. A binding ends when nothing needs it any more **and** its
-storage is gone:
+A *binding* is one use of a unit: one pin of the pager, and a storage laid over the unit's device buffer, whose users
+are counted (`ViewedMemory`). A binding ends when nothing needs it any more **and** nobody uses the storage:
 
     bound        a module of the unit runs (`uses`), or Python code asked for the unit by name (`kept`)
     lingering    the parameters are placeholders again, but a view of the device buffer lives: one that autograd has
@@ -29,60 +28,65 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.autograd.graph import increment_version
 
-from offload.engine._native import Handle
+from offload.engine._native import Handle, view_of
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
+from offload.swapper.memory.viewed_memory import Cut, ViewedMemory
 from offload.swapper.pager import Pager
-from offload.torch_internals import StorageReference, in_second_storage, outside_of_modes, under_modes, without_modes
+from offload.torch_internals import outside_of_modes
 
 
 class Binding:
     """One pin of a unit, and the storage over the unit's device buffer."""
 
-    def __init__(self, unit: int, memory: torch.Tensor, dtype: torch.dtype, updates: int | None) -> None:
-        """Lays a new storage over the unit's device buffer.
+    __slots__ = ("flat", "memory", "unit", "updates", "waits")
+
+    def __init__(self, unit: int, memory: ViewedMemory, updates: int | None, waits: bool) -> None:
+        """Begins a use of the memory.
 
         Args:
             unit: the unit.
-            memory: (nbytes,) uint8, its device buffer.
-            dtype: dtype of the weights.
+            memory: its device buffer, in a storage of its own.
             updates: how often the weights have changed; None for a unit that stays, whose weights change in place.
+            waits: True if streams must wait for the upload of the unit.
         """
-        self.unit, self.updates = unit, updates
-        # DLPack gives the memory a second storage, which dies with its last view; the arena's own storage never dies.
-        self.flat: torch.Tensor | None = in_second_storage(memory).view(dtype)
-        storage = self.flat.untyped_storage()
-        self.address = storage.data_ptr()
-        self._storage = StorageReference(storage)
+        self.unit, self.memory, self.updates, self.waits = unit, memory, updates, waits
+        self.flat = memory.flat
+        """All weights of the unit in a row; None once this object needs them no more."""
+
+    def let_go(self) -> None:
+        """Ends this object's own need of the weights: from now on views alone keep the binding alive."""
+        self.flat = None
+        self.memory.let_go()
 
     @property
     def alive(self) -> bool:
         """True while a view of the storage exists."""
-        return self.flat is not None or not self._storage.expired()
+        return self.flat is not None or self.memory.viewed
 
 
 class _Unit:
     """State of one unit: its parameters, and the reasons for which they are materialized."""
 
-    def __init__(self, layout: UnitLayout, handles: Sequence[ParamHandle], stays: bool) -> None:
-        rows = zip(layout.segments, layout.device_starts, handles, strict=True)
-        # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
-        paged = [(segment.shape, start, handle) for segment, start, handle in rows if not segment.inner]
-        self.layout, self.handles, self.stays = layout, [handle for _, _, handle in paged], stays
-        self.frozen = [handle for handle in self.handles if not handle.trainable]
-        self._views = [(shape, torch.empty(shape, device="meta").stride(), start) for shape, start, _ in paged]
-        """Shape, stride and offset (in elements) of each parameter in the unit."""
+    def __init__(self, cut: Cut, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
+        self.cut, self.name, self.handles, self.stays = cut, name or "the root", list(handles), stays
+        self.frozen = [handle for handle in handles if not handle.trainable]
         self.uses = 0
         self.kept = False
         self.binding: Binding | None = None
 
-    def cut(self, binding: Binding) -> list[torch.Tensor]:
-        """Returns a view of each parameter."""
-        flat = binding.flat
-        assert flat is not None
-        return [flat.as_strided(size, stride, start) for size, stride, start in self._views]
+
+def _cut(layout: UnitLayout, dtype: torch.dtype) -> Cut:
+    """Returns the place of each parameter in a unit's device buffer."""
+    # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
+    pieces = [
+        (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
+        for segment, start in zip(layout.segments, layout.device_starts, strict=True)
+        if not segment.inner
+    ]
+    return Cut(dtype=dtype, pieces=tuple(pieces))
 
 
 class UnitViews:
@@ -101,11 +105,14 @@ class UnitViews:
         """
         self._pager, self._dtype = pager, dtype
         # Forward hooks and autograd's threads bind and release units at the same time.
-        self._lock = threading.RLock()
-        self._units = [
-            _Unit(layout, mine, pager.stays(index))
-            for index, (layout, mine) in enumerate(zip(layouts, handles, strict=True))
-        ]
+        self.lock = threading.RLock()
+        """Guards everything here."""
+        cuts: dict[Cut, Cut] = {}  # equal ones are one object: blocks of a model share their places on the device
+        self._units = []
+        for index, (layout, every) in enumerate(zip(layouts, handles, strict=True)):
+            mine = [handle for segment, handle in zip(layout.segments, every, strict=True) if not segment.inner]
+            cut = _cut(layout, dtype)
+            self._units.append(_Unit(cuts.setdefault(cut, cut), layout.name, mine, pager.stays(index)))
         self.shown: set[int] = set()
         """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
         self.outdated = 0
@@ -114,8 +121,8 @@ class UnitViews:
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
         """The newest binding at each address, some of them without a live view. Others only read it."""
-        self._recent: Binding | None = None
-        """The binding of the last view of a backward, which needs several views of a unit, one after the other."""
+        self.recent: Binding | None = None
+        """The binding of the last view of a backward, which needs several of a unit in a row. Read under the lock."""
         for unit in self._units:
             ParamHandle.release(unit.handles)
 
@@ -124,7 +131,7 @@ class UnitViews:
     def use(self, index: int) -> None:
         """Materializes the parameters of a unit. Each call needs one `release_unit`; the last one ends it."""
         unit = self._units[index]
-        with self._lock:
+        with self.lock:
             if unit.stays:
                 self._show(index)
                 return
@@ -136,7 +143,7 @@ class UnitViews:
     def release_unit(self, index: int) -> None:
         """Ends one use of a unit; see `use`."""
         unit = self._units[index]
-        with self._lock:
+        with self.lock:
             if unit.uses == 0:
                 return  # reset() has ended this use already
             unit.uses -= 1
@@ -147,7 +154,7 @@ class UnitViews:
     def keep(self, index: int) -> None:
         """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
         unit = self._units[index]
-        with self._lock:
+        with self.lock:
             if unit.stays:
                 self._show(index)
                 return
@@ -158,7 +165,7 @@ class UnitViews:
     @uninterrupted
     def end_kept(self) -> None:
         """Releases the units of `keep`, units that stay, and the unit that a backward viewed last."""
-        with self._lock:
+        with self.lock:
             self._let_go_of_recent()
             self._hide()
             for unit in self._units:
@@ -181,11 +188,8 @@ class UnitViews:
         if self._pager.updates(saved.unit) != saved.updates:
             raise UsageError(
                 f"backward through a graph made before step(): the weights of "
-                f"{self._units[saved.unit].layout.name or 'the root'} have changed since"
+                f"{self._units[saved.unit].name} have changed since"
             )
-        if under_modes():
-            with without_modes():
-                return self._view(saved)
         return self._view(saved)
 
     def binding_at(self, address: int) -> Binding | None:
@@ -196,14 +200,14 @@ class UnitViews:
     @uninterrupted
     def settle(self) -> None:
         """Checks that weights may change: raises `UsageError` if a view of any weights is alive."""
-        with self._lock:
+        with self.lock:
             self.check_not_gathered("changed")
             self._sweep()
             if self._live:
                 gc.collect()  # a dead cycle, such as an exception's frames, may hold a view
                 self._sweep()
             if self._live:
-                names = ", ".join(sorted({self._units[each.unit].layout.name or "the root" for each in self._live}))
+                names = ", ".join(sorted({self._units[each.unit].name for each in self._live}))
                 raise UsageError(
                     f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
                     "autograd.Function (use save_for_backward), in a list, in the frames of an exception "
@@ -229,10 +233,10 @@ class UnitViews:
     def vacate(self) -> None:
         """Takes the weights away from parameters of units that stay, at the end of the engine."""
         self.outdate(range(len(self._units)))
-        with self._lock:
+        with self.lock:
             for unit in self._units:
                 if unit.stays and unit.binding is not None:
-                    del self.bindings[unit.binding.address]
+                    del self.bindings[unit.binding.memory.address]
                     unit.binding = None
                     for handle in unit.handles:
                         handle.move_out()
@@ -240,7 +244,7 @@ class UnitViews:
     @uninterrupted
     def reset(self) -> None:
         """Releases all parameters and pins that an aborted forward or backward left behind."""
-        with self._lock:
+        with self.lock:
             self._hide()
             for unit in self._units:
                 if not unit.stays and (unit.binding is not None or unit.uses or unit.kept):
@@ -250,25 +254,26 @@ class UnitViews:
             # A view that the user still holds keeps its pin: see [Note: lingering].
             self._sweep()
 
+    @outside_of_modes
     def _view(self, saved: Handle) -> torch.Tensor:
         """Returns the view of `view`."""
         index = saved.unit
         unit = self._units[index]
-        with self._lock:
+        with self.lock:
             binding = unit.binding
             # A backward unpacks several views of one unit in a row: they share one pin.
-            if binding is None and self._recent is not None and self._recent.unit == index:
-                binding = self._recent
+            if binding is None and self.recent is not None and self.recent.unit == index:
+                binding = self.recent
             if binding is None:
                 self._let_go_of_recent()
-                binding = self._recent = self._take(index)
+                binding = self.recent = self._take(index)
             elif unit.stays:
                 self._pager.use_in_place(index)
             else:
                 self._pager.wait_upload(index)  # the unit may have been fetched for another stream
             flat = binding.flat
             assert flat is not None
-            return saved.from_flat(flat if saved.dtype is self._dtype else flat.view(saved.dtype))
+            return view_of(saved, flat if saved.dtype is self._dtype else flat.view(saved.dtype))
 
     # -- under the lock -----------------------------------------------------------------------------
 
@@ -281,7 +286,7 @@ class UnitViews:
         _check_not_gathered(unit)
         binding = self._take(index)
         unit.binding = binding
-        ParamHandle.materialize(unit.handles, unit.cut(binding))
+        ParamHandle.materialize(unit.handles, binding.memory.views)
 
     def _show(self, index: int) -> None:
         """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""
@@ -292,13 +297,11 @@ class UnitViews:
         self._pager.use_in_place(index)
         self.shown.add(index)
         if unit.binding is None:
-            with torch.inference_mode(False):  # otherwise a later forward could not train with these views
-                memory = self._pager.acquire(index, ahead=False)
-                binding = unit.binding = Binding(index, memory, self._dtype, None)
-                self._pager.release(index)  # the memory is the unit's as long as the engine lives
-                self.bindings[binding.address] = binding
-                for weights, handle in zip(unit.cut(binding), unit.handles, strict=True):
-                    handle.settle_in(weights)
+            memory = self._pager.arena.viewed(self._pager.acquire(index, ahead=False), unit.cut)
+            self._pager.release(index)  # the memory is the unit's as long as the engine lives
+            unit.binding = self.bindings[memory.address] = Binding(index, memory, None, True)
+            for weights, handle in zip(memory.views, unit.handles, strict=True):
+                handle.settle_in(weights)
         ParamHandle.show(unit.handles)
 
     def _hide(self) -> None:
@@ -321,20 +324,21 @@ class UnitViews:
             except BudgetError:
                 if not self._give_way():
                     raise
-        binding = Binding(index, memory, self._dtype, self._pager.updates(index))
+        pager = self._pager
+        viewed = pager.arena.viewed(memory, self._units[index].cut)
+        binding = self.bindings[viewed.address] = Binding(index, viewed, pager.updates(index), pager.waits(index))
         self._live.append(binding)
-        self.bindings[binding.address] = binding
         return binding
 
     def _let_go_of_recent(self) -> None:
         """Drops this object's reference to the storage of the last view of a backward."""
-        if self._recent is not None:
-            self._recent.flat = None
-            self._recent = None
+        if self.recent is not None:
+            self.recent.let_go()
+            self.recent = None
 
     def _give_way(self) -> bool:
         """Releases the last view of a backward, else one unit that is only kept; returns False if there is none."""
-        if self._recent is not None:
+        if self.recent is not None:
             self._let_go_of_recent()
             self._sweep()
             return True
@@ -361,7 +365,7 @@ class UnitViews:
         """
         changed = ParamHandle.release(unit.handles)
         if unit.binding is not None:
-            unit.binding.flat = None
+            unit.binding.let_go()
             unit.binding = None
         self._refuse(changed, [handle for handle in unit.frozen if handle.thawed])
 
@@ -383,8 +387,9 @@ class UnitViews:
     def _sweep(self) -> None:
         """Returns the pins of bindings without a live view."""
         for binding in [binding for binding in self._live if not binding.alive]:
-            if self.bindings.get(binding.address) is binding:
-                del self.bindings[binding.address]
+            address = binding.memory.address
+            if self.bindings.get(address) is binding:
+                del self.bindings[address]
             self._live.remove(binding)
             self._pager.release(binding.unit)
 

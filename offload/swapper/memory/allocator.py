@@ -106,7 +106,10 @@ class Allocator:
     def could_take(self, nbytes: int, given: Iterable[tuple[int, int]]) -> bool:
         """Returns True if `take` would succeed once the blocks in `given`, (offset, nbytes) each, were freed."""
         nbytes = align_up(max(nbytes, 1))
-        return any(stop - start >= nbytes for start, stop in free_regions(self._holes, given))
+        # Most questions are about the holes as they are, which need no sort.
+        return any(
+            stop - start >= nbytes for start, stop in (free_regions(self._holes, given) if given else self._holes)
+        )
 
     def give(self, offset: int, nbytes: int) -> None:
         """Frees the block at `offset` that `take` or `take_at` has allocated with the same `nbytes`."""

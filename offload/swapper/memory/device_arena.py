@@ -11,6 +11,7 @@ from offload.errors import BudgetError
 from offload.sizes import format_size
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device, Event
+from offload.swapper.memory.viewed_memory import Cut, ViewedMemory
 from offload.torch_internals import without_modes
 
 _VIEWS = 4096
@@ -43,6 +44,8 @@ class DeviceArena:
         """Start offset and memory, (nbytes,) uint8, of each allocation, in ascending order of offset."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
         """Views of the memory, by offset and size."""
+        self._viewed: dict[tuple[int, int], ViewedMemory] = {}
+        """Storages over those views, by the identities of view and division, which they keep alive."""
         self._readers = [(0, nbytes, self._earlier_compute())]
         """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
 
@@ -88,7 +91,7 @@ class DeviceArena:
         inside = [event for first, _, event in self._readers if first >= start]
         self._readers = [reader for reader in self._readers if reader[0] < start]
         # New objects, because the update worker may be reading the old ones in `view`, without the pager's lock.
-        self.blocks, self._views = self.blocks[:-1], {}
+        self.blocks, self._views, self._viewed = self.blocks[:-1], {}, {}
         self.nbytes -= nbytes
         for event in inside:
             event.wait()
@@ -165,6 +168,22 @@ class DeviceArena:
             if len(views) >= _VIEWS:
                 views.clear()
             views[offset, nbytes] = found
+        return found
+
+    def viewed(self, memory: torch.Tensor, cut: Cut) -> ViewedMemory:
+        """Returns a buffer's memory, a result of `view`, in a storage of its own. One thread at a time may call it.
+
+        Where torch counts the tensors in a storage, it is the storage of the last use of that memory.
+        """
+        # A unit returns to few places, and for one of nine parameters torch takes 30 µs to make storage and views.
+        key, kept = (id(memory), id(cut)), self._viewed
+        found = kept.get(key)
+        if found is None:
+            found = ViewedMemory(memory, cut)
+            if found.counted:
+                if len(kept) >= _VIEWS:
+                    kept.clear()
+                kept[key] = found
         return found
 
 

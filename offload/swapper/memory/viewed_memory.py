@@ -1,0 +1,63 @@
+"""A storage of its own over device memory, which tells whether a view of it is alive, and views that are used again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from offload.torch_internals import StorageReference, StorageUsers, in_second_storage
+
+
+class Cut(NamedTuple):
+    """A division of memory into tensors."""
+
+    dtype: torch.dtype
+    pieces: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    """Shape, stride and offset (in elements) of each tensor."""
+
+
+class ViewedMemory:
+    """Device memory as tensors, in a storage that nobody else has.
+
+    The arena's own storage never dies, so it cannot tell whether a unit's weights are still in use. This one counts
+    the tensors in it: those of this object, and those that others have made of them.
+    """
+
+    def __init__(self, memory: torch.Tensor, cut: Cut) -> None:
+        """Lays a storage over the memory.
+
+        Args:
+            memory: (nbytes,) uint8, kept alive by each view.
+            cut: how to divide the memory.
+        """
+        self.memory, self.cut = memory, cut
+        with torch.inference_mode(False):  # a later forward could not train with tensors of that mode
+            flat = in_second_storage(memory).view(cut.dtype)
+            self.flat: torch.Tensor | None = flat
+            """All of the memory, in the dtype of `cut`."""
+            self.views = tuple([flat.as_strided(size, stride, start) for size, stride, start in cut.pieces])
+            """The tensors of `cut`."""
+        storage = flat.untyped_storage()
+        self.address = storage.data_ptr()
+        self._end = StorageReference(storage)
+        self._users = StorageUsers(storage) if StorageUsers.counted() else None
+        del storage  # it would count
+        self._own = 0 if self._users is None else self._users.count()
+
+    @property
+    def counted(self) -> bool:
+        """True if the memory can be used again: torch tells whether others use the storage."""
+        return self._users is not None
+
+    @property
+    def viewed(self) -> bool:
+        """True while anybody but this object has a tensor in the storage, or the storage itself."""
+        if self._users is None:
+            return not self._end.expired()
+        return self._users.count() != self._own
+
+    def let_go(self) -> None:
+        """Ends a use. Without a count also this object's own tensors end, so that the storage's end tells of others."""
+        if self._users is None:
+            self.flat, self.views = None, ()
