@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload.engine._native import Handle
+from offload.engine._native import handle_of
 from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.module_hooks import ModuleHooks
@@ -172,7 +172,7 @@ class WeightEdits:
     def read_view(self, unit: int, geometry: torch.Tensor) -> torch.Tensor:
         """Returns elements of a unit: a view while a forward or a backward runs, else a copy; see `ParamOwner`."""
         if self._hooks.runs_now():
-            return self._unit_views.view(Handle.of(unit, self._pager.updates(unit), geometry))
+            return self._unit_views.view(handle_of(unit, self._pager.updates(unit), geometry))
         self._callbacks.enter_weights()
         copies: list[torch.Tensor] = []
 
