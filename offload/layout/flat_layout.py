@@ -33,7 +33,7 @@ A misaligned fp32 `F.linear` was seen to change bits.
 """
 
 _PARTITION_ALIGNMENT = 2048
-"""Alignment of partitions in elements: 4096 bytes of the smallest state.
+"""Alignment of partitions in elements: 4096 bytes of the smallest state, of 2 bytes an element; see `laid_out_for`.
 
 Every state of every partition therefore takes full pages.
 """
@@ -145,7 +145,7 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
     """Returns the layouts as a mode needs them.
 
     A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
-    at a multiple of a block.
+    at a multiple of a block. Its codes take a byte, so partitions are multiples of 4096 elements.
 
     Args:
         layouts: the layout of each unit.
@@ -158,24 +158,24 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
 def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
     """Does what `laid_out_for` does, with layouts of any mode."""
     alignment = MOMENT_BLOCK if mode.in_blocks else _ALIGNMENT
+    step = world_size * (PAGE if mode.in_blocks else _PARTITION_ALIGNMENT)
     return tuple(
         layout._replace(segments=segments, numel=numel, trainable_stop=trainable_stop)
         for layout in layouts
-        for segments, numel, trainable_stop in [_placed(layout.segments, world_size, alignment)]
+        for segments, numel, trainable_stop in [_placed(layout.segments, step, alignment)]
     )
 
 
 def _placed(
-    segments: Sequence[Segment], world_size: int, alignment: int = _ALIGNMENT
+    segments: Sequence[Segment], step: int, alignment: int = _ALIGNMENT
 ) -> tuple[tuple[Segment, ...], int, int]:
     """Places segments one after the other, and returns them with the ends of the unit and of what trains.
 
     Args:
         segments: those that train first, then the others; their `start` is of no use.
-        world_size: number of ranks among which each region is divided.
+        step: elements of which each region is a multiple.
         alignment: elements of which the start of what trains is a multiple.
     """
-    step = _PARTITION_ALIGNMENT * world_size
     end = trainable_stop = 0
     found: list[Segment] = []
     for trainable in (True, False):
@@ -216,7 +216,7 @@ def lay_out(
                 form, numel = stored[parameter_name] if blocks else Stored("", parameter.numel())
                 shape = tuple(parameter.shape)
                 segments.append(Segment(parameter_name, shape, 0, numel, trainable, form=form))
-    return UnitLayout(name, *_placed(segments, world_size))
+    return UnitLayout(name, *_placed(segments, _PARTITION_ALIGNMENT * world_size))
 
 
 def with_kept(layout: UnitLayout, kept: Mapping[str, tuple[StateField, ...]]) -> UnitLayout:
