@@ -18,9 +18,10 @@ from offload.aio import crc32c as their_crc32c
 from offload.states import State
 from offload.swapper.store import drives as drives_module
 from tests.support import models, rank_pool
-from tests.support.oracle import train_step, weights_of
+from tests.support.oracle import start, train_step, weights_of
 
 STATES = ("weight", "residual", "exp_avg", "exp_avg_sq")
+NUMBERED = (*STATES, "master", "sum", "momentum_buffer", "packed", "moment_scales")
 ITEMSIZE = {"bf16": (2, 2, 4, 4), "fp32": (4, 0, 4, 4)}
 
 
@@ -103,10 +104,10 @@ class Rank:
         if extents is None:
             return None
         data = b"".join(self.states(*extent) for extent in extents[self.slots[unit]])
-        sums = [row for row in self.blob["store.sums"].tolist() if row[:2] == [unit, STATES.index(state)]]
+        sums = [row for row in self.blob["store.sums"].tolist() if row[:2] == [unit, NUMBERED.index(state)]]
         position = 0
-        for _, _, start, nbytes, crc in sums:
-            assert start == position and crc32c(data[start : start + nbytes]) == crc
+        for _, _, first, nbytes, crc in sums:
+            assert first == position and crc32c(data[first : first + nbytes]) == crc
             position += nbytes
         assert position == len(data)
         return data
@@ -178,6 +179,35 @@ class Reader:
 
 def test_the_checksum_is_that_of_the_rfc() -> None:
     assert crc32c(b"123456789") == 0xE3069283 == their_crc32c(b"123456789")
+
+
+def test_moments_in_8_bits_are_codes_and_scales_of_blocks(tmp_path: Path) -> None:
+    job = models.GPT2._replace(dtype="bf16")
+    engine = start(job, ("nvme", "nvme"), tmp_path, moments="int8")
+    train_step(engine, job, 0)
+    train_step(engine, job, 1)
+    expected = {
+        (name, key): offload.safe_get_full_optimizer_state(parameter, key)
+        for name, parameter in engine.module.named_parameters()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+    engine.destroy()
+    reader = Reader(tmp_path / "default")
+    (rank,) = reader.ranks
+    assert reader.layout["mode"] == "bf16 int8-moments"
+    for unit, entry in enumerate(reader.layout["units"]):
+        scales = np.frombuffer(rank.extent(unit, "moment_scales") or b"", "<f4").reshape(-1, 2)
+        assert entry["trainable"] % 4096 == 0 and not scales[entry["trainable"] // 256 :].any()
+        for number, (key, kind) in enumerate((("exp_avg", "<i1"), ("exp_avg_sq", "<u1"))):
+            codes = np.frombuffer(rank.extent(unit, key) or b"", kind).astype(np.float32)
+            values = codes * np.repeat(scales[:, number], 256)[: len(codes)]
+            values = values * values if key == "exp_avg_sq" else values
+            for each in entry["parameters"]:
+                assert each["start"] % 256 == 0
+                found = values[each["start"] : each["start"] + int(np.prod(each["shape"]))]
+                moment = expected.pop((each["name"], key))
+                assert moment is not None and moment.cpu().numpy().tobytes() == found.tobytes()
+    assert not expected
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:

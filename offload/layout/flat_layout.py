@@ -37,7 +37,7 @@ A misaligned fp32 `F.linear` was seen to change bits.
 """
 
 _PARTITION_ALIGNMENT = 2048
-"""Alignment of partitions in elements: 4096 bytes of the smallest state.
+"""Alignment of partitions in elements: 4096 bytes of the smallest state, of 2 bytes an element; see `laid_out_for`.
 
 Every state of every partition therefore takes full pages.
 """
@@ -183,7 +183,7 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
     """Returns the layouts as a mode needs them.
 
     A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
-    at a multiple of a block.
+    at a multiple of a block. Its codes take a byte, so partitions are multiples of 4096 elements.
 
     Args:
         layouts: the layout of each unit.
@@ -195,13 +195,12 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
 
 def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
     """Does what `laid_out_for` does, with layouts of any mode."""
-    alignment = MOMENT_BLOCK if mode.in_blocks else _ALIGNMENT
 
     def placed(layout: UnitLayout) -> UnitLayout:
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, alignment)
+        return arrange(layout.name, layout.segments, world_size, matrices, mode.in_blocks)
 
     return tuple(placed(layout) for layout in layouts)
 
@@ -248,13 +247,14 @@ def arrange(
     segments: Sequence[Segment],
     world_size: int,
     matrices: Collection[str] | None = None,
-    alignment: int = _ALIGNMENT,
+    in_blocks: bool = False,
 ) -> UnitLayout:
     """Returns the layout of parameters of which all but the positions is known.
 
-    `alignment` is that of a trainable parameter that is no matrix, in elements; for other arguments see `lay_out`.
+    `in_blocks` is True for moments in 8 bits: parameters that train begin with a block, and codes of a byte fill pages.
+    For the other arguments see `lay_out`.
     """
-    step = _PARTITION_ALIGNMENT * world_size
+    step = world_size * (PAGE if in_blocks else _PARTITION_ALIGNMENT)
     end = 0
 
     def place(chosen: Iterable[Segment], alignment: int = _ALIGNMENT) -> list[Segment]:
@@ -267,7 +267,8 @@ def arrange(
 
     # Parameters keep the model's order among those that train, matrices, those that are frozen, and blocks.
     mine = [segment for segment in segments if segment.trainable]
-    placed = place((segment for segment in mine if segment.name not in (matrices or ())), alignment)
+    rest = (segment for segment in mine if segment.name not in (matrices or ()))
+    placed = place(rest, MOMENT_BLOCK if in_blocks else _ALIGNMENT)
     matrices_start = None
     if matrices is not None:
         matrices_start = end = align_up(end, _PARTITION_ALIGNMENT)

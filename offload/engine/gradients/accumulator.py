@@ -356,8 +356,7 @@ class GradientAccumulator:
         assert unit in self._reading or self.completion is not None
         if unit in self._on_device:
             return self._on_device[unit][start:stop], ()
-        if self.spill is not None and unit in self.spill:
-            assert room is not None
+        if room is not None and self.spill is not None and unit in self.spill:
             end = offset + (stop - start) * self.dtype.itemsize
             read = self.spill.read(unit, start, stop, room.buffer[offset:end])
             return room.tensor(torch.uint8)[offset:end].view(self.dtype), (read,)
@@ -383,11 +382,11 @@ class GradientAccumulator:
             self.totals.forget(unit)
 
     def forget(self) -> None:
-        """Drops every gradient that no update has taken, for `zero_grad`."""
+        """Drops every gradient that no update has taken; of several ranks, together."""
         self.clear()
 
     def clear(self) -> None:
-        """Drops every gradient that no update has taken."""
+        """Drops every gradient that no update has taken, on this rank."""
         self._receive_all()
         for unit in range(len(self._layouts)):
             if unit not in self._reading:

@@ -113,6 +113,7 @@ class UnitViews:
             mine = [handle for segment, handle in zip(layout.segments, every, strict=True) if not segment.inner]
             cut = _cut(layout, dtype)
             self._units.append(_Unit(cuts.setdefault(cut, cut), layout.name, mine, pager.stays(index)))
+            ParamHandle.release(mine)
         self.shown: set[int] = set()
         """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
         self.outdated = 0
@@ -123,8 +124,6 @@ class UnitViews:
         """The newest binding at each address, some of them without a live view. Others only read it."""
         self.recent: Binding | None = None
         """The binding of the last view of a backward, which needs several of a unit in a row. Read under the lock."""
-        for unit in self._units:
-            ParamHandle.release(unit.handles)
 
     @outside_of_modes
     @uninterrupted

@@ -7,9 +7,9 @@
 //     code  = floor(value / scale + chance), at most 127 or 255
 // The cut makes the product of a code and its scale exact, and the quotient of the largest value at
 // least 127 or 255: the largest value of a block always has the largest code. So a block whose
-// values do not change is encoded to the same bits, whatever the chance; its range, from 4 to 65531
-// of 65536, leaves room for the three roundings of the quotient. Codes are those of
-// [Note: stochastic rounding], with half of an element's random bits for each moment.
+// values do not change is encoded to the same bits, whatever the chance: its range, from 4 to 65531
+// of 65536, leaves room for the roundings of the quotient. The chances are half of an element's
+// random bits for each moment: see [Note: stochastic rounding].
 //
 // A block with inf or NaN has NaN as its scale and zeros as codes, which gives NaN.
 #pragma once
