@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import device
-from tests.support.oracle import room_for, run
+from tests.support.oracle import run
 from tests.test_device_engine import on_device
 from tests.test_quantized_subclasses import AREA, DISK, KINDS, job
 

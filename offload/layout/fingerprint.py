@@ -52,7 +52,7 @@ def _described(segment: Segment) -> dict[str, Any]:
         found |= {"blocks": segment.form, "numel": segment.numel}
     # And for those that are stored as the bytes of their inner tensors.
     if segment.inner:
-        found |= {"inner": _fields(segment.inner), "numel": segment.numel}
+        found |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
     return found
 
 
@@ -87,6 +87,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 each["trainable"],
                 form=each.get("blocks", ""),
                 inner=_read(each.get("inner", ())),
+                kind=each.get("kind", ""),
             )
             for each in unit["parameters"]
         ),

@@ -6,15 +6,16 @@
 Both regions are divided evenly, so that every rank holds equally many state elements and reads equally many bytes. A
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
-Frozen weights may be stored as blocks of codes. Their segments come last in the frozen region, and contain the blocks,
-counted in elements as all else. On the device the unit has more elements than it has in its partitions: behind the two
+Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
+come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more elements than it has in its partitions: behind the two
 regions are the values of the blocks, which the device makes once the partitions are there.
 
-    device:  [ trainable region | frozen region: weights, blocks of codes | values of the blocks, padding ]
+    device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
@@ -51,6 +52,8 @@ class Stored(NamedTuple):
     """Elements of the weights' dtype whose memory the blocks or bytes take."""
     inner: tuple[StateField, ...] = ()
     """Inner tensors; see `offload.layout.frozen.opaque`."""
+    kind: str = ""
+    """Class of a parameter with inner tensors, and what else tells how its bytes are read."""
 
 
 class Segment(NamedTuple):
@@ -72,6 +75,8 @@ class Segment(NamedTuple):
     """Name of the block format of a frozen parameter; empty for values in the dtype of the weights."""
     inner: tuple[StateField, ...] = ()
     """Inner tensors of a parameter that is stored as their bytes, as another library has quantized it."""
+    kind: str = ""
+    """Class of such a parameter, and what else tells how its bytes are read."""
 
     @property
     def value_numel(self) -> int:
@@ -107,6 +112,11 @@ class UnitLayout(NamedTuple):
     def blocks_start(self) -> int:
         """Start of the segments that are stored as blocks; `numel` if none is."""
         return min((segment.start for segment in self.segments if segment.form), default=self.numel)
+
+    @property
+    def values_stop(self) -> int:
+        """End of the elements that are values: start of bytes of others and of blocks; `numel` if there are none."""
+        return min((segment.start for segment in self.segments if segment.form or segment.inner), default=self.numel)
 
     @property
     def device_starts(self) -> tuple[int, ...]:
@@ -150,6 +160,24 @@ def _shard_of(region: range, rank: int, world_size: int) -> range:
     return range(region.start + rank * length, region.start + (rank + 1) * length)
 
 
+class _Place(enum.Enum):
+    """Place of a parameter in its unit, in this order."""
+
+    TRAINABLE = 0
+    VALUES = 1
+    BYTES = 2
+    BLOCKS = 3
+
+
+def _place(parameter: nn.Parameter, stored: Stored | None) -> _Place:
+    """Returns the place of a parameter, which is stored as values if `stored` is None."""
+    if parameter.requires_grad:
+        return _Place.TRAINABLE
+    if stored is None:
+        return _Place.VALUES
+    return _Place.BLOCKS if stored.form else _Place.BYTES
+
+
 def lay_out(
     name: str, parameters: Iterable[tuple[str, nn.Parameter]], world_size: int, stored: Mapping[str, Stored] = {}
 ) -> UnitLayout:
@@ -165,17 +193,27 @@ def lay_out(
     named_parameters = list(parameters)
     end = trainable_stop = 0
     segments: list[Segment] = []
-    # Three passes: parameters keep the model's order among those that train, that are frozen, and that are blocks.
-    for trainable, blocks in ((True, False), (False, False), (False, True)):
+    # Parameters keep the model's order among those of one place.
+    for place in _Place:
         for parameter_name, parameter in named_parameters:
-            here = None if trainable else stored.get(parameter_name)
-            if parameter.requires_grad is trainable and (here is not None and bool(here.form)) is blocks:
-                form, numel, inner = here or Stored("", parameter.numel())
-                shape = tuple(parameter.shape)
-                segments.append(Segment(parameter_name, shape, end, numel, trainable, form=form, inner=inner))
-                end = align_up(end + numel, _ALIGNMENT)
+            here = None if parameter.requires_grad else stored.get(parameter_name)
+            if _place(parameter, here) is place:
+                as_stored = here or Stored("", parameter.numel())
+                segments.append(
+                    Segment(
+                        parameter_name,
+                        tuple(parameter.shape),
+                        end,
+                        as_stored.numel,
+                        parameter.requires_grad,
+                        form=as_stored.form,
+                        inner=as_stored.inner,
+                        kind=as_stored.kind,
+                    )
+                )
+                end = align_up(end + as_stored.numel, _ALIGNMENT)
         # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
-        if trainable:
+        if place is _Place.TRAINABLE:
             trainable_stop = end = align_up(end, step)
     end = align_up(end, step)
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.

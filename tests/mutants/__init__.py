@@ -14,6 +14,7 @@ from tests.mutants import (
     frozen_blocks,
     gradients,
     optimizers,
+    quantized,
     swapper,
     tiles,
 )
@@ -29,4 +30,5 @@ MUTANTS = (
     *tiles.MUTANTS,
     *optimizers.MUTANTS,
     *frozen_blocks.MUTANTS,
+    *quantized.MUTANTS,
 )

@@ -108,7 +108,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
         source = None if place is None else Source(place[0], place[1].start, place[1].trainable)
         run = Run(segment.start, segment.stop, source)
         # Merging keeps the reads long: without it each parameter would be a request of its own.
-        if found and _joins(found[-1], run, (layout.trainable_stop, layout.blocks_start)):
+        if found and _joins(found[-1], run, (layout.trainable_stop, layout.values_stop)):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
     return found
@@ -134,7 +134,7 @@ def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:
     if one.saved is None or other.saved is None:
         return False
     # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor that
-    # between values and blocks, which are no numbers to convert.
+    # between values and codes, which are no numbers to convert.
     if any(one.start < border <= other.start for border in borders):
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)

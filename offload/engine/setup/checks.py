@@ -90,7 +90,7 @@ def check_same(
         "units": [layout.name for layout in layouts],
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
         "frozen": config.offload.frozen,
-        "quantized weights": [[s.name, *s.inner] for layout in layouts for s in layout.segments if s.inner],
+        "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],
         "weights to be read": [
