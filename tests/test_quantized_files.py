@@ -132,6 +132,20 @@ def test_a_checkpoint_keeps_the_bytes(form: str, tmp_path: Path) -> None:
     second.destroy(remove=True)
 
 
+def test_a_checkpoint_of_another_dtype_keeps_the_bytes(tmp_path: Path) -> None:
+    """Codes and scales are no numbers to convert, where the weights around them are."""
+    this = job(folder(tmp_path / "model"), "nf4, scales quantized too")
+    first = start(this, DISK, tmp_path / "first")
+    first.save_checkpoint(tmp_path / "saved", "tag")
+    first.destroy(remove=True)
+    second = start(this._replace(dtype="fp16"), DISK, tmp_path / "second")
+    expected = {name: value for name, value in weights_of(second).items() if ".base_layer." in name}
+    second.load_checkpoint(tmp_path / "saved", "tag", load_module_only=True)
+    assert expected
+    assert_same_tensors(expected, {name: value for name, value in weights_of(second).items() if name in expected})
+    second.destroy(remove=True)
+
+
 @pytest.mark.works(AREA, "a checkpoint or a run, into one that is quantized otherwise", "refused")
 def test_another_form_is_refused_before_anything_changes(tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
@@ -145,8 +159,15 @@ def test_another_form_is_refused_before_anything_changes(tmp_path: Path) -> None
     with pytest.raises(StoreError, match="a run of another model, layout or setting"):
         start(other, DISK, tmp_path / "run", durability="step", resume="auto")
     second = start(other, DISK, tmp_path / "other")
-    with pytest.raises(StoreError, match=r"contains .*q_proj\.base_layer\.weight as data uint8"):
+    with pytest.raises(StoreError, match=r"contains .*q_proj\.base_layer\.weight as Params4bit nf4 of data uint8"):
         second.load_checkpoint(tmp_path / "saved", "whole")
+    second.destroy(remove=True)
+    second = start(job(values, "fp4"), DISK, tmp_path / "other")
+    first = start(other, DISK, tmp_path / "first")
+    first.save_checkpoint(tmp_path / "saved", "of the same bytes")
+    first.destroy(remove=True)
+    with pytest.raises(StoreError, match=r"as Params4bit nf4 of .*, this engine as Params4bit fp4 of"):
+        second.load_checkpoint(tmp_path / "saved", "of the same bytes")
     second.load_checkpoint(tmp_path / "saved", "adapters")
     assert_same_tensors(adapters, {n: v for n, v in weights_of(second).items() if "lora_" in n})
     second.destroy(remove=True)

@@ -17,6 +17,7 @@ from offload.layout.units import find_units
 from tests.support import models
 from tests.support.oracle import (
     Job,
+    accumulated_step,
     assert_same,
     config,
     kill_and_resume,
@@ -172,3 +173,13 @@ def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:
     if hasattr(model[0].weight.quant_state, "packing_format_for_cpu"):
         with pytest.raises(ConfigError, match="packed for the CPU by bitsandbytes"):
             offload.initialize(model=model, config=content)
+
+
+@pytest.mark.works(AREA, "blocks that are computed again, their inputs in host memory; several micro-batches", "right")
+@pytest.mark.parametrize("schedule", ["micro_batch_major", "layer_major"])
+def test_blocks_that_are_computed_again_have_the_same_bits(schedule: str, values: Path, tmp_path: Path) -> None:
+    this = job(values, "nf4, scales quantized too")._replace(accumulation=2)
+    by = accumulated_step if schedule == "layer_major" else train_step
+    expected = run(this, ("none", "none"), tmp_path / "memory")
+    found = run(this, DISK, tmp_path / "disk", by, activations="cpu", schedule=schedule, device_memory=1 << 20)
+    assert_same(expected, found)

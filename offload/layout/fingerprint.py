@@ -54,7 +54,7 @@ def _described(segment: Segment) -> dict[str, Any]:
         found |= {"blocks": segment.form, "numel": segment.numel}
     # And for those that are stored as the bytes of their inner tensors.
     if segment.inner:
-        found |= {"inner": _fields(segment.inner), "numel": segment.numel}
+        found |= {"inner": _fields(segment.inner), "kind": segment.kind, "numel": segment.numel}
     # Likewise: written for the rows of stacked experts alone.
     if segment.stack:
         found |= {"stack": segment.stack, "row": segment.row}
@@ -97,6 +97,7 @@ def _described_layout(unit: Mapping[str, Any]) -> UnitLayout:
                 inner=_read(each.get("inner", ())),
                 stack=each.get("stack", ""),
                 row=each.get("row", 0),
+                kind=each.get("kind", ""),
             )
             for each in unit["parameters"]
         ),

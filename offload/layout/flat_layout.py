@@ -6,11 +6,12 @@
 Both regions are divided evenly, so that every rank holds equally many state elements and reads equally many bytes. A
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
-Frozen weights may be stored as blocks of codes. Their segments come last in the frozen region, and contain the blocks,
-counted in elements as all else. On the device the unit has more elements than it has in its partitions: behind the two
-regions are the values of the blocks, which the device makes once the partitions are there.
+Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
+come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more
+elements than it has in its partitions: behind the two regions are the values of the blocks, which the device makes once
+the partitions are there.
 
-    device:  [ trainable region | frozen region: weights, blocks of codes | values of the blocks, padding ]
+    device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 
 An optimizer with a rule for matrices has these last in the trainable region, each from a page's border on, so that
 tiles can be cut there, and so that states which a matrix does not have are those of the elements before.
@@ -28,7 +29,7 @@ from torch import nn
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
-from offload.swapper.modes import MOMENT_BLOCK, Mode
+from offload.swapper.modes import MOMENT_BLOCK
 
 _ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
@@ -56,6 +57,8 @@ class Stored(NamedTuple):
     """Elements of the weights' dtype whose memory the blocks or bytes take."""
     inner: tuple[StateField, ...] = ()
     """Inner tensors; see `offload.layout.frozen.opaque`."""
+    kind: str = ""
+    """Class of a parameter with inner tensors, and what else tells how its bytes are read."""
 
 
 class Segment(NamedTuple):
@@ -91,6 +94,9 @@ class Segment(NamedTuple):
     def first(self) -> int:
         """Index of the first value in the model's parameter."""
         return self.row * self.value_numel
+
+    kind: str = ""
+    """Class of such a parameter, and what else tells how its bytes are read."""
 
     @property
     def value_numel(self) -> int:
@@ -139,6 +145,11 @@ class UnitLayout(NamedTuple):
         return min((segment.start for segment in self.segments if segment.form), default=self.numel)
 
     @property
+    def values_stop(self) -> int:
+        """End of the elements that are values: start of bytes of others and of blocks; `numel` if there are none."""
+        return min((segment.start for segment in self.segments if segment.form or segment.inner), default=self.numel)
+
+    @property
     def device_starts(self) -> tuple[int, ...]:
         """First element of each parameter's values on the device, in the order of the segments."""
         starts: list[int] = []
@@ -179,32 +190,6 @@ class UnitLayout(NamedTuple):
         return _shard_of(range(self.trainable_stop, self.numel), rank, world_size)
 
 
-def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
-    """Returns the layouts as a mode needs them.
-
-    A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
-    at a multiple of a block. Its codes take a byte, so partitions are multiples of 4096 elements.
-
-    Args:
-        layouts: the layout of each unit.
-        mode: the states and their dtypes.
-        world_size: number of ranks among which each region is divided.
-    """
-    return placed_for(layouts, mode, world_size) if mode.in_blocks else tuple(layouts)
-
-
-def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
-    """Does what `laid_out_for` does, with layouts of any mode."""
-
-    def placed(layout: UnitLayout) -> UnitLayout:
-        matrices = None
-        if layout.matrices_start is not None:
-            matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode.in_blocks)
-
-    return tuple(placed(layout) for layout in layouts)
-
-
 def _shard_of(region: range, rank: int, world_size: int) -> range:
     """Returns one rank's even shard of a region; the length is a multiple of `world_size`."""
     length = len(region) // world_size
@@ -236,7 +221,14 @@ def lay_out(
         if not parameter.requires_grad:
             found = stored.get(parameter_name, found)
         segment = Segment(
-            parameter_name, shape, 0, found.numel, parameter.requires_grad, form=found.form, inner=found.inner
+            parameter_name,
+            shape,
+            0,
+            found.numel,
+            parameter.requires_grad,
+            form=found.form,
+            inner=found.inner,
+            kind=found.kind,
         )
         segments.append(segment if row is None else _of_expert(segment, row))
     return arrange(name, segments, world_size, matrices)
@@ -265,7 +257,7 @@ def arrange(
             end = align_up(end + segment.numel, alignment)
         return placed
 
-    # Parameters keep the model's order among those that train, matrices, those that are frozen, and blocks.
+    # Parameters keep the model's order among those that train, matrices, and frozen values, bytes and blocks.
     mine = [segment for segment in segments if segment.trainable]
     rest = (segment for segment in mine if segment.name not in (matrices or ()))
     placed = place(rest, MOMENT_BLOCK if in_blocks else _ALIGNMENT)
@@ -275,10 +267,14 @@ def arrange(
         placed += place((segment for segment in mine if segment.name in matrices), _PARTITION_ALIGNMENT)
     # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
     trainable_stop = end = align_up(end, step)
-    for blocks in (False, True):
-        placed += place(segment for segment in segments if not segment.trainable and bool(segment.form) is blocks)
+    placed += place(sorted((segment for segment in segments if not segment.trainable), key=_frozen_place))
     # A unit whose parameters are all empty still gets one step of padding, so that no rank's partition is empty.
     return UnitLayout(name, tuple(placed), max(align_up(end, step), step), trainable_stop, matrices_start)
+
+
+def _frozen_place(segment: Segment) -> int:
+    """Returns the place of a frozen parameter: values come first, then bytes, then blocks."""
+    return 2 if segment.form else 1 if segment.inner else 0
 
 
 def _of_expert(segment: Segment, row: int) -> Segment:

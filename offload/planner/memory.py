@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from offload.config import Config, load_config
 from offload.errors import ConfigError
 from offload.layout.config_request import mode_of, placement_request, rule_name
-from offload.layout.flat_layout import UnitLayout, laid_out_for
+from offload.layout.flat_layout import UnitLayout
 from offload.layout.memory_plan import (
     MemoryRequest,
     PlacedStates,
@@ -23,6 +23,7 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.optimizers.matrices import for_rule
+from offload.layout.optimizers.moment_blocks import laid_out_for
 from offload.layout.optimizers.of_torch import with_states_of_torch
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes

@@ -19,7 +19,7 @@ from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.layout.fingerprint import describe, described_layouts
-from offload.layout.flat_layout import placed_for
+from offload.layout.optimizers.moment_blocks import placed_for
 from offload.layout.tiers import partitions
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State

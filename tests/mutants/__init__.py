@@ -15,6 +15,7 @@ from tests.mutants import (
     gradients,
     moment_codes,
     optimizers,
+    quantized,
     swapper,
     tiles,
 )
@@ -31,4 +32,5 @@ MUTANTS = (
     *optimizers.MUTANTS,
     *frozen_blocks.MUTANTS,
     *moment_codes.MUTANTS,
+    *quantized.MUTANTS,
 )

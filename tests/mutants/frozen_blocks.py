@@ -22,14 +22,14 @@ MUTANTS = (
     Mutant(
         "convert blocks of a checkpoint as numbers",
         "offload.engine.checkpoint.restore",
-        "if run.start >= blocks:",
+        "if run.start >= codes:",
         "if run.start < 0:",
         "tests/test_frozen_blocks_files.py",
     ),
     Mutant(
         "join values and blocks of a checkpoint to one run",
         "offload.engine.checkpoint.resharding",
-        "(layout.trainable_stop, layout.blocks_start))",
+        "(layout.trainable_stop, layout.values_stop))",
         "(layout.trainable_stop,))",
         "tests/test_frozen_blocks_files.py",
     ),

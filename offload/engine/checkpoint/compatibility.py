@@ -99,13 +99,13 @@ def _check_blocks(found: FoundCheckpoint, held: LocalShards, what: str) -> None:
 
 def _stored(segment: Segment) -> tuple[object, ...]:
     """Returns all on which the meaning of a parameter's bytes depends, but their number."""
-    return segment.form, segment.inner
+    return segment.form, segment.inner, segment.kind
 
 
 def _form(segment: Segment, mode: Mode) -> str:
     """Returns the form in which a parameter is stored, for a message."""
     if segment.inner:
-        return f"{', '.join(f'{each.name} {each.kind} {list(each.shape)}' for each in segment.inner)}"
+        return f"{segment.kind} of {', '.join(f'{each.name} {each.kind} {list(each.shape)}' for each in segment.inner)}"
     return f"{segment.form} of a model in {mode.precision}" if segment.form else mode.precision
 
 

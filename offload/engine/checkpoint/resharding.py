@@ -152,7 +152,7 @@ def runs(layout: UnitLayout, saved: Mapping[str, tuple[int, Segment]]) -> list[R
     found: list[Run] = []
     for run in (run for segment in layout.segments for run in _runs_of(segment, saved)):
         # Merging keeps the reads long: without it each parameter would be a request of its own.
-        if found and _joins(found[-1], run, (layout.trainable_stop, layout.blocks_start)):
+        if found and _joins(found[-1], run, (layout.trainable_stop, layout.values_stop)):
             run = found.pop()._replace(stop=run.stop)
         found.append(run)
     return found
@@ -223,7 +223,7 @@ def _joins(one: Run, other: Run, borders: Sequence[int]) -> bool:
     if one.saved is None or other.saved is None:
         return False
     # A run must not cross the border between trainable and frozen elements, which ranks divide separately, nor that
-    # between values and blocks, which are no numbers to convert.
+    # between values and codes, which are no numbers to convert.
     if any(one.start < border <= other.start for border in borders):
         return False
     same = (one.saved.unit, one.saved.trainable) == (other.saved.unit, other.saved.trainable)

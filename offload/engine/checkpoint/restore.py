@@ -334,12 +334,12 @@ class CheckpointRestorer:
             return
         saved = {s: torch.frombuffer(m, dtype=self._found.mode.states[s]) for s, m in sources.items()}
         mine = {s: torch.frombuffer(m, dtype=self._shards.mode.states[s]) for s, m in targets.items()}
-        blocks = self._shards.layouts[chunk.unit].blocks_start
+        codes = self._shards.layouts[chunk.unit].values_stop
         for run in self._overlaps(chunk):
             if run.saved is not None:
                 part = slice(run.start - chunk.first, run.stop - chunk.first)
                 there = saved if run.saved.trainable else {State.WEIGHT: saved[State.WEIGHT]}
-                if run.start >= blocks:  # bytes of codes and scales, not values
+                if run.start >= codes:  # bytes of codes and scales, not values
                     copy_bits(there[State.WEIGHT][part], mine[State.WEIGHT][part])
                     continue
                 saved_part = {s: t[part] for s, t in there.items()}

@@ -170,5 +170,11 @@ def stored_as_bytes(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for name, parameter in opaque_parameters(model).items():
         inner = fields_of(parameter, model.get_submodule(name.rpartition(".")[0]))
-        found[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner)
+        found[name] = Stored("", math.ceil(inner_nbytes(inner) / dtype.itemsize), inner, _kind(parameter))
     return found
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    """Returns a parameter's class, and its code book: the same bytes mean other values in another one."""
+    book = getattr(getattr(parameter, "quant_state", None), "quant_type", None)
+    return type(parameter).__name__ + (f" {book}" if isinstance(book, str) else "")

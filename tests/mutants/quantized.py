@@ -1,0 +1,43 @@
+"""Faults in the storage of weights that other libraries have quantized, and the tests that must notice them."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+MUTANTS = (
+    Mutant(
+        "convert bytes of quantized weights as numbers",
+        "offload.layout.flat_layout",
+        "for segment in self.segments if segment.form or segment.inner), default=self.numel)",
+        "for segment in self.segments if segment.form), default=self.numel)",
+        "tests/test_quantized_files.py",
+    ),
+    Mutant(
+        "read codes by the code book of another checkpoint",
+        "offload.engine.checkpoint.load",
+        "return segment.form, segment.numel, segment.inner, segment.kind",
+        "return segment.form, segment.numel, segment.inner",
+        "tests/test_quantized_files.py",
+    ),
+    Mutant(
+        "round the scales beside codes of integers",
+        "offload.layout.frozen.opaque",
+        "found |= {id(each) for each in own} if codes else theirs",
+        "found |= {id(e) for e in own if id(e) in theirs or e.dtype not in _VALUES}",
+        "tests/test_quantized_subclasses.py",
+    ),
+    Mutant(
+        "take a copy that may be made for a view",
+        "offload.engine.params.opaque.paged_tensor",
+        "            if made is not NotImplemented:\n",
+        "            if False:\n",
+        "tests/test_quantized_subclasses.py",
+    ),
+    Mutant(
+        "leave the buffers of a model parameters after an error",
+        "offload.engine.params.opaque.buffers",
+        "            module._buffers[name] = buffer\n",
+        "            pass\n",
+        "tests/test_quantized_subclasses.py",
+    ),
+)
