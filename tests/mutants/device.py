@@ -159,8 +159,8 @@ MUTANTS = (
     _reads(
         "a parameter",
         "offload.engine.params.paged_parameter",
-        "        _native.materialize(handles, values)",
-        "values[0]",
+        "            handle._version, handle._address = parameter._version, parameter.data_ptr()",
+        "memory",
     ),
     _reads(
         "a gradient that leaves",

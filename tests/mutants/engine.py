@@ -155,8 +155,8 @@ MUTANTS = (
     Mutant(
         "leave a parameter that stays without its memory after `gathered`",
         "offload.engine.params.paged_parameter",
-        "        self._own, self._own_address = weights, weights.data_ptr()\n",
-        "",
+        "                set_data(parameter, handle._own)",
+        "                set_data(parameter, handle._nan)",
         "tests/test_units_that_stay.py",
     ),
     Mutant(

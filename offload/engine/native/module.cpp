@@ -5,7 +5,6 @@
 #include <nanobind/stl/vector.h>
 
 #include "gradients.h"
-#include "parameters.h"
 #include "saved_tensors.h"
 
 using namespace offload;
@@ -33,7 +32,4 @@ NB_MODULE(_native, m) {
     nb::class_<GradientHook>(m, "GradientHook")
         .def(nb::init<nb::object, nb::object, nb::object>())
         .def("take", &GradientHook::take);
-    m.def("materialize", &materialize);
-    m.def("show", &show);
-    m.def("release", &release);
 }

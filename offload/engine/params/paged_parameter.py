@@ -20,13 +20,12 @@ costs nothing per call. That of a unit that stays on the device keeps its memory
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload.engine import _native
 from offload.engine.callbacks import ParamOwner
 from offload.engine.params.harmless_functions import asks_for_no_element, name_of
 from offload.errors import BudgetError, UsageError
@@ -97,9 +96,16 @@ class ParamHandle:
         return self.gradient_hook
 
     @staticmethod
-    def materialize(handles: list[ParamHandle], values: Sequence[torch.Tensor]) -> None:
+    def materialize(handles: Iterable[ParamHandle], values: Iterable[torch.Tensor]) -> None:
         """Makes parameters ordinary ones over the memory of `values`, which must have their shapes."""
-        _native.materialize(handles, values)
+        # One call for all parameters of a unit, as in `show` and `release`: these run at each use.
+        for handle, memory in zip(handles, values, strict=True):
+            parameter = handle.parameter
+            # The class comes first: an assignment to `.data` of a placeholder would dispatch to its rule.
+            parameter.__class__ = handle._class
+            parameter.data = memory
+            handle._version, handle._address = parameter._version, parameter.data_ptr()
+            parameter.__dict__.pop("offload_handle", None)
 
     def settle_in(self, weights: torch.Tensor) -> None:
         """Makes the parameter an ordinary one over `weights`, memory that it keeps when it becomes a placeholder."""
@@ -113,14 +119,34 @@ class ParamHandle:
         self.release([self])
 
     @staticmethod
-    def show(handles: list[ParamHandle]) -> None:
+    def show(handles: Iterable[ParamHandle]) -> None:
         """Makes parameters that have memory of their own (`settle_in`) ordinary ones again."""
-        _native.show(handles)
+        for handle in handles:
+            parameter = handle.parameter
+            parameter.__class__ = handle._class
+            handle._version, handle._address = parameter._version, handle._own_address
+            parameter.__dict__.pop("offload_handle", None)
 
     @staticmethod
-    def release(handles: list[ParamHandle]) -> list[ParamHandle]:
+    def release(handles: Iterable[ParamHandle]) -> list[ParamHandle]:
         """Makes parameters placeholders, unless gathered; returns those changed in place or given other memory."""
-        return _native.release(handles, PagedParameter, set_data)
+        changed = []
+        for handle in handles:
+            parameter = handle.parameter
+            if handle.gathered or type(parameter) is PagedParameter:
+                continue
+            address = parameter.data_ptr()
+            if parameter._version != handle._version or address != handle._address:
+                changed.append(handle)
+            # The data comes first, while the parameter is still an ordinary one: see `materialize`.
+            if address != handle._own_address:
+                try:
+                    parameter.data = handle._own
+                except RuntimeError:  # a type of device that torch treats otherwise
+                    set_data(parameter, handle._own)
+            parameter.__dict__["offload_handle"] = handle
+            parameter.__class__ = PagedParameter
+        return changed
 
     @property
     def thawed(self) -> bool:
