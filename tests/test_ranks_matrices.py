@@ -42,15 +42,18 @@ PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))
 
 
 class Wide(nn.Module):
-    """As `Words`, with matrices of several pages, so that borders between ranks are within them."""
+    """As `Words`, with matrices of several pages, so that borders between ranks are within them.
+
+    Of two ranks the second has most of the divided matrix of the first block, and the first that of the second block.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(61, 72)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.LayerNorm(72), nn.Linear(72, 104), nn.Tanh(), nn.Linear(104, 72), nn.Linear(72, 72))
-            for _ in range(2)
-        )
+        up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
+        one = nn.Sequential(nn.LayerNorm(72), up, nn.Tanh(), down, flat)
+        up, down, flat = nn.Linear(72, 104), nn.Linear(104, 72), nn.Linear(72, 72)
+        self.blocks = nn.ModuleList([one, nn.Sequential(nn.LayerNorm(72), flat, up, nn.Tanh(), down)])
         self.lm_head = nn.Linear(72, 61, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -157,7 +160,46 @@ def test_three_ranks(name: str, tmp_path: Path) -> None:
         assert_same(results[0], each, "ranks")
 
 
+class Half(nn.Module):
+    """A unit of two matrices, of which the model uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(96, 64, bias=False), nn.Linear(96, 64, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.used(rows)  # type: ignore[no-any-return]
+
+
+def half_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    rows = torch.randn(4, 96, generator=torch.Generator().manual_seed(step))
+    return model(rows).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("optimizer", ["SinkGD", "torch.optim.NAdam"])
+def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> None:
+    """Of three ranks the third has elements of the other matrix alone, which has no gradient."""
+    job = Job(Half, half_loss, 3, clip=0.0, optimizer=optimizer)
+    before = job.model().state_dict()["other.weight"] if torch.manual_seed(job.seed) else None
+    with pool(3) as three:
+        results = three.run(train, job, DISK, tmp_path)
+    assert before is not None and results[0].losses[-1] < results[0].losses[0]
+    for each in results:
+        assert_same(results[0], each, "ranks")
+        assert torch.equal(each.weights["other.weight"], before)
+
+
 # -- homes ---------------------------------------------------------------------------------------------
+
+
+def test_both_ranks_are_homes_in_these_jobs() -> None:
+    model, mode = Wide(), make_mode("bf16", "muon")
+    homes = []
+    for block in model.blocks:
+        named = list(block.named_parameters())
+        matrices = [name for name, parameter in named if parameter.ndim == 2]
+        homes += [each.home for each in divided(lay_out("block", named, 2, matrices=matrices), mode, 2)]
+    assert homes == [1, 0]
 
 
 def _layout(ranks: int, *shapes: tuple[int, int]) -> Any:

@@ -1,8 +1,9 @@
 """Bytes and seconds of a step of each optimizer, with everything on disk: `python -m bench.optimizers bytes FOLDER`.
 
-A model of square matrices, some of them in a unit, trains in bf16 with durable steps. The kernel counts the bytes of the process
-(/proc/self/io); bound of the bytes: each state of an element once each way, and its weight once more for the other pass
-of the step. The seconds are those from one return of `step()` to the next, with a forward and a backward of few tokens.
+A model of square matrices, some of them in a unit, trains in bf16 with durable steps. The kernel counts the bytes of
+the process (/proc/self/io); bound of the bytes: each state of an element once each way, and its weight once more for
+the other pass of the step. The seconds are those from one return of `step()` to the next, with a forward and a
+backward of few tokens.
 Optimizers take turns.
 """
 

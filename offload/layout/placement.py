@@ -262,7 +262,9 @@ def _budget_error(request: PlacementRequest, mode: Mode, budget: int, machine: M
     """Returns the error that names the budget, the smallest one that works, and the classes of the latter (`least`)."""
     advice = "" if machine.drives else "; with an nvme_path, states and gradients that have no room would move there"
     more = "" if machine.drives else "move states to nvme, or "
-    pipeline = "which holds complete units" if mode.whole_units else "a smaller sub_group_size lowers this"
+    pipeline = "a smaller sub_group_size lowers this"
+    if mode.steps_whole:
+        pipeline = f"which holds complete {'units' if mode.whole_units else 'matrices'}"
     needs = (
         f"{format_size(least.tiles)} for the update pipeline ({pipeline}), "
         f"{format_size(least.weights)} for host buffers of weights, {format_size(least.gradients + least.staging)} for "

@@ -7,7 +7,9 @@ nowhere. All that a unit exchanges goes in one message to each rank, and one bac
 
 Threads. The update worker calls everything, while the thread that runs the model waits in `step()`: only then no other
 collective is under way. Every rank updates the same units in the same order, each in one exchange or more, and takes
-part even if it has nothing to send or to receive. The messages go through the host, as updates do.
+part even if it has nothing to send or to receive. So a wait ends when the other workers arrive, which wait for their
+drives and for the exchanges before; or as every collective does, when a rank is lost. Messages go through the host, as
+updates do.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def check_same(
         "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
         "frozen": config.offload.frozen,
         # Ranks send each other matrices of Muon in this dtype.
-        "Muon's products in bf16": in_bf16(device) if mode.optimizer == MUON else None,
+        "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
         "quantized weights": [[s.name, s.kind, *s.inner] for layout in layouts for s in layout.segments if s.inner],
         "buffers": [[name, str(b.dtype), list(b.shape)] for name, b in model.named_buffers()],
         "weights given": [name for name, parameter in model.named_parameters() if not parameter.is_meta],

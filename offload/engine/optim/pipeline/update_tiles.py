@@ -189,7 +189,7 @@ class TileReader:
         unit = job.unit
         if job.update.segments and not (self._gradients.stays(unit) or self._gradients.is_on_host(unit)):
             return True
-        return any(self._takes_room(job, state) for state in self._shards.mode.states)
+        return any(self._takes_room(job, state) for state in self._shards.states(unit))
 
     def _takes_room(self, job: Job, state: State) -> bool:
         """Returns True if a tile has a copy of a state, read or copied."""
