@@ -7,8 +7,9 @@ Both regions are divided evenly, so that every rank holds equally many state ele
 rank's partition is its shard of the trainable region followed by its shard of the frozen region.
 
 Frozen weights may be stored as blocks of codes, or as the bytes that another library has made of them. Their segments
-come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more elements than it has in its partitions: behind the two
-regions are the values of the blocks, which the device makes once the partitions are there.
+come last in the frozen region, blocks behind bytes, counted in elements as all else. On the device the unit has more
+elements than it has in its partitions: behind the two regions are the values of the blocks, which the device makes once
+the partitions are there.
 
     device:  [ trainable region | frozen region: weights, bytes, blocks of codes | values of the blocks, padding ]
 """
