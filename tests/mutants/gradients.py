@@ -6,6 +6,34 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "leave the states of an expert without a token alone, unasked",
+        "offload.engine.gradients.zeros",
+        "if len(missing) == len(rows):",
+        "if missing:",
+        "tests/test_stacked_experts.py",
+    ),
+    Mutant(
+        "the row of the first expert for all of them",
+        "offload.engine.params.initial_fill",
+        "parameter.detach()[segment.row]",
+        "parameter.detach()[0]",
+        "tests/test_stacked_experts.py",
+    ),
+    Mutant(
+        "the first row of a file for all experts",
+        "offload.engine.params.initial_fill",
+        "first = segment.row * segment.value_numel",
+        "first = 0",
+        "tests/test_stacked_experts.py",
+    ),
+    Mutant(
+        "hold every expert of a forward",
+        "offload.engine.params.module_hooks",
+        "if each in self._experts.units]:",
+        "if each not in self._experts.units]:",
+        "tests/test_stacked_experts.py",
+    ),
+    Mutant(
         "a gradient that is set keeps the norm of before",
         "offload.engine.gradients.accumulator",
         "if key[0] != segment}",
