@@ -180,8 +180,7 @@ class Pager:
             self._device.wait_event(uploaded)
 
     def waits(self, unit: int) -> bool:
-        """Returns True if `wait_upload` of a pinned unit may have something to wait for, as long as the pin lasts."""
-        # With several ranks a gather that another rank needs gives a pinned unit a new event.
+        """Returns True if `wait_upload` of a pinned unit may have to wait; of several ranks each may gather it again."""
         return self._peers is not None or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
