@@ -180,7 +180,7 @@ class Pager:
             self._device.wait_event(uploaded)
 
     def waits(self, unit: int) -> bool:
-        """Returns True if `wait_upload` of a pinned unit may have to wait; of several ranks each may gather it again."""
+        """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, as each may gather it again."""
         return self._peers is not None or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
