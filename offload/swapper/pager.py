@@ -180,8 +180,8 @@ class Pager:
             self._device.wait_event(uploaded)
 
     def waits(self, unit: int) -> bool:
-        """Returns True if `wait_upload` of a pinned unit may have something to wait for."""
-        return self._entries[unit].uploaded is not DONE
+        """Returns True if `wait_upload` of a pinned unit may wait: with several ranks, as each may gather it again."""
+        return self._peers is not None or self._entries[unit].uploaded is not DONE
 
     @uninterrupted
     def serve_gather(self, unit: int) -> None:
