@@ -294,6 +294,14 @@ def test_an_optimizer_of_torch_refuses_them(tmp_path: Path) -> None:
         offload.initialize(model=model, optimizer=torch.optim.NAdam(model.parameters(), lr=1e-3), config=given)
 
 
+@pytest.mark.parametrize("optimizer", ["Muon", "SinkGD"])
+def test_a_rule_of_matrices_refuses_them(tmp_path: Path, optimizer: str) -> None:
+    content = config(JOB, DISK, tmp_path, moments="int8")
+    content["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError, match=r"\"moments\" is int8, but Muon and SinkGD.*set bf16"):
+        offload.initialize(model=JOB.model(), config=content)
+
+
 @pytest.mark.parametrize("other", ["fp32", "bf16"])
 def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None:
     for before, after in ((other, "int8"), ("int8", other)):

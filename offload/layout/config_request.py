@@ -15,7 +15,7 @@ from offload.errors import ConfigError
 from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
 from offload.layout.tiers import PlacementRequest
 from offload.states import State, Tier
-from offload.swapper.modes import ADAM, DTYPES, MOMENTS, Mode, make_mode
+from offload.swapper.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -79,13 +79,17 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
 
     Raises:
-        ConfigError: the moments are to be bf16, and the optimizer has no kernel.
+        ConfigError: the moments are to have a form that the optimizer cannot keep.
     """
     if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
         raise ConfigError(
             f'"moments" is {config.moments}, but this optimizer runs by torch\'s own code, and keeps states of its own '
             'dtypes; leave "moments" and bf16_optimizer_states out, or use an optimizer with a kernel (AdamW, Adam, '
             "Lamb, Lion, Adagrad, SGD, Muon, SinkGD)"
+        )
+    if optimizer in NOT_OF_MATRICES and config.moments == "int8":
+        raise ConfigError(
+            '"moments" is int8, but Muon and SinkGD keep moments of matrices, which have no blocks of 8 bits; set bf16'
         )
     return make_mode(config.dtype, optimizer, config.moments)
 
