@@ -87,8 +87,10 @@ def _frozen_and_read(this: Job, path: Path, host: int, device: int) -> tuple[int
     return frozen, reads[-1], Result(losses, [], weights)
 
 
-@pytest.mark.works(AREA, "codes that exceed both budgets; a quarter of the bytes of bf16", "right")
-def test_codes_that_exceed_both_budgets_train_and_a_step_reads_a_quarter(
+@pytest.mark.works(
+    AREA, "codes of 4 bits that exceed both budgets; a step reads less than a third of bf16's bytes", "right"
+)
+def test_codes_that_exceed_both_budgets_train_and_a_step_reads_a_third(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = folder(tmp_path / "model", num_hidden_layers=24, hidden_size=128, intermediate_size=512)
