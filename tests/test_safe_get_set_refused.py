@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import offload
-from offload.engine import param_access as looking
+from offload.engine import param_values as looking
 from offload.errors import BudgetError, UsageError
 from tests.support import models
 from tests.support.oracle import room_for, run, start, train_step
