@@ -1,4 +1,4 @@
-"""With `"moments": "bf16"` every rule trains with the same bits wherever its states are, and after any interruption."""
+"""Moments in bf16: their rounding, bytes, keys, resumes, checkpoints and plans."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import offload
 from offload.config import load_config
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError, StoreError
-from offload.kernels import Noise, Partition, Segment, SGDStep, _native, noise_stream, update
+from offload.kernels import Noise, Partition, Segment, SGDStep, noise_stream, update
 from offload.planner.activations.load import Load
 from offload.planner.advice import advise
 from offload.planner.hardware import described, parse_drive
@@ -22,56 +22,27 @@ from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from tests.support import models
-from tests.support.early_updates import counts, finish_step_before
-from tests.support.early_updates import train_step as early_step
-from tests.support.kernel_inputs import ISAS, default_settings
+from tests.support.early_updates import finish_step_before
+from tests.support.kernel_inputs import default_settings
+from tests.support.narrow_moments import JOB, RULES
 from tests.support.oracle import (
-    Job,
-    Result,
     assert_same,
     assert_same_tensors,
     config,
-    kill_and_resume,
     least_host_memory,
     run,
-    same_bits,
     small_pieces,
     start,
     train_step,
-    trained,
     weights_of,
 )
-from tests.support.rank_pool import RankPool
-from tests.support.rank_pool import train as train_on_ranks
 
 __all__ = ["default_settings"]  # fixtures
 
 DISK, HOST = ("nvme", "nvme"), ("cpu", "cpu")
 BF16: dict[str, Any] = {"moments": "bf16"}
-JOB = models.GPT2._replace(dtype="bf16", steps=4)
-RULES = {
-    "AdamW": JOB,
-    "Adam": JOB._replace(optimizer="Adam", params=(("adam_w_mode", False),)),
-    "Lion": JOB._replace(optimizer="Lion", lr=1e-4),
-    "Lamb": JOB._replace(optimizer="Lamb", lr=1e-2),
-    "Adagrad": JOB._replace(optimizer="Adagrad", lr=1e-2),
-    "momentum": JOB._replace(optimizer="SGD", lr=0.05, params=(("momentum", 0.9),)),
-}
 
 # -- the same bits ------------------------------------------------------------------------------------
-
-
-@pytest.mark.numeric
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("name", RULES)
-def test_same_bits_in_every_placement(name: str, dtype: str, tmp_path: Path) -> None:
-    job = RULES[name]._replace(dtype=dtype, steps=3)
-    found = same_bits(job, tmp_path, **BF16)
-    plain = run(job, DISK, tmp_path / "plain")
-    assert found.losses[0] == plain.losses[0] and any(
-        not torch.equal(value, plain.weights[key]) for key, value in found.weights.items()
-    ), "the moments are those of fp32"
 
 
 @pytest.mark.numeric
@@ -84,78 +55,6 @@ def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeyp
     for name, options in (("roomy", BF16), ("tight", {**BF16, "host_memory": least})):
         pieces = run(job, DISK, tmp_path / name, **options)
         assert_same(whole._replace(norms=pieces.norms), pieces, name)
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize(("isa", "threads"), [(isa, 1 + number % 2) for number, isa in enumerate(ISAS)])
-def test_threads_and_instruction_sets_give_the_same_bits(isa: str, threads: int, tmp_path: Path) -> None:
-    whole = run(JOB, HOST, tmp_path / "default", **BF16)
-    _native.configure(isa, threads)
-    assert_same(whole, run(JOB, HOST, tmp_path / "other", **BF16), f"{isa}, {threads} threads")
-
-
-@pytest.mark.numeric
-def test_accumulated_micro_batches_give_the_same_bits_everywhere(tmp_path: Path) -> None:
-    same_bits(JOB._replace(accumulation=3), tmp_path, [("none", "none"), HOST, DISK], **BF16)
-
-
-def test_an_update_under_the_backward_and_its_repetition_round_alike(tmp_path: Path) -> None:
-    """Confirmed, and made again for a step that clips."""
-    for clip, kind in ((0.0, "hits"), (1e-3, "misses")):
-        job = JOB._replace(clip=clip)
-        late = run(job, DISK, tmp_path / f"late-{kind}", speculate=False, **BF16)
-        engine = start(job, DISK, tmp_path / f"early-{kind}", speculate=True, **BF16)
-        try:
-            early = trained(engine, job, early_step)
-            assert getattr(counts(engine), kind) > 0
-        finally:
-            engine.destroy(remove=True)
-        assert_same(late, early, kind)
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("name", "late"), [("AdamW", 0.02), ("Lamb", 0.0), ("Lion", 0.0)])
-def test_killed_and_resumed_is_unbroken(name: str, late: float, tmp_path: Path) -> None:
-    job = RULES[name]._replace(steps=40 if late else 120)
-    (tmp_path / "killed").mkdir()
-    killed = kill_and_resume(job, DISK, tmp_path / "killed", kills=3, late=late, **BF16)
-    assert_same(run(job, DISK, tmp_path / "whole", **BF16), killed, "unbroken and killed")
-
-
-def on_two_ranks(job: Job, folder: Path) -> Result:
-    """Both ranks have the same rows, so that their mean has the bits of one rank's gradient."""
-    results = [train_on_ranks(job, each, folder / "-".join(each), **BF16) for each in (DISK, HOST)]
-    assert_same(*results, "placements")
-    return results[0]
-
-
-@pytest.mark.numeric
-@pytest.mark.parametrize("name", ["AdamW", "Lion"])
-def test_two_ranks_round_as_one(name: str, ranks: RankPool, tmp_path: Path) -> None:
-    """An element has its number in the whole unit, whichever rank has it."""
-    job = RULES[name]._replace(clip=0.0)
-    one, other = ranks.run(on_two_ranks, job, tmp_path / "two")
-    assert_same(one, other, "ranks")
-    alone = run(job, DISK, tmp_path / "one", **BF16)
-    assert_same_tensors(alone.weights, one.weights, "one rank and two")
-
-
-def in_small_pieces(job: Job, folder: Path) -> Result:
-    """The norms are taken chunk by chunk, of which a parameter has several."""
-    with pytest.MonkeyPatch.context() as patch:
-        small_pieces(patch)
-        return on_two_ranks(job, folder)
-
-
-@pytest.mark.numeric
-def test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments(ranks: RankPool, tmp_path: Path) -> None:
-    """The norms come from another pass than the update, on the thread of `step()`."""
-    job = RULES["Lamb"]._replace(clip=0.0)
-    one, other = ranks.run(in_small_pieces, job, tmp_path / "two")
-    assert_same(one, other, "ranks")
-    # Ranks add the norms up in another order, in double. A ratio differs by some 1e-16, and its rounding to fp32 not.
-    alone = run(job, DISK, tmp_path / "one", **BF16)
-    assert_same_tensors(alone.weights, one.weights, "one rank and two")
 
 
 def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> None:
