@@ -15,7 +15,7 @@ from offload.errors import UsageError
 from tests.support import rank_pool
 from tests.support.frozen_blocks import dequantized
 from tests.support.oracle import assert_same_tensors, weights_of
-from tests.support.rank_jobs import language_rows_loss
+from tests.support.rank_jobs import language_rows_loss, losses_and_weights
 from tests.test_frozen_blocks import AREA, JOB
 
 ROWS = JOB._replace(loss=language_rows_loss)
@@ -27,16 +27,7 @@ def _rows(
     """Some steps of two ranks: mean losses and weights. Without a form, over the values that nf4 makes."""
     job = ROWS if form is not None else dequantized(ROWS, "nf4")
     engine = rank_pool.start(job, tiers, folder, resume="auto", durability="step", frozen=form)
-    assert engine.global_steps == first
-    losses = []
-    for step in range(first, last):
-        loss = job.loss(engine, step, 0)
-        engine.backward(loss)
-        losses.append(engine.mean(float(loss.detach())))
-        engine.step()
-    weights = weights_of(engine)
-    engine.destroy()
-    return losses, weights
+    return losses_and_weights(engine, job, first, last)
 
 
 @pytest.mark.works(AREA, "two ranks, resumed too", "right")

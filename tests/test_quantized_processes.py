@@ -21,7 +21,7 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
-from tests.support.rank_jobs import language_rows_loss
+from tests.support.rank_jobs import language_rows_loss, losses_and_weights
 
 pytestmark = WITH_BITSANDBYTES
 
@@ -35,16 +35,7 @@ def _rows(
     """Some steps of two ranks: mean losses and weights."""
     this = job(values, form)._replace(loss=language_rows_loss)
     engine = rank_pool.start(this, tiers, path, resume="auto", durability="step")
-    assert engine.global_steps == first
-    losses = []
-    for step in range(first, last):
-        loss = this.loss(engine, step, 0)
-        engine.backward(loss)
-        losses.append(engine.mean(float(loss.detach())))
-        engine.step()
-    weights = weights_of(engine)
-    engine.destroy()
-    return losses, weights
+    return losses_and_weights(engine, this, first, last)
 
 
 def _first_loss(values: Path, form: str) -> float:

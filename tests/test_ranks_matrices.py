@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import offload
-from offload.errors import IoError, OffloadError
 from offload.layout import placement
 from offload.layout.flat_layout import lay_out
 from offload.layout.optimizers.whole import divided
@@ -34,8 +33,8 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.rank_jobs import my_rows
-from tests.support.rank_pool import RankPool, pool, rank_and_size, start, train
+from tests.support.rank_jobs import message_of_a_failing_drive, my_rows
+from tests.support.rank_pool import RankPool, pool, start, train
 
 DISK = ("nvme", "nvme")
 PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))
@@ -323,32 +322,12 @@ def test_one_rank_keeps_the_states_of_torch(ranks: RankPool, tmp_path: Path) -> 
 # -- faults --------------------------------------------------------------------------------------------
 
 
-def refused_read(job: Job, folder: Path) -> str:
+def refused_write(job: Job, folder: Path) -> str:
     """The drive of one rank fails while another waits for its parts."""
-    engine = start(job, DISK, folder)
-    rank, _ = rank_and_size()
-    store = engine._core.components.store
-    message = ""
-    try:
-        train_step(engine, job, 0)
-        engine.mean(0.0)
-        if rank:
-
-            def fails(*_: object, **__: object) -> None:
-                raise IoError("/drive/data", 0, 4096, 5)
-
-            engine._core.components.update_worker.finish()
-            store.write = fails
-        train_step(engine, job, 1)
-    except (OffloadError, OSError) as error:
-        message = f"{type(error).__name__}: {error}"
-    finally:
-        with contextlib.suppress(OffloadError, OSError):
-            engine.destroy()
-    return message
+    return message_of_a_failing_drive(start(job, DISK, folder), job, "write")
 
 
 def test_a_drive_that_fails_ends_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    one, other = ranks.run(refused_read, JOBS["Muon, bf16"], tmp_path)
+    one, other = ranks.run(refused_write, JOBS["Muon, bf16"], tmp_path)
     assert "/drive/data" in other, other
     assert one.startswith("RankError: rank 1 "), one

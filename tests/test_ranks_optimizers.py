@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from offload.errors import IoError, OffloadError
 from tests.support import models, rank_pool, rounding_bounds
 from tests.support.oracle import (
     Job,
@@ -21,8 +19,7 @@ from tests.support.oracle import (
     train_step,
     weights_of,
 )
-from tests.support.rank_jobs import JOBS
-from tests.support.rank_pool import rank_and_size
+from tests.support.rank_jobs import JOBS, message_of_a_failing_drive
 from tests.test_ranks import train
 
 DISK = ("nvme", "nvme")
@@ -110,27 +107,7 @@ def test_lamb_resumes_with_the_same_bits(ranks: rank_pool.RankPool, tmp_path: Pa
 
 def refused_read(folder: Path) -> str:
     """The drive of one rank fails while parameters are weighed."""
-    engine = rank_pool.start(LAMB, DISK, folder)
-    rank, _ = rank_and_size()
-    store = engine._core.components.store
-    message = ""
-    try:
-        train_step(engine, LAMB, 0)
-        engine.mean(0.0)
-        if rank:
-
-            def fails(*_: object, **__: object) -> None:
-                raise IoError("/drive/data", 0, 4096, 5)
-
-            engine._core.components.update_worker.finish()
-            store.read = fails
-        train_step(engine, LAMB, 1)
-    except (OffloadError, OSError) as error:
-        message = f"{type(error).__name__}: {error}"
-    finally:
-        with contextlib.suppress(OffloadError, OSError):
-            engine.destroy()
-    return message
+    return message_of_a_failing_drive(rank_pool.start(LAMB, DISK, folder), LAMB, "read")
 
 
 def test_a_drive_that_fails_while_lamb_weighs(ranks: rank_pool.RankPool, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 
 import torch
 from torch import nn
 
+import offload
+from offload.errors import IoError, OffloadError
 from tests.support import models
-from tests.support.oracle import Job
+from tests.support.oracle import Job, train_step, weights_of
 from tests.support.param_states import MIXTURE, gpt2
 from tests.support.rank_pool import rank_and_size
 
@@ -28,6 +31,53 @@ def rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
 def language_rows_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     ids = my_rows(models.tokens(step, micro, (4, 16)))
     return model(input_ids=ids, labels=ids).loss
+
+
+def losses_and_weights(
+    engine: offload.Engine, job: Job, first: int, last: int
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Returns the mean losses of steps [first, last) over the ranks, and the weights; the engine is destroyed."""
+    assert engine.global_steps == first
+    losses = []
+    for step in range(first, last):
+        loss = job.loss(engine, step, 0)
+        engine.backward(loss)
+        losses.append(engine.mean(float(loss.detach())))
+        engine.step()
+    weights = weights_of(engine)
+    engine.destroy()
+    return losses, weights
+
+
+def message_of_a_failing_drive(engine: offload.Engine, job: Job, request: str) -> str:
+    """Returns this rank's error of a step in which the drive of rank 1 fails; the engine is destroyed.
+
+    Args:
+        engine: the engine of this rank.
+        job: what it trains.
+        request: name of the store's method that fails, "read" or "write".
+    """
+    rank, _ = rank_and_size()
+    components = engine._core.components
+    message = ""
+    try:
+        train_step(engine, job, 0)
+        engine.mean(0.0)
+        if rank:
+
+            def fails(*_: object, **__: object) -> None:
+                raise IoError("/drive/data", 0, 4096, 5)
+
+            assert components.update_worker is not None
+            components.update_worker.finish()
+            setattr(components.store, request, fails)
+        train_step(engine, job, 1)
+    except (OffloadError, OSError) as error:
+        message = f"{type(error).__name__}: {error}"
+    finally:
+        with contextlib.suppress(OffloadError, OSError):
+            engine.destroy()
+    return message
 
 
 def recomputed(reentrant: bool) -> nn.Module:
