@@ -22,14 +22,14 @@ LOOP = "eager"
 """The implementation of transformers that takes one expert after the other."""
 
 
-class Cut(NamedTuple):
+class CutStacks(NamedTuple):
     """The stacks of a model that are cut by expert, and lines on what is not."""
 
     stacks: tuple[Stack, ...]
     notices: tuple[str, ...]
 
 
-def cut_stacks(model: nn.Module, experts: str, optimizer: str, world_size: int) -> Cut:
+def cut_stacks(model: nn.Module, experts: str, optimizer: str, world_size: int) -> CutStacks:
     """Returns the stacks of experts that are cut.
 
     Args:
@@ -41,12 +41,14 @@ def cut_stacks(model: nn.Module, experts: str, optimizer: str, world_size: int) 
     found = () if experts == "whole" else find_stacks(model)
     if found and world_size > 1:
         # Ranks use units together and in one order, and their tokens visit other experts.
-        return Cut((), (_whole("several ranks gather each unit together, and their tokens visit different experts"),))
+        return CutStacks(
+            (), (_whole("several ranks gather each unit together, and their tokens visit different experts"),)
+        )
     if optimizer in (LAMB, TORCH, *MATRIX_RULES):
         kept = tuple(stack for stack in found if not _trains(model, stack))
         if len(kept) < len(found):
-            return Cut(kept, (_whole("the optimizer's rule looks at whole parameters"),))
-    return Cut(found, ())
+            return CutStacks(kept, (_whole("the optimizer's rule looks at whole parameters"),))
+    return CutStacks(found, ())
 
 
 def find_stacks(model: nn.Module) -> tuple[Stack, ...]:
