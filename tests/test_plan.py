@@ -29,7 +29,7 @@ from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB, MIB, parse_size
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
-COUNT = ("--parameters", "13B", "--layers", "40")
+COUNT = ("--parameters", "13B", "--layers", "10")
 
 
 @pytest.fixture(autouse=True)
