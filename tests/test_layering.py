@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,7 @@ OF_HF = {"transformers", "accelerate", "peft", "trl"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def _imports(source: str) -> set[str]:
     """Returns dotted names of all that is imported, at any depth of the file, and of the parts of torch it uses."""
     found: set[str] = set()
