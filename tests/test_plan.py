@@ -49,7 +49,7 @@ def found(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shape() -> Shape:
-    return from_count(13 * 10**9, 40, 2048)
+    return from_count(13 * 10**9, 20, 2048)
 
 
 def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:
