@@ -40,19 +40,30 @@ def test_it_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path
     assert loaded and [target for target in sorted(loaded) if re.match(r"https?:|//", target)] == []
 
 
+def build_page(folder: Path, *lines: str) -> subprocess.CompletedProcess[str]:
+    """Builds a site of one page, with the settings of ours."""
+    (folder / "docs" / "stylesheets").mkdir(parents=True)
+    (folder / "docs" / "index.md").write_text("\n\n".join(["# A page", *lines]))
+    (folder / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
+    return build(folder / "mkdocs.yml", folder / "site")
+
+
+def test_each_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
+    links = {
+        "[gone](gone.md)": "contains a link 'gone.md'",
+        "[no heading](index.md#none)": "there is no such anchor",
+        "[absolute](/index.md)": "absolute link '/index.md'",
+    }
+    done = build_page(tmp_path, *links)
+    output = done.stdout + done.stderr
+    assert done.returncode != 0 and f"Aborted with {len(links)} warnings in strict mode" in output, output
+    assert [message for message in links.values() if message not in output] == []
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
-    [
-        ("[gone](gone.md)", "contains a link 'gone.md'"),
-        ("[no heading](index.md#none)", "there is no such anchor"),
-        ("[absolute](/index.md)", "absolute link '/index.md'"),
-        ("::: offload.nothing", "offload.nothing could not be found"),
-        ('--8<-- "nothing.md"', "nothing.md"),
-    ],
+    [("::: offload.nothing", "offload.nothing could not be found"), ('--8<-- "nothing.md"', "nothing.md")],
 )
-def test_what_leads_nowhere_is_an_error(line: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "docs" / "stylesheets").mkdir(parents=True)
-    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n{line}\n")
-    (tmp_path / "mkdocs.yml").write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\ndocs_dir: docs\nnav: [index.md]\n")
-    done = build(tmp_path / "mkdocs.yml", tmp_path / "site")
+def test_a_name_or_a_file_that_is_not_there_is_an_error(line: str, message: str, tmp_path: Path) -> None:
+    done = build_page(tmp_path, line)
     assert done.returncode != 0 and message in done.stdout + done.stderr

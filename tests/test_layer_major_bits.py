@@ -33,7 +33,7 @@ def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
 
 
-@pytest.mark.sample(60)
+@pytest.mark.sample(40)
 @pytest.mark.parametrize(("case", "dtype", "tier"), ROWS)
 def test_every_kind_of_module_keeps_its_bits(case: Case, dtype: str, tier: str | None, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype, accumulation=3, steps=3)

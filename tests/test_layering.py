@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,7 @@ OF_HF = {"transformers", "accelerate", "peft", "trl"}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+@cache
 def _imports(source: str) -> set[str]:
     """Returns dotted names of all that is imported, at any depth of the file, and of the parts of torch it uses."""
     found: set[str] = set()
@@ -224,9 +226,9 @@ def test_a_row_names_only_rows_above_it(rows: dict[str, str]) -> None:
     assert [(row, name) for row in order for name in rows[row].split() if name not in order[: order.index(row)]] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_go_one_way(path: Path) -> None:
-    assert broken(_module(path), path.read_text()) == []
+def test_imports_go_one_way() -> None:
+    sources = {_module(path): path.read_text() for path in FILES}
+    assert {module: found for module, source in sources.items() if (found := broken(module, source))} == {}
 
 
 def test_no_row_allows_what_nobody_imports() -> None:
@@ -249,12 +251,15 @@ def test_no_row_allows_what_nobody_imports() -> None:
     assert spare == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_hf_alone_cannot_be_imported_without_hugging_face(path: Path) -> None:
+def test_hf_alone_cannot_be_imported_without_hugging_face() -> None:
     """Others import what they need of it where they need it."""
+    assert [_module(path) for path in FILES if _at_the_top(path) & OF_HF and not _module(path).startswith("hf.")] == []
+
+
+def _at_the_top(path: Path) -> set[str]:
+    """Returns the packages that a file imports when it is imported itself."""
     top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-    found = {name.partition(".")[0] for node in top for name in _imports(ast.unparse(node))} & OF_HF
-    assert not found or _module(path).startswith("hf.")
+    return {name.partition(".")[0] for node in top for name in _imports(ast.unparse(node))}
 
 
 @pytest.mark.parametrize(

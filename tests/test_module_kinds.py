@@ -82,7 +82,7 @@ class Case(NamedTuple):
 
 
 def _simple(model: Callable[[], nn.Module], units: int = 2, **changes: Any) -> Case:
-    return Case(Job(model, models.mixture_loss)._replace(**changes), units)
+    return Case(Job(model, models.mixture_loss, steps=4)._replace(**changes), units)
 
 
 AREAS: dict[str, dict[str, Case]] = {
@@ -101,7 +101,7 @@ AREAS: dict[str, dict[str, Case]] = {
         "`ParameterList`, `ParameterDict`": _simple(Containers),
         "a model that is one parameter": _simple(One),
         "one layer larger than all others": _simple(Uneven, units=1),
-        "tied, frozen and unused weights": Case(models.MIXTURE, units=3),
+        "tied, frozen and unused weights": Case(models.MIXTURE._replace(steps=4), units=3),
         "partly frozen modules": _simple(Partly),
         "LoRA adapters on a frozen model": _simple(Adapters),
         "`nn.TransformerEncoder`, `nn.MultiheadAttention`": _simple(Attention),
@@ -110,7 +110,7 @@ AREAS: dict[str, dict[str, Case]] = {
         "a CNN with BatchNorm, no list of layers": Case(Job(Convolutions, convolution_loss, steps=4, buffers="same")),
         "nested lists: Swin": Case(Job(models.swin, image_loss, steps=4)),
         "fused experts: Mixtral": Case(Job(models.mixtral, models.language_loss, steps=4)),
-        "a model given in float16": Case(Job(half, models.language_loss)),
+        "a model given in float16": Case(Job(half, models.language_loss, steps=4)),
     },
     "Activation checkpointing": {
         "a region of one unit, dropout inside": _simple(Region, accumulation=2),
@@ -124,12 +124,14 @@ AREAS: dict[str, dict[str, Case]] = {
         "LoRA adapters, each layer recomputed": _simple(AdaptersRecomputed),
         "LoRA adapters, reentrant": _simple(AdaptersReentrant),
         "`gradient_checkpointing_enable()`: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, False), models.language_loss, accumulation=2)
+            Job(enabled(models.gpt2_dropout, False), models.language_loss, steps=4, accumulation=2)
         ),
         "`gradient_checkpointing_enable()`, reentrant: GPT-2": Case(
-            Job(enabled(models.gpt2_dropout, True), models.language_loss, accumulation=2)
+            Job(enabled(models.gpt2_dropout, True), models.language_loss, steps=4, accumulation=2)
         ),
-        "`gradient_checkpointing_enable()`: Llama": Case(Job(enabled(models.llama, False), models.language_loss)),
+        "`gradient_checkpointing_enable()`: Llama": Case(
+            Job(enabled(models.llama, False), models.language_loss, steps=4)
+        ),
     },
 }
 

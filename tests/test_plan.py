@@ -29,7 +29,7 @@ from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB, MIB, parse_size
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
-COUNT = ("--parameters", "13B", "--layers", "40")
+COUNT = ("--parameters", "13B", "--layers", "10")
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def found(*arguments: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def shape() -> Shape:
-    return from_count(13 * 10**9, 40, 2048)
+    return from_count(13 * 10**9, 20, 2048)
 
 
 def plan(shape: Shape, machine: Hardware, load: Load, **options: Any) -> choice.Planned:

@@ -240,7 +240,8 @@ def test_a_shape_is_a_chain_if_its_blocks_follow_each_other() -> None:
 # -- the command --------------------------------------------------------------------------------------
 
 MACHINE = ("--gpu", "RTX 4090", "--ram", "64GB", "--drive", "7GB/s,5GB/s")
-MODEL = ("--parameters", "13B", "--layers", "40")
+LAYERS = 12
+MODEL = ("--parameters", "4B", "--layers", str(LAYERS))
 
 
 def run(*arguments: str) -> Any:
@@ -255,7 +256,7 @@ def test_the_command_compares_the_orders() -> None:
     orders = {(each["schedule"], each["speculate"]): each["seconds"] for each in found["orders"]}
     assert set(orders) == {(each, early) for each in BOTH for early in (False, True)}
     assert found["step"]["seconds"] == min(orders.values())
-    assert found["step"]["updates_under_backward"] > 30 and found["step"]["miss_seconds"] > 0
+    assert found["step"]["updates_under_backward"] > 0.75 * LAYERS and found["step"]["miss_seconds"] > 0
 
 
 def test_the_command_takes_an_order() -> None:

@@ -276,7 +276,7 @@ def test_any_number_of_steps_is_drawn(count: int, tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_steps_are_a_page_of_less_than_a_megabyte(tmp_path: Path) -> None:
-    """A fifth of them without `--whole`: what they have beyond a page's width is merged either way."""
+    """A tenth of them without `--whole`: what they have beyond a page's width is merged either way."""
     steps = examples(100_000)
     line = json.dumps(step(1)).replace('"step": 1,', '"step": %d,')
     path = tmp_path / "log"

@@ -1,7 +1,7 @@
 """How much of a large grid one run of the tests takes: a sample by seed, or with `--whole` all of it.
 
     @pytest.mark.sample(6)              six of the cases of a parametrized test
-    @settings(max_examples=examples(300))   a fifth of hypothesis' examples
+    @settings(max_examples=examples(300))   a tenth of hypothesis' examples, ten at least
 
 The sample of a test depends on its name and `--sample-seed` alone, so every run with the same seed has the same tests.
 """
@@ -14,7 +14,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import pytest
 from hypothesis import settings
 
-SHARE = 5
+SHARE = 10
 """One of so many examples of hypothesis is tried without `--whole`."""
 _LEAST_EXAMPLES = 10
 
