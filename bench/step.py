@@ -1,28 +1,63 @@
 """A step with everything on disk against the same step in memory: `python -m bench.step FOLDER [--model NAME]`.
 
-All engines exist at once and take turns: one in memory, whose micro-batches pass one after the other, and one on disk
-for each of `--schedules` and `--speculate`. Bound of the bytes: 26 for each parameter (an update reads 12 and writes
-12, the backward reads 2), and 4 for each further micro-batch of the order micro_batch_major. Bound of the time: the
-larger of compute (the step in memory) and I/O (the bytes that moved, over the drive's rates measured before and after
-the turns).
+Engines take turns, each in a process of its own: one in memory, whose micro-batches pass one after the other, and one
+on disk for each of `--schedules` and `--speculate`. In one process they would share host memory and teams of threads.
+Bound of the bytes: 26 for each parameter (an update reads 12 and writes 12, the backward reads 2), and 4 for each
+further micro-batch of the order micro_batch_major. Bound of the time: the larger of compute (the step in memory) and
+I/O (the bytes that moved, over the drive's rates measured before and after the turns).
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
+from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-import offload
 from bench.measure import engine_of, median_ratio, options, random_ids, report, seconds, settings_for
 from offload.aio import bandwidths
 
 
-class Contender(NamedTuple):
-    """An engine that takes part, and what tells it from the others."""
+class Turn(NamedTuple):
+    """What a turn of an engine took."""
 
-    name: str
-    engine: offload.Engine
+    seconds_a_step: float
+    nbytes: int
+    """Read and written, in all steps of the turn."""
+
+
+class Facts(NamedTuple):
+    """What an engine says of itself."""
+
+    parameters: int
+    host_memory: int
+    device_memory: int
+
+
+class Contender:
+    """An engine in a process of its own, which works only during its turns."""
+
+    def __init__(self, given: argparse.Namespace, name: str, tiers: str, schedule: str, speculate: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        run = f"{schedule}-{speculate}-{tiers.replace(',', '-')}"
+        self._process = context.Process(target=_take_turns, args=(theirs, given, run, tiers, schedule, speculate))
+        self._process.start()
+        theirs.close()
+        self.facts: Facts = self._pipe.recv()
+
+    def turn(self) -> Turn:
+        """Takes some steps, and waits for their updates."""
+        self._pipe.send(True)
+        turn: Turn = self._pipe.recv()
+        return turn
+
+    def end(self) -> None:
+        """Ends the engine and its process, and removes its swap files."""
+        self._pipe.send(False)
+        self._process.join()
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -39,45 +74,27 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device-memory", default=None, help="of an engine on disk, as in the config")
     parser.add_argument("--no-overlap", action="store_true", help="on disk, step() waits for its updates: to compare")
     given = parser.parse_args(arguments)
-    memory = Contender("memory", _engine(given, "memory", "none,none", "micro_batch_major", "false"))
+    memory = Contender(given, "memory", "none,none", "micro_batch_major", "false")
     disk = [
-        Contender(
-            f"{schedule}, speculate {speculate}",
-            _engine(given, f"{schedule}-{speculate}", given.tiers, schedule, speculate),
-        )
+        Contender(given, f"{schedule}, speculate {speculate}", given.tiers, schedule, speculate)
         for schedule in given.schedules.split(",")
         for speculate in given.speculate.split(",")
     ]
-    model: Any = memory.engine.module
-    ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
-    micro_batches = [{"input_ids": ids, "labels": ids}] * given.micro_batches
-
-    steps_of_a_turn: int = given.steps
-
-    def turn(engine: offload.Engine) -> float:
-        engine.train_batch(iter(micro_batches))  # its update runs into the first step that counts, as the last one out
-        taken = seconds(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
-        engine.synchronize()
-        return taken / steps_of_a_turn
-
     before = bandwidths([given.folder])[0]
-    taken: dict[str, list[float]] = {each.name: [] for each in (memory, *disk)}
-    moved = dict.fromkeys(taken, 0)
+    taken: dict[str, list[Turn]] = {each.name: [] for each in (memory, *disk)}
     for counted in range(-2, given.rounds):  # the first rounds record the order of uses, and are not counted
-        for name, engine in (memory, *disk):
-            start = engine.io_bytes()
-            took = turn(engine)
-            end = engine.io_bytes()
+        for each in (memory, *disk):
+            turn = each.turn()
             if counted >= 0:
-                taken[name].append(took)
-                moved[name] += end.read + end.written - start.read - start.written
+                taken[each.name].append(turn)
     after = bandwidths([given.folder])[0]
     read, written = ((a + b) / 2 for a, b in zip(before, after, strict=True))
-    compute = statistics.median(taken[memory.name])
+    in_memory = [turn.seconds_a_step for turn in taken[memory.name]]
+    compute = statistics.median(in_memory)
     steps = given.rounds * (given.steps + 1)
     figures: dict[str, Any] = {
         "model": given.model,
-        "parameters": memory.engine.parameter_count,
+        "parameters": memory.facts.parameters,
         "dtype": given.dtype,
         "tokens_per_micro_batch": given.batch_size * given.seq_len,
         "micro_batches": given.micro_batches,
@@ -88,19 +105,21 @@ def main(arguments: list[str] | None = None) -> None:
         "drive_write_gb_per_s": written / 1e9,
         "seconds_in_memory": compute,
     }
-    for name, engine in disk:
-        io_seconds = _io_seconds(moved[name] / steps, read, written)
-        figures[name] = {
-            "seconds": round(statistics.median(taken[name]), 4),
-            "memory_over_this": round(median_ratio(taken[memory.name], taken[name]), 3),
+    for each in disk:
+        took = [turn.seconds_a_step for turn in taken[each.name]]
+        nbytes = sum(turn.nbytes for turn in taken[each.name]) / steps
+        io_seconds = _io_seconds(nbytes, read, written)
+        figures[each.name] = {
+            "seconds": round(statistics.median(took), 4),
+            "memory_over_this": round(median_ratio(in_memory, took), 3),
             "io_seconds_alone": round(io_seconds, 4),
-            "bound_over_this": round(max(compute, io_seconds) / statistics.median(taken[name]), 3),
-            "bytes_per_parameter": round(moved[name] / steps / engine.parameter_count, 2),
-            "host_memory": engine.host_memory,
-            "device_memory": engine.device_memory,
+            "bound_over_this": round(max(compute, io_seconds) / statistics.median(took), 3),
+            "bytes_per_parameter": round(nbytes / each.facts.parameters, 2),
+            "host_memory": each.facts.host_memory,
+            "device_memory": each.facts.device_memory,
         }
-    for _, engine in (memory, *disk):
-        engine.destroy(remove=True)
+    for each in (memory, *disk):
+        each.end()
     report("step", figures)
 
 
@@ -109,7 +128,31 @@ def _io_seconds(nbytes: float, read: float, written: float) -> float:
     return nbytes * (14 / 26 / read + 12 / 26 / written)
 
 
-def _engine(given: argparse.Namespace, run: str, tiers: str, schedule: str, speculate: str) -> offload.Engine:
+# -- in a process of its own --------------------------------------------------------------------------
+
+
+def _take_turns(
+    pipe: Connection, given: argparse.Namespace, run: str, tiers: str, schedule: str, speculate: str
+) -> None:
+    """Builds an engine, says so, and takes a turn for each True that comes."""
+    engine = engine_of(given.model, _settings(given, run, tiers, schedule, speculate))
+    pipe.send(Facts(engine.parameter_count, engine.host_memory, engine.device_memory))
+    model: Any = engine.module
+    ids = random_ids((given.batch_size, given.seq_len), model.config.vocab_size)
+    micro_batches = [{"input_ids": ids, "labels": ids}] * given.micro_batches
+    while pipe.recv():
+        start = engine.io_bytes()
+        engine.train_batch(iter(micro_batches))  # its update runs into the first step that counts, as the last one out
+        took = seconds(lambda: [engine.train_batch(iter(micro_batches)) for _ in range(given.steps)])
+        engine.synchronize()
+        end = engine.io_bytes()
+        nbytes = end.read + end.written - start.read - start.written
+        pipe.send(Turn(took / given.steps, nbytes))
+    engine.destroy(remove=True)
+
+
+def _settings(given: argparse.Namespace, run: str, tiers: str, schedule: str, speculate: str) -> dict[str, Any]:
+    """Returns the config of an engine."""
     weights, states = tiers.split(",")
     more: dict[str, Any] = {"schedule": schedule}
     if weights == "nvme" or states == "nvme":
@@ -122,7 +165,7 @@ def _engine(given: argparse.Namespace, run: str, tiers: str, schedule: str, spec
     settings["bf16"] = {"enabled": given.dtype == "bf16"}
     settings |= {"gradient_clipping": given.clip, "gradient_accumulation_steps": given.micro_batches}
     settings["train_micro_batch_size_per_gpu"] = given.batch_size
-    return engine_of(given.model, settings)
+    return settings
 
 
 if __name__ == "__main__":
