@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
-NATIVE_TESTS := $(wildcard $(foreach folder,native fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
+NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
 .PHONY: help train test test-all test-avx2 device test-device check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each.

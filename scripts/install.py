@@ -97,7 +97,7 @@ def main() -> None:
         print("installing torch", words, flush=True)
         install(uv, *pinned, *arguments, "torch")
     # Built without isolation, so that the pinned build tools are used and an edited source rebuilds in seconds.
-    install(uv, *pinned, "scikit-build-core", "nanobind", "ninja", "cmake")
+    install(uv, *pinned, "scikit-build-core", "nanobind", "hatch-fancy-pypi-readme", "ninja", "cmake")
     install(uv, *pinned, "--no-build-isolation", "-e", f".[{extra}]")
 
 
