@@ -135,11 +135,13 @@ class KernelAdamW(torch.optim.Optimizer):
 
     def _partition(self, parameter: nn.Parameter) -> Partition:
         values, numel = parameter.detach().view(-1), parameter.numel()
-        weight, residual = values, None
+        weight = values
+        residual: torch.Tensor | None = None
+        scales: torch.Tensor | None = None
         if self._low_bits is not None:
             weight, residual = values.bfloat16(), torch.zeros(numel, dtype=self._low_bits)
             split_master(values, weight, residual)
-        moments, scales = (torch.zeros(numel), torch.zeros(numel)), None
+        moments = torch.zeros(numel), torch.zeros(numel)
         if self._codes:
             moments = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
             scales = torch.zeros(blocks_of(numel), 2)
