@@ -4,6 +4,9 @@ The text is Python's own library, byte by byte. fp32, bf16 and int8 are the kern
 other forms of 8 bits are emulated: after each step the fp32 moments are rounded to what would be stored. A form of 8
 bits has one scale for each 256 elements.
 
+Forms with a "master" have bf16 weights by the kernels, with 16 or 8 more bits of the master. The model computes with
+the values of these weights, in fp32.
+
     python -m bench.moments --steps 500 --seeds 5
 """
 
@@ -21,7 +24,7 @@ import transformers
 from torch import nn
 
 from bench.measure import report
-from offload.kernels import AdamWStep, CPUAdamW, Noise, Partition, Segment, noise_stream, update
+from offload.kernels import AdamWStep, CPUAdamW, Noise, Partition, Segment, noise_stream, split_master, update
 from offload.kernels.moments import blocks_of
 
 _BLOCK = 256
@@ -54,10 +57,9 @@ def main(arguments: list[str] | None = None) -> None:
             "means": {form: statistics.mean(each) for form, each in losses.items()},
             "deviations": {form: statistics.pstdev(each) for form, each in losses.items()},
             # Of the same seed: the data, the initial weights and so most of the spread are the same.
-            "above_fp32": {
-                form: statistics.mean(one - other for one, other in zip(each, losses["fp32"], strict=True))
+            "above_first": {
+                form: statistics.mean(one - other for one, other in zip(each, losses[given.forms[0]], strict=True))
                 for form, each in losses.items()
-                if "fp32" in losses
             },
         },
     )
@@ -97,18 +99,59 @@ def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tens
 
 def optimizer_of(form: str, model: nn.Module, seed: int) -> torch.optim.Optimizer:
     settings: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
-    if form == "int8":
-        return CodedAdamW(model.parameters(), seed, **settings)
+    if form == "int8" or "master" in form:
+        low_bits = {"fp32 master": torch.int16, "bf24 master": torch.int8}.get(form.split(",")[0])
+        return KernelAdamW(model.parameters(), seed, low_bits, "int8" in form, **settings)
     moments = torch.bfloat16 if form == "bf16" else torch.float32
     return CPUAdamW(model.parameters(), moment_dtype=moments, **settings)
 
 
-class CodedAdamW(torch.optim.Optimizer):
-    """AdamW by the kernel whose moments are codes of 8 bits, on fp32 parameters."""
+class KernelAdamW(torch.optim.Optimizer):
+    """AdamW by the kernel, on fp32 parameters or on the bf16 weights whose values they are."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter], seed: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        parameters: Iterator[nn.Parameter],
+        seed: int,
+        low_bits: torch.dtype | None,
+        codes: bool,
+        **settings: Any,
+    ) -> None:
+        """Stores the form.
+
+        Args:
+            parameters: fp32 parameters.
+            seed: seed of the roundings.
+            low_bits: dtype of the low bits of the masters of bf16 weights; None for fp32 weights.
+            codes: True for moments in 8 bits, False for fp32.
+            settings: of each group.
+        """
         super().__init__(parameters, settings)
-        self._seed, self._steps = seed, 0
+        self._seed, self._low_bits, self._codes, self._steps = seed, low_bits, codes, 0
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["partition"] = self._partition(parameter)
+                self._show(parameter)
+
+    def _partition(self, parameter: nn.Parameter) -> Partition:
+        values, numel = parameter.detach().view(-1), parameter.numel()
+        weight = values
+        residual: torch.Tensor | None = None
+        scales: torch.Tensor | None = None
+        if self._low_bits is not None:
+            weight, residual = values.bfloat16(), torch.zeros(numel, dtype=self._low_bits)
+            split_master(values, weight, residual)
+        moments = torch.zeros(numel), torch.zeros(numel)
+        if self._codes:
+            moments = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
+            scales = torch.zeros(blocks_of(numel), 2)
+        return Partition(weight, torch.empty(0), moments, residual, scales=scales)
+
+    def _show(self, parameter: nn.Parameter) -> None:
+        """Gives a parameter the values of its weight."""
+        weight = self.state[parameter]["partition"].weight
+        if weight.data_ptr() != parameter.data_ptr():
+            parameter.view(-1).copy_(weight)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -123,15 +166,10 @@ class CodedAdamW(torch.optim.Optimizer):
             step=self._steps,
         )
         for number, parameter in enumerate(group["params"]):
-            numel, state = parameter.numel(), self.state[parameter]
-            if not state:
-                state["codes"] = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
-                state["scales"] = torch.zeros(blocks_of(numel), 2)
             noise = Noise(noise_stream(self._seed, number, self._steps), 0)
-            update(
-                Partition(parameter.detach().view(-1), parameter.grad.view(-1), state["codes"], scales=state["scales"]),
-                [Segment(0, numel, step, noise)],
-            )
+            part = self.state[parameter]["partition"]._replace(grad=parameter.grad.view(-1))
+            update(part, [Segment(0, parameter.numel(), step, noise)])
+            self._show(parameter)
 
 
 def loss(model: nn.Module, text: torch.Tensor, chance: torch.Generator) -> torch.Tensor:
@@ -214,6 +252,10 @@ FORMS: dict[str, tuple[Rounded, Rounded] | None] = {
     "int8, v from 1": (first_moment(True), second_moment(True, 1)),
     "int8, companded": (first_moment(True, companded=True), second_moment(True, 1, companded=True)),
     "int8, companded to nearest": (first_moment(False, companded=True), second_moment(False, 1, companded=True)),
+    "fp32 master": None,
+    "fp32 master, int8": None,
+    "bf24 master": None,
+    "bf24 master, int8": None,
 }
 """Forms of the moments by name, with the functions that emulate them; None for those of the kernels."""
 

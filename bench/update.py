@@ -2,9 +2,9 @@
 
 Nothing else runs: forward and backward take no time, and `step()` waits for its updates. Bound of the bytes: an update
 reads 12 and writes 12 for each parameter (weight 2, residual 2, moments 8), of which up to 2 are read before, for the
-backward; with `--moments bf16` 8 and 8, with `--moments int8` 6 and 6. I/O alone is the faster of all reads and then
-all writes, and both at once, by the same queue on the same drive; the kernel alone is the same kernel on memory, tile
-after tile. All take turns.
+backward; with `--moments bf16` 8 and 8, with `--moments int8` 6 and 6, with `--master bf24` 1 less each. I/O alone is
+the faster of all reads and then all writes, and both at once, by the same queue on the same drive; the kernel alone is
+the same kernel on memory, tile after tile. All take turns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from offload.aio import DirectFile, IoQueue, aligned_empty
 from offload.aio.measure import move, remove
 from offload.hardware.adam_arrays import Arrays
 from offload.sizes import GIB, MIB
-from offload.swapper.modes import MOMENT_DTYPES
+from offload.swapper.modes import MASTERS, MOMENT_DTYPES
 
 _BYTES = {"fp32": 24, "bf16": 16, "int8": 12}
 """Of I/O for each parameter, by the dtype of the moments."""
@@ -65,10 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--host-memory", default="2GiB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--moments", choices=list(_BYTES), default="fp32")
+    parser.add_argument("--master", choices=list(MASTERS), default="fp32")
     given = parser.parse_args(arguments)
     numel = int(given.parameters) // given.units // 2048 * 2048
-    engine = make_engine(given, numel, moments=given.moments)
-    nbytes = _BYTES[given.moments]
+    engine = make_engine(given, numel, moments=given.moments, master=given.master)
+    nbytes = _BYTES[given.moments] - (2 if given.master == "bf24" else 0)
     file = given.folder / "bench-update.rates"
     buffer = aligned_empty(GIB)
     torch.frombuffer(buffer, dtype=torch.int32).random_()
@@ -76,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         with IoQueue() as queue, DirectFile(file, create=True) as drive:
             drive.reserve(GIB)
-            tile = _tile(given.moments)
+            tile = _tile(given.moments, given.master)
             for turn in range(given.rounds + 1):
                 update = _update(engine)
                 rates = {name: GIB / move(queue, drive, buffer, name, _REQUEST).seconds for name in ("write", "read")}
@@ -98,6 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
             "parameters": numel * given.units,
             "units": given.units,
             "moments": given.moments,
+            "master": given.master,
             "host_memory": engine.host_memory,
             "seconds": statistics.median(updates),
             "io_alone_seconds": statistics.median(ios),
@@ -110,13 +112,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
 
 
-def make_engine(
-    given: argparse.Namespace, numel: int, run: str = "bench-update", moments: str = "fp32"
-) -> offload.Engine:
+def make_engine(given: argparse.Namespace, numel: int, run: str = "bench-update", **forms: str) -> offload.Engine:
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0)).mul_(1e-3).to(torch.bfloat16)
-    settings = settings_for(
-        given.folder, run, "nvme", host_memory=given.host_memory, moments=moments, debug={"overlap": False}
-    )
+    settings = settings_for(given.folder, run, "nvme", host_memory=given.host_memory, debug={"overlap": False}, **forms)
     model = nn.Sequential(*(_Unit(gradient) for _ in range(given.units)))
     return offload.initialize(model=model, config=settings)[0]
 
@@ -129,8 +127,9 @@ def _update(engine: offload.Engine) -> float:
     return time.perf_counter() - start
 
 
-def _tile(moments: str) -> kernels.Partition:
-    return Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[moments]).partition
+def _tile(moments: str, master: str) -> kernels.Partition:
+    low_bits = torch.int8 if master == "bf24" else torch.int16
+    return Arrays(_TILE, torch.bfloat16, torch.bfloat16, MOMENT_DTYPES[moments], low_bits).partition
 
 
 def _step(tile: kernels.Partition) -> None:

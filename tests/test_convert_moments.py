@@ -153,7 +153,10 @@ def test_json_names_the_new_run(tmp_path: Path) -> None:
     done = call(tmp_path / "default", "--moments", "int8", "--json")
     found = json.loads(done.stdout)
     assert found["run"] == str(tmp_path / "default-int8") and found["step"] == 2
-    assert (found["before"], found["after"]) == ("fp32", "int8")
+    assert (found["before"], found["after"]) == (
+        {"master": "fp32", "moments": "fp32"},
+        {"master": "fp32", "moments": "int8"},
+    )
     size = (tmp_path / "default-int8" / "rank0" / "states").stat().st_size
     assert found["nbytes"] == size < (tmp_path / "default" / "rank0" / "states").stat().st_size
 
@@ -166,11 +169,11 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     before = files(tmp_path)
     for given, message in (
         ((run, "--moments", "int4"), "'int4' is not one of"),
-        ((run, "--moments", "fp32"), "are fp32 already"),
+        ((run, "--moments", "fp32"), "has moments in fp32 already"),
         ((run, "--moments", "int8", "--run", "default"), "needs a name of its own"),
         ((run, "--moments", "int8", "--run", "a/b"), "needs a name of its own"),
         ((run, "--moments", "int8", "--run", "plain"), "plain"),
-        ((tmp_path / "plain", "--moments", "int8"), "has no moments that could be converted"),
+        ((tmp_path / "plain", "--moments", "int8"), "has no moments to convert"),
         ((tmp_path / "none", "--moments", "int8"), "there is no folder"),
     ):
         done = call(*given)
@@ -208,7 +211,7 @@ def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path
         if (made / "commit").exists() and process.returncode == 0:
             break
         if call(tmp_path / "default-int8").exit_code != 2:
-            raise AssertionError("--moments is required")
+            raise AssertionError("no form was given")
     assert killed
     if not _is_whole(tmp_path / "default-int8"):
         done = call(tmp_path / "default", "--moments", "int8")

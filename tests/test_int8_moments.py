@@ -30,7 +30,7 @@ from offload.states import State
 from tests.support import models
 from tests.support.early_updates import finish_step_before
 from tests.support.kernel_inputs import default_settings
-from tests.support.narrow_moments import JOB, RULES
+from tests.support.narrow_states import JOB, RULES
 from tests.support.oracle import (
     Job,
     Result,

@@ -124,6 +124,7 @@ def test_help_has_an_example() -> None:
         ((*COUNT, *MACHINE, "--batch-size", "4096"), "--batch-size"),
         ((*COUNT, *MACHINE, "--dtype", "int4"), "there is no dtype"),
         ((*COUNT, *MACHINE, "--moments", "int4"), "expected --moments of fp32, bf16, int8"),
+        ((*COUNT, *MACHINE, "--master", "bf16"), "expected --master of fp32, bf24"),
         ((*COUNT, *MACHINE, "--config", "/none/such.json"), "cannot read the config"),
         ((*COUNT, *MACHINE, "--write", "/none/such/file.json"), "there is no folder"),
     ],

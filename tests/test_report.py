@@ -81,11 +81,12 @@ def log(tmp_path: Path) -> Path:
     return written(tmp_path / "log.jsonl", step(1, about=ABOUT, seconds=9.0), *(step(n) for n in range(2, 11)))
 
 
-def test_the_page_names_moments_in_fewer_bytes(tmp_path: Path) -> None:
-    for moments, said in ((None, False), ("fp32", False), ("int8", True)):
-        about = ABOUT if moments is None else {**ABOUT, "moments": moments}
-        log = read_log(written(tmp_path / f"{moments}.jsonl", step(1, about=about)))
-        assert ("moments in int8" in page(log, figures(log), None)) is said
+@pytest.mark.parametrize(("key", "form"), [("moments", "int8"), ("master", "bf24")])
+def test_the_page_names_states_in_fewer_bytes(key: str, form: str, tmp_path: Path) -> None:
+    for value, said in ((None, False), ("fp32", False), (form, True)):
+        about = ABOUT if value is None else {**ABOUT, key: value}
+        log = read_log(written(tmp_path / f"{value}.jsonl", step(1, about=about)))
+        assert (f"{key} in {form}" in page(log, figures(log), None).replace("masters", "master")) is said
 
 
 # -- the parts of a step -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from offload.engine.callbacks import GradientStats
@@ -53,13 +52,12 @@ class OptimizerStep:
             optimizer: groups of the model's parameters.
         """
         self._components, self._state, self._accumulation, self._optimizer = components, state, accumulation, optimizer
-        rounds_moments = components.shards.mode.moment_dtype is not torch.float32
         self._update_builder = UpdateBuilder(
             layouts=components.layouts,
             trainable=components.trainable,
             module=module,
             optimizer=optimizer,
-            noise_seed=state.settings.seed if rounds_moments else None,
+            noise_seed=state.settings.seed if components.shards.mode.rounds else None,
         )
         self._early: EarlyUpdates | None = None
         """None if no update of this run can be made under the backward."""

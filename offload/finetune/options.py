@@ -67,6 +67,7 @@ class Options:
     nvme_path: tuple[str, ...] = ()
     dtype: str | None = None
     moments: str | None = None
+    master: str | None = None
     host_memory: str | None = None
     device: str | None = None
     seed: int | None = None
@@ -107,6 +108,7 @@ _KEYS: tuple[tuple[str, tuple[str, ...], Any], ...] = (
     ("weight_decay", ("optimizer", "params", "weight_decay"), DEFAULT_DECAY),
     ("grad_clip", ("gradient_clipping",), DEFAULT_CLIP),
     ("moments", ("offload", "moments"), None),
+    ("master", ("offload", "master"), None),
     ("host_memory", ("offload", "host_memory"), None),
     ("device", ("offload", "device"), None),
     ("seed", ("offload", "seed"), None),

@@ -27,6 +27,7 @@ class Arrays:
         weight_dtype: dtype of the weights; bf16 adds the low bits of the master, fp16 the master.
         grad_dtype: dtype of the gradients.
         moment_dtype: dtype of the moments, fp32 or bf16; int8 for codes in blocks.
+        low_bits: dtype of the low bits of the masters of bf16 weights: int16, or int8 of bf24 masters.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class Arrays:
         weight_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         moment_dtype: torch.dtype = torch.float32,
+        low_bits: torch.dtype = torch.int16,
     ) -> None:
         self.master = _noise(numel, 0.02)
         self.grad = aligned_like(numel, grad_dtype).copy_(_noise(numel, 1e-3))
@@ -50,7 +52,7 @@ class Arrays:
         self.weight = self.master
         self.residual = self.half_master = None
         if weight_dtype is torch.bfloat16:
-            self.weight, self.residual = aligned_like(numel, torch.bfloat16), aligned_like(numel, torch.int16)
+            self.weight, self.residual = aligned_like(numel, torch.bfloat16), aligned_like(numel, low_bits)
             kernels.split_master(self.master, self.weight, self.residual)
         elif weight_dtype is torch.float16:
             self.weight, self.half_master = aligned_like(numel, torch.float16).copy_(self.master), self.master
@@ -64,7 +66,7 @@ class Arrays:
     @property
     def bytes_per_parameter(self) -> int:
         """Returns the bytes that a step must read and write for each parameter."""
-        beside = 4 if self.half_master is not None else 2 if self.residual is not None else 0
+        beside = 4 if self.half_master is not None else 0 if self.residual is None else self.residual.itemsize
         written = self.weight.itemsize + beside + 2 * self.exp_avg.itemsize
         read = written - (2 if self.half_master is not None else 0)  # an fp16 weight is only written
         return written + read + self.grad.itemsize

@@ -16,6 +16,10 @@ ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """The number that the native code uses for each of `FLOATS`."""
 CODE_ELEMENT = 3
 """The number that it uses for moments in 8 bits."""
+BF24_ELEMENT = 4
+"""The number that it uses for bf16 weights whose masters have 8 low bits."""
+LOW_BITS = (*INT16, *INT8)
+"""Dtypes of the low bits of a bf16 weight's master: of 16 bits, or of 8."""
 
 
 def element(dtype: torch.dtype) -> int:

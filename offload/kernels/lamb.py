@@ -24,7 +24,7 @@ class LambSegment(NamedTuple):
     stop: int
     step: LambStep
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments; None for fp32 moments."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32."""
 
 
 def lamb(partition: Partition, segments: Sequence[LambSegment]) -> None:
@@ -102,18 +102,19 @@ def lamb_move(partition: Partition, segments: Sequence[LambSegment], ratios: Seq
         ratios: the trust ratio of each segment.
 
     Raises:
-        ValueError: segments out of order, or a tensor of a wrong shape.
+        ValueError: segments out of order, a tensor of a wrong shape, or no noise where moments or masters need one.
         TypeError: a tensor of a wrong dtype.
     """
     _check(segments, partition.weight.numel())
+    check_noise(partition._replace(moments=()), segments)
     run(
         "lamb",
         2,
         partition,
-        # The moments are only read here, and rounded to themselves.
+        # The moments are only read here, and rounded to themselves, whatever the noise.
         [
-            (start, stop, (*step[:7], ratio), None)
-            for (start, stop, step, _), ratio in zip(segments, ratios, strict=True)
+            (start, stop, (*step[:7], ratio), noise)
+            for (start, stop, step, noise), ratio in zip(segments, ratios, strict=True)
         ],
     )
 

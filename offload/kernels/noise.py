@@ -1,4 +1,4 @@
-"""Random bits with which bf16 moments are rounded: see [Note: stochastic rounding] in native/noise.h."""
+"""Random bits with which moments and masters are rounded: see [Note: stochastic rounding] in native/noise.h."""
 
 from __future__ import annotations
 

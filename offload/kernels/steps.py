@@ -114,4 +114,4 @@ class Segment(NamedTuple):
     step: Step | LambStep
     """Hyperparameters. `update` does not accept a `LambStep`, since LAMB needs two passes."""
     noise: Noise | None = None
-    """Rounds bf16 and 8-bit moments; None for fp32 moments, on which a noise has no effect."""
+    """Rounds bf16 and 8-bit moments, and bf24 masters; None where all are fp32, on which a noise has no effect."""

@@ -7,40 +7,48 @@ from collections.abc import Callable
 import torch
 
 from offload.kernels import _native
-from offload.kernels.arrays import BF16, ELEMENTS, FLOAT, FLOATS, INT16, address, element, length
+from offload.kernels.arrays import BF16, ELEMENTS, FLOAT, FLOATS, INT8, LOW_BITS, address, element, length
+from offload.kernels.noise import Noise
 
 
-def split_master(master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> None:
-    """Splits fp32 masters into bf16 weights and their 16 low bits.
+def split_master(
+    master: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, noise: Noise | None = None
+) -> None:
+    """Splits fp32 masters into bf16 weights and their 16 low bits; with 8 low bits it rounds them to bf24 before.
 
     weight = (bits(master) + 0x8000) >> 16, residual = bits(master) - (weight << 16). The weight equals
     `master.to(torch.bfloat16)` except at exact ties, which round up in the bit pattern. Every NaN becomes weight
-    0x7FC0, residual 0.
+    0x7FC0, residual 0. A bf24 master is the upper 24 bits of an fp32: see [Note: bf24 master] in native/bits.h.
 
     Args:
         master: (numel,) fp32, only read.
         weight: (numel,) bf16, overwritten.
-        residual: (numel,) int16, overwritten.
+        residual: (numel,) int16, or int8 of bf24 masters; overwritten.
+        noise: rounds bf24 masters stochastically; None rounds them to nearest. No effect on others.
 
     Raises:
         TypeError: a tensor of a wrong dtype.
         ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("master", master)
-    _native.split_master(
+    arrays = (
         address("master", master, FLOAT, numel),
         address("weight", weight, BF16, numel),
-        address("residual", residual, INT16, numel),
+        address("residual", residual, LOW_BITS, numel),
         numel,
     )
+    if residual.dtype in INT8:
+        _native.split_bf24(*arrays, noise)
+    else:
+        _native.split_master(*arrays)
 
 
 def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tensor) -> None:
-    """Restores the fp32 masters that `split_master` has split, bit for bit except for NaNs.
+    """Restores the fp32 masters that `split_master` has split, bit for bit except for NaNs and what it has rounded.
 
     Args:
         weight: (numel,) bf16, only read.
-        residual: (numel,) int16, only read.
+        residual: (numel,) int16, or int8 of bf24 masters; only read.
         master: (numel,) fp32, overwritten.
 
     Raises:
@@ -48,9 +56,10 @@ def join_master(weight: torch.Tensor, residual: torch.Tensor, master: torch.Tens
         ValueError: a tensor of a wrong shape, stride or device.
     """
     numel = length("weight", weight)
-    _native.join_master(
+    join = _native.join_bf24 if residual.dtype in INT8 else _native.join_master
+    join(
         address("weight", weight, BF16, numel),
-        address("residual", residual, INT16, numel),
+        address("residual", residual, LOW_BITS, numel),
         address("master", master, FLOAT, numel),
         numel,
     )

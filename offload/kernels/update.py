@@ -10,12 +10,14 @@ import torch
 from offload.kernels import _native
 from offload.kernels.arrays import (
     BF16,
+    BF24_ELEMENT,
     CODE_ELEMENT,
     CODES,
     FLOAT,
     FLOATS,
     INT8,
     INT16,
+    LOW_BITS,
     UINT8,
     address,
     element,
@@ -29,15 +31,16 @@ from offload.kernels.steps import ROOTS, RULES, AdagradStep, AdamWStep, LambStep
 class Partition(NamedTuple):
     """Flat contiguous tensors of one length, (numel,), that do not overlap and belong to the caller.
 
-    A bf16 `weight` has a `residual` (int16, the low bits of the master); an fp16 weight has a `master` (fp32); an fp32
-    weight is its own master. `moments` contains as many tensors as the rule has moments, all fp32, all bf16 or all
-    codes (int8, or uint8 for the root of a moment without a sign), which have `scales`. `grad` is only read.
+    A bf16 `weight` has a `residual`, the low bits of the master: int16, or int8 of a bf24 master, which a step rounds
+    stochastically. An fp16 weight has a `master` (fp32); an fp32 weight is its own master. `moments` contains as many
+    tensors as the rule has moments, all fp32, all bf16 or all codes (int8, or uint8 for the root of a moment without a
+    sign), which have `scales`. `grad` is only read.
     """
 
     weight: torch.Tensor  # (numel,) fp32, bf16 or fp16
     grad: torch.Tensor  # (numel,) fp32, bf16 or fp16
     moments: tuple[torch.Tensor, ...]  # (numel,) each
-    residual: torch.Tensor | None = None  # (numel,) int16
+    residual: torch.Tensor | None = None  # (numel,) int16 or int8
     master: torch.Tensor | None = None  # (numel,) fp32
     scales: torch.Tensor | None = None  # (blocks, moments) fp32
 
@@ -55,7 +58,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     Raises:
         TypeError: mixed or unknown rules, or a tensor of a wrong dtype.
         ValueError: segments out of order or within a block, a tensor of a wrong shape, stride or device, or moments in
-            16 or 8 bits without noise.
+            16 or 8 bits, or masters in bf24, without noise.
     """
     numel = length("weight", partition.weight)
     if not segments:
@@ -122,7 +125,7 @@ def addresses(rule: str, moments: int, partition: Partition) -> Addresses:
 
 
 NativeSegment: TypeAlias = tuple[int, int, Sequence[float], Noise | None]
-"""Start, stop, settings in the order that the rule takes, and the noise of bf16 moments."""
+"""Start, stop, settings in the order that the rule takes, and the noise of moments and masters."""
 
 
 def native_segment(given: NativeSegment) -> tuple[int, int, list[float], tuple[int, int]]:
@@ -157,7 +160,7 @@ def adamw(
 
     Args:
         weight: (numel,) bf16, or fp32 without `residual`.
-        residual: (numel,) int16, the low bits of a bf16 weight's master; None for an fp32 weight.
+        residual: (numel,) int16, the low 16 bits of a bf16 weight's master; None for an fp32 weight.
         exp_avg: (numel,) fp32.
         exp_avg_sq: (numel,) fp32.
         grad: (numel,) bf16, fp16 or fp32; only read.
@@ -173,7 +176,9 @@ def adamw(
     else:
         address("weight", weight, BF16, numel, "with a residual, ")
     moments = (exp_avg, exp_avg_sq)
-    # `update` would also accept bf16 moments; this function promises fp32.
+    # `update` would also accept bf16 moments and bf24 masters; this function promises fp32.
+    if residual is not None:
+        address("residual", residual, INT16, numel)
     for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
         address(name, moment, FLOAT, numel)
     update(Partition(weight, grad, moments, residual), [Segment(0, numel, step)])
@@ -214,12 +219,15 @@ class _Ranged(Protocol):
 
 
 def check_noise(partition: Partition, segments: Sequence[_Ranged]) -> None:
-    """Raises `ValueError` if moments are bf16 or codes and a segment has no noise that rounds them."""
+    """Raises `ValueError` if moments are bf16 or codes, or masters bf24, and a segment has no noise to round them."""
     # Rounded to nearest they would stay where they are in most steps.
-    rounds = bool(partition.moments) and all(moment.dtype in (*BF16, *CODES) for moment in partition.moments)
-    if rounds and any(segment.noise is None for segment in segments):
-        form = "bf16" if partition.moments[0].dtype is torch.bfloat16 else "in 8 bits"
-        raise ValueError(f"noise: expected one in each segment, since the moments are {form}, got None")
+    rounded = ""
+    if partition.moments and all(moment.dtype in (*BF16, *CODES) for moment in partition.moments):
+        rounded = f"moments are {'bf16' if partition.moments[0].dtype is torch.bfloat16 else 'in 8 bits'}"
+    elif partition.residual is not None and partition.residual.dtype in INT8:
+        rounded = "masters are bf24"
+    if rounded and any(segment.noise is None for segment in segments):
+        raise ValueError(f"noise: expected one in each segment, since the {rounded}, got None")
 
 
 def check_blocks(partition: Partition, segments: Sequence[_Ranged]) -> None:
@@ -262,13 +270,14 @@ def _weight(partition: Partition, numel: int) -> tuple[tuple[int, int], int]:
     """Returns the address and element type of the weight, and the address of its residual or master (0 without)."""
     weight, dtype = partition.weight, partition.weight.dtype
     check_beside(partition)
-    # The native code distinguishes residual and master by the weight's dtype; 0 means neither (fp32).
+    # The native code distinguishes residual and master by the weight's element type; 0 means neither (fp32).
     beside = 0
     if partition.residual is not None:
-        beside = address("residual", partition.residual, INT16, numel)
+        beside = address("residual", partition.residual, LOW_BITS, numel)
     elif partition.master is not None:
         beside = address("master", partition.master, FLOAT, numel)
-    return (address("weight", weight, FLOATS, numel), element(dtype)), beside
+    kind = BF24_ELEMENT if partition.residual is not None and partition.residual.dtype in INT8 else element(dtype)
+    return (address("weight", weight, FLOATS, numel), kind), beside
 
 
 def check_beside(partition: Partition) -> None:

@@ -79,7 +79,7 @@ def mode_of(config: Config, optimizer: str) -> Mode:
     """Returns the mode, which fixes the set of states and their dtypes; `optimizer` is the name of the rule.
 
     Raises:
-        ConfigError: the moments are to have a form that the optimizer cannot keep.
+        ConfigError: the moments or the master are to have a form that the optimizer or the weights cannot keep.
     """
     if State.PACKED in MOMENTS[optimizer] and config.moments != "fp32":
         raise ConfigError(
@@ -91,7 +91,24 @@ def mode_of(config: Config, optimizer: str) -> Mode:
         raise ConfigError(
             '"moments" is int8, but Muon and SinkGD keep moments of matrices, which have no blocks of 8 bits; set bf16'
         )
-    return make_mode(config.dtype, optimizer, config.moments)
+    master = config.offload.master
+    if master != "fp32" and config.dtype != "bf16":
+        why = (
+            "an fp32 weight is its own master"
+            if config.dtype == "fp32"
+            else "the fp32 master beside an fp16 weight shares no bits with it"
+        )
+        raise ConfigError(
+            f'"master" is {master}, a bf16 weight with 8 more bits, but the weights are {config.dtype}: {why}; set '
+            '"bf16": {"enabled": true} (--dtype bf16), or leave "master" out'
+        )
+    if State.PACKED in MOMENTS[optimizer] and master != "fp32":
+        raise ConfigError(
+            f'"master" is {master}, but this optimizer runs by torch\'s own code, whose steps are not '
+            'rounded stochastically; leave "master" out, or use an optimizer with a kernel (AdamW, Adam, Lamb, Lion, '
+            "Adagrad, SGD, Muon, SinkGD)"
+        )
+    return make_mode(config.dtype, optimizer, config.moments, master)
 
 
 def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype:

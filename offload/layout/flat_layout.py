@@ -29,7 +29,7 @@ from torch import nn
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
-from offload.swapper.modes import MOMENT_BLOCK
+from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 _ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
@@ -239,14 +239,16 @@ def arrange(
     segments: Sequence[Segment],
     world_size: int,
     matrices: Collection[str] | None = None,
-    in_blocks: bool = False,
+    mode: Mode | None = None,
 ) -> UnitLayout:
     """Returns the layout of parameters of which all but the positions is known.
 
-    `in_blocks` is True for moments in 8 bits: parameters that train begin with a block, and codes of a byte fill pages.
-    For the other arguments see `lay_out`.
+    With moments in 8 bits parameters that train begin with a block of them. A state of a byte an element fills pages
+    too. None for `mode` is one without either. For the other arguments see `lay_out`.
     """
-    step = world_size * (PAGE if in_blocks else _PARTITION_ALIGNMENT)
+    in_blocks = mode is not None and mode.in_blocks
+    page_step = _PARTITION_ALIGNMENT if mode is None else mode.page_step
+    step = world_size * page_step
     end = 0
 
     def place(chosen: Iterable[Segment], alignment: int = _ALIGNMENT) -> list[Segment]:
@@ -263,8 +265,8 @@ def arrange(
     placed = place(rest, MOMENT_BLOCK if in_blocks else _ALIGNMENT)
     matrices_start = None
     if matrices is not None:
-        matrices_start = end = align_up(end, _PARTITION_ALIGNMENT)
-        placed += place((segment for segment in mine if segment.name in matrices), _PARTITION_ALIGNMENT)
+        matrices_start = end = align_up(end, page_step)
+        placed += place((segment for segment in mine if segment.name in matrices), page_step)
     # Each region ends at a multiple of the alignment of all ranks, so that `_shard_of` divides it evenly.
     trainable_stop = end = align_up(end, step)
     placed += place(sorted((segment for segment in segments if not segment.trainable), key=_frozen_place))

@@ -13,11 +13,17 @@ KEPT = (State.WEIGHT, State.MASTER_LOW_BITS, State.MASTER)
 """States that can hold a master; each mode uses some of them."""
 
 
-def split(values: torch.Tensor, states: Mapping[State, torch.Tensor]) -> None:
-    """Writes `values`, (n,) of any floating dtype, into the states that a mode has, (n,) each."""
+def split(values: torch.Tensor, states: Mapping[State, torch.Tensor], noise: kernels.Noise | None = None) -> None:
+    """Writes masters into the states that hold them.
+
+    Args:
+        values: (n,) of any floating dtype.
+        states: the states that a mode has, (n,) each.
+        noise: rounds masters of fewer bits than fp32 stochastically; None rounds them to nearest.
+    """
     weight = states[State.WEIGHT]
     if State.MASTER_LOW_BITS in states:
-        kernels.split_master(values.float(), weight, states[State.MASTER_LOW_BITS])
+        kernels.split_master(values.float(), weight, states[State.MASTER_LOW_BITS], noise)
         return
     if State.MASTER in states:
         states[State.MASTER].copy_(values)
@@ -30,7 +36,7 @@ def sources(weights: Collection[State]) -> tuple[State, ...]:
 
 
 def join(states: Mapping[State, torch.Tensor], room: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns the fp32 master, (n,), that `split` wrote; without a copy if one of the states is the master itself.
+    """Returns the master that `split` wrote, (n,) fp32; without a copy if one of the states is the master itself.
 
     Args:
         states: the states that a mode has, (n,) each.

@@ -98,6 +98,9 @@ def _ideas(planned: Planned) -> Iterator[tuple[str, Callable[[], Planned]]]:
     for form in narrower if planned.memory.slots and mode.moments and State.PACKED not in mode.moments else ():
         fewer = {**content, "offload": {**content.get("offload", {}), "moments": form}}
         yield f"moments in {form}", partial(plan, shape, hardware, load, fewer)
+    if planned.memory.slots and State.MASTER_LOW_BITS in mode.weights and mode.master == "fp32":
+        fewer = {**content, "offload": {**content.get("offload", {}), "master": "bf24"}}
+        yield "masters in bf24", partial(plan, shape, hardware, load, fewer)
     double = replace(hardware, ram=2 * hardware.ram)
     if planned.memory.slots:
         yield f"{format_size(double.ram)} of RAM", lambda: with_host_budget(plan(shape, double, load, content))

@@ -23,8 +23,8 @@ from offload.layout.memory_plan import (
     wanted_slots,
 )
 from offload.layout.optimizers.matrices import for_rule
-from offload.layout.optimizers.moment_blocks import laid_out_for
 from offload.layout.optimizers.of_torch import with_states_of_torch
+from offload.layout.optimizers.state_pages import laid_out_for
 from offload.layout.placement import Machine, Placement, least_host
 from offload.layout.tiers import Partitions, tier_nbytes
 from offload.sizes import align_up
@@ -214,6 +214,7 @@ def settings(
     tile_mlp: int | str | None = None,
     frozen: str | None = None,
     moments: str | None = None,
+    master: str | None = None,
 ) -> dict[str, Any]:
     """Returns a config in DeepSpeed's form, with AdamW.
 
@@ -231,6 +232,7 @@ def settings(
         tile_mlp: number of tiles of an MLP, or "auto"; None for no tiles.
         frozen: block format of frozen matrices; None for the dtype of the weights.
         moments: form of the optimizer's moments; None for fp32.
+        master: form of the master of a bf16 weight; None for fp32.
     """
     block: dict[str, Any] = {"durability": durability}
     # Without paths there is no store, so that "auto" then means that nothing is durable.
@@ -239,18 +241,16 @@ def settings(
     elif activations in ("nvme", "auto") and paths:
         block["nvme_path"] = list(paths)
         block["durability"] = "none" if durability == "auto" else durability
-    if host_memory is not None:
-        block["host_memory"] = host_memory
-    if device_memory is not None:
-        block["device_memory"] = device_memory
-    if moments is not None:
-        block["moments"] = moments
-    if activations is not None:
-        block["activations"] = activations
-    if tile_mlp is not None:
-        block["tile_mlp"] = tile_mlp
-    if frozen is not None:
-        block["frozen"] = frozen
+    given = {
+        "host_memory": host_memory,
+        "device_memory": device_memory,
+        "moments": moments,
+        "master": master,
+        "activations": activations,
+        "tile_mlp": tile_mlp,
+        "frozen": frozen,
+    }
+    block |= {name: value for name, value in given.items() if value is not None}
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": accumulation,

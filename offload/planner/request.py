@@ -32,7 +32,7 @@ from offload.planner.recommend import Planned
 from offload.precision import choose
 from offload.sizes import format_size, parse_size
 from offload.swapper.memory.limits import free_host_memory
-from offload.swapper.modes import DTYPES, MOMENT_DTYPES
+from offload.swapper.modes import DTYPES, MASTERS, MOMENT_DTYPES
 
 _DURABILITIES = ("auto", "step", "none")
 _ACTIVATIONS = ("device", "cpu", "nvme", "auto")
@@ -74,6 +74,8 @@ class Step(NamedTuple):
     """ "auto", "off", or a number of tiles."""
     moments: str | None = None
     """Form of the optimizer's moments; None for fp32."""
+    master: str | None = None
+    """Form of the master of a bf16 weight; None for fp32."""
     schedule: str | None = None
     """Order of micro-batches and blocks; None for "auto"."""
     speculate: bool | None = None
@@ -148,7 +150,7 @@ class _Resolved(NamedTuple):
 def _resolved(model: Model, machine: Described, step: Step, file: Path | None) -> _Resolved:
     content = None if file is None else read_json(file)
     config = None if content is None else load_config(content)
-    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine))
+    dtype = step.dtype or (config.dtype if config is not None else _dtype(machine, step))
     on = hardware(machine, dtype, config is not None and config.torch_autocast.enabled)
     units = division_of(config)
     return _Resolved(content, dtype, units, on, shape(model, step.sequence, DTYPES[dtype], units))
@@ -188,6 +190,8 @@ def _options(machine: Described, on: Hardware, step: Step, dtype: str) -> dict[s
         options["tile_mlp"] = step.tile_mlp if step.tile_mlp == "auto" else int(step.tile_mlp)
     if step.moments is not None:
         options["moments"] = step.moments
+    if step.master is not None:
+        options["master"] = step.master
     return options
 
 
@@ -195,8 +199,10 @@ def _frozen(model: Model) -> dict[str, Any]:
     return {} if model.adapters is None or model.adapters.frozen is None else {"frozen": model.adapters.frozen}
 
 
-def _dtype(machine: Described) -> str:
+def _dtype(machine: Described, step: Step) -> str:
     """Returns the default dtype: bf16 on a described machine, the choice of `offload train` on this one."""
+    if step.master not in (None, "fp32"):
+        return "bf16"
     # A described machine cannot be asked which dtypes are fast on it.
     found = kept() if machine.gpu is None else None
     return "bf16" if found is None else choose(torch.device("cuda" if found.machine["gpu"] else "cpu")).dtype
@@ -213,6 +219,8 @@ def _check(step: Step, file: Path | None) -> None:
         raise ConfigError(f"there is no durability {step.durability!r}: expected {', '.join(_DURABILITIES)}")
     if step.moments is not None and step.moments not in MOMENT_DTYPES:
         raise ConfigError(f"expected --moments of {', '.join(MOMENT_DTYPES)}, got {step.moments!r}")
+    if step.master is not None and step.master not in MASTERS:
+        raise ConfigError(f"expected --master of {', '.join(MASTERS)}, got {step.master!r}")
     if step.activations is not None and step.activations not in _ACTIVATIONS:
         raise ConfigError(f"expected --activations of {', '.join(_ACTIVATIONS)}, got {step.activations!r}")
     if step.schedule is not None and step.schedule not in SCHEDULES:
@@ -225,10 +233,10 @@ def _check(step: Step, file: Path | None) -> None:
             "--activations computes blocks again in the backward, and --no-gradient-checkpointing forbids that; leave "
             "one of them out"
         )
-    if file is not None and (step.dtype or step.durability or step.activations or tile or step.moments):
+    if file is not None and (step.dtype or step.durability or step.activations or tile or step.moments or step.master):
         raise ConfigError(
-            "--dtype, --moments, --durability, --activations and --tile-mlp cannot be given beside --config; set them "
-            "in the config"
+            "--dtype, --moments, --master, --durability, --activations and --tile-mlp cannot be given beside --config; "
+            "set them in the config"
         )
 
 

@@ -127,6 +127,8 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     words += [str(about[name]) for name in ("dtype", "device") if about.get(name)]
     if about.get("moments") not in (None, "fp32"):
         words.append(f"moments in {about['moments']}")
+    if about.get("master") not in (None, "fp32"):
+        words.append(f"masters in {about['master']}")
     # The facts come from a file, so any type may occur.
     if isinstance(about.get("ranks"), int) and about["ranks"] > 1:
         words.append(f"{about['ranks']} ranks")

@@ -1,4 +1,4 @@
-"""Implementation of `offload convert`: writes a run again, as a new run whose moments have another form.
+"""Implementation of `offload convert`: writes a run again, as a new run whose moments or masters have another form.
 
     last commit of the run ─► state by state, a few buffers at a time ─► files of the new run ─► its first commit
 
@@ -19,11 +19,11 @@ from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
 from offload.layout.fingerprint import describe, described_layouts
-from offload.layout.optimizers.moment_blocks import placed_for
+from offload.layout.optimizers.state_pages import placed_for
 from offload.layout.tiers import partitions
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
-from offload.swapper.modes import MODES, MOMENT_DTYPES, make_mode, moments_name
+from offload.swapper.modes import MODES, Mode, make_mode, moments_name
 from offload.swapper.store import Store
 from offload.swapper.store.format.manifest import StoreSpec
 
@@ -36,9 +36,9 @@ class Converted(NamedTuple):
     run: Path
     """The new run, on its first drive."""
     step: int
-    before: str
-    after: str
-    """Form of the moments."""
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    """Forms of the "master" and of the "moments"."""
     nbytes: int
     """Bytes of the new run's swap files, of all ranks."""
 
@@ -73,34 +73,54 @@ class Conversion(NamedTuple):
         return sum(spec.nbytes for spec in self.specs)
 
 
-def plan(source: StoreSource, run: Path, moments: str, name: str | None) -> Conversion:
+def plan(source: StoreSource, run: Path, forms: Mapping[str, str], name: str | None) -> Conversion:
     """Returns the conversion of a run.
 
     Args:
         source: the run.
         run: its folder.
-        moments: form of the new run's moments, one of `MOMENT_DTYPES`.
-        name: name of the new run; None for that of the run with the form behind it.
+        forms: forms that change: of the "master" one of `MASTERS`, of the "moments" one of `MOMENT_DTYPES`; one at
+            least.
+        name: name of the new run; None for that of the run with the forms behind it.
 
     Raises:
-        StoreError: the run cannot be converted to this form, or cannot have this name.
+        StoreError: the run cannot be converted to these forms, or cannot have this name.
     """
     old = MODES[source.description["mode"]]
-    if not old.moments or State.PACKED in old.moments:
-        raise StoreError(f"{run} is a run in mode {old.name}, which has no moments that could be converted")
-    if old.matrix_rule:
-        raise StoreError(
-            f"{run} is a run in mode {old.name}, whose matrices have moments of their own: save a checkpoint of it "
-            "and load that into a run with other moments"
-        )
-    if old.moment_dtype is MOMENT_DTYPES[moments]:
-        raise StoreError(f"the moments of {run} are {moments} already; resume the run as it is")
-    new = make_mode(old.precision, old.optimizer, moments)
+    new = _mode_after(old, run, forms)
     layouts, size = described_layouts(source.description), int(source.description["world_size"])
-    name = f"{run.resolve().name}-{moments}" if name is None else name
+    name = "-".join((run.resolve().name, *dict.fromkeys(forms.values()))) if name is None else name
     if name == run.resolve().name or "/" in name or not name.strip(". "):
         raise StoreError(f"the new run needs a name of its own, without a slash, got {name!r}; give --run")
     return Conversion(name, Side(layouts, old, size), Side(placed_for(layouts, new, size), new, size), source.about)
+
+
+def _mode_after(old: Mode, run: Path, forms: Mapping[str, str]) -> Mode:
+    """Returns the mode of the new run; arguments and errors are those of `plan`."""
+    if State.PACKED in old.moments:
+        raise StoreError(
+            f"{run} is a run in mode {old.name}, whose optimizer runs by torch's own code: its states have one form"
+        )
+    if "moments" in forms and not old.moments:
+        raise StoreError(f"{run} is a run in mode {old.name}, which has no moments to convert")
+    if forms.get("moments") == "int8" and old.matrix_rule:
+        raise StoreError(
+            f"{run} is a run in mode {old.name}, and moments of matrices have no blocks of 8 bits; convert it to bf16"
+        )
+    if forms.get("master", "fp32") != "fp32" and State.MASTER_LOW_BITS not in old.weights:
+        raise StoreError(
+            f"{run} is a run in mode {old.name}, and only masters of bf16 weights can be {forms['master']}; leave "
+            "--master out"
+        )
+    new = make_mode(old.precision, old.optimizer, **{**_forms_of(old), **forms})
+    if new == old:
+        listed = " and ".join(f"{what} in {form}" for what, form in forms.items())
+        raise StoreError(f"{run} has {listed} already; resume the run as it is")
+    return new
+
+
+def _forms_of(mode: Mode) -> dict[str, str]:
+    return {"master": mode.master, "moments": moments_name(mode.moment_dtype)}
 
 
 def convert(
@@ -139,7 +159,7 @@ def convert(
         return Converted(
             run=stores[0].folders[0].parent,
             step=source.step,
-            before=moments_name(made.before.mode.moment_dtype),
-            after=moments_name(made.after.mode.moment_dtype),
+            before=_forms_of(made.before.mode),
+            after=_forms_of(made.after.mode),
             nbytes=made.nbytes,
         )

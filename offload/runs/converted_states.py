@@ -1,12 +1,13 @@
 """Reads one rank's states of a run and writes them in another form, chunk by chunk.
 
-A parameter may begin elsewhere in its unit than before: moments in 8 bits are in blocks, in which parameters begin. So
-each chunk of a new partition is gathered from the parameters that it contains.
+A parameter may begin elsewhere in its unit than before: moments in 8 bits are in blocks, in which parameters begin, and
+states of a byte an element make partitions longer. So each chunk of a new partition is gathered from the parameters
+that it contains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,13 +18,11 @@ from offload.engine.checkpoint.saved_states import SavedMoments
 from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
+from offload.layout.master_weights import join, split
 from offload.layout.optimizers import moment_values
 from offload.states import State
 from offload.swapper.modes import Mode
 from offload.swapper.store import Store
-
-_STEP = 2048
-"""Elements; chunks of weights are multiples of it, which is a page of the smallest state."""
 
 
 class Side(NamedTuple):
@@ -35,11 +34,13 @@ class Side(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Elements of a new partition: of one state that is copied, or of all moments."""
+    """Elements of a new partition: of one state that is copied, or of all states that hold masters, or moments."""
 
     unit: int
     states: tuple[State, ...]
     """States that are written."""
+    sources: tuple[State, ...]
+    """States of the run before that are converted to them; none if they are copied."""
     start: int
     """First element, counted in the rank's partition."""
     first: int
@@ -92,16 +93,36 @@ class StateConverter:
         layouts, mode, size = self._after
         for unit, layout in enumerate(layouts):
             trainable, frozen = layout.trainable(self._rank, size), layout.frozen(self._rank, size)
-            for state, dtype in mode.weights.items():
-                numel = BUFFER_NBYTES // dtype.itemsize // _STEP * _STEP
-                yield from _cut(unit, (state,), 0, trainable, numel)
-                if state is State.WEIGHT:
-                    yield from _cut(unit, (state,), len(trainable), frozen, numel)
-            # Both forms of all moments share a buffer.
-            step = mode.tile_step
-            nbytes = sum(map(self._nbytes, mode.optimizer_states, [step] * len(mode.optimizer_states)))
-            nbytes += step * sum(self._before.mode.states[state].itemsize for state in mode.moments)
-            yield from _cut(unit, mode.optimizer_states, 0, trainable, BUFFER_NBYTES // nbytes * step)
+            if mode.weights == self._before.mode.weights:
+                for state in mode.weights:
+                    yield from self._cut(unit, (state,), (), 0, trainable)
+            else:
+                yield from self._cut(unit, tuple(mode.weights), tuple(self._before.mode.weights), 0, trainable)
+            yield from self._cut(unit, (State.WEIGHT,), (), len(trainable), frozen)
+            # Matrices, which come last, may lack some moments.
+            rest = len(layout.rest(self._rank, size))
+            of_matrices = tuple(state for state in mode.optimizer_states if state not in mode.partial)
+            for states, start, share in (
+                (mode.optimizer_states, 0, trainable[:rest]),
+                (of_matrices, rest, trainable[rest:]),
+            ):
+                moments = tuple(state for state in states if state in mode.moments)
+                yield from self._cut(unit, states, moments, start, share)
+
+    def _cut(
+        self, unit: int, states: tuple[State, ...], sources: tuple[State, ...], start: int, share: range
+    ) -> Iterator[_Chunk]:
+        """Yields the chunks of a share of a unit that begins at `start` of the partition. Both forms share a buffer."""
+        if not states:
+            return
+        mode = self._after.mode
+        step = mode.tile_step if State.SCALES in states else mode.page_step
+        nbytes = sum(self._nbytes(state, step) for state in states)
+        nbytes += step * sum(self._before.mode.states[state].itemsize for state in sources)
+        numel = BUFFER_NBYTES // nbytes * step
+        for first in range(0, len(share), numel):
+            last = min(first + numel, len(share))
+            yield _Chunk(unit, states, sources, start + first, share.start + first, last - first)
 
     def _begin(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read what a chunk contains. Padding is zero."""
@@ -120,7 +141,7 @@ class StateConverter:
         return reads
 
     def _end(self, chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
-        """Converts a chunk of moments, and begins to write a chunk."""
+        """Converts a chunk, unless it is copied, and begins to write it."""
         new, old = self._regions(chunk, buffer)
         mode = self._after.mode
         if old:
@@ -128,12 +149,12 @@ class StateConverter:
             saved = {
                 state: torch.frombuffer(each, dtype=self._before.mode.states[state]) for state, each in old.items()
             }
-            scales = self._scales_of(chunk.unit) if self._before.mode.in_blocks else None
             for run in self._runs(chunk):
                 part = {state: each[run.at : run.at + run.numel] for state, each in saved.items()}
-                moments = SavedMoments(self._before.mode, part, scales, run.segment.start + run.position)
-                for state in mode.moments:
-                    moment_values.write(mode, states, state, run.at, moments.values(state))
+                if State.WEIGHT in states:
+                    split(join(part), {state: each[run.at : run.at + run.numel] for state, each in states.items()})
+                else:
+                    self._convert_moments(chunk, run, part, states)
         writes = []
         for state, memory in new.items():
             start = mode.part(state, chunk.start, chunk.start).start * mode.states[state].itemsize
@@ -141,21 +162,29 @@ class StateConverter:
             self._written[chunk.unit].setdefault(state, []).append((start, writes[-1]))
         return writes
 
+    def _convert_moments(
+        self, chunk: _Chunk, run: _Run, saved: Mapping[State, torch.Tensor], states: Mapping[State, torch.Tensor]
+    ) -> None:
+        """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
+        scales = self._scales_of(chunk.unit) if self._before.mode.in_blocks else None
+        moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
+        for state in chunk.sources:
+            moment_values.write(self._after.mode, states, state, run.at, moments.values(state))
+
     def _ended(self, chunk: _Chunk, writes: Sequence[Future]) -> None:
         self._progress(sum(self._nbytes(state, chunk.numel) for state in chunk.states))
 
     def _regions(self, chunk: _Chunk, buffer: memoryview) -> tuple[dict[State, memoryview], dict[State, memoryview]]:
-        """Returns the memory of each new state, and of each moment in the form of before; none if they are copied."""
+        """Returns the memory of each new state, and of each state that is converted; none if they are copied."""
         new: dict[State, memoryview] = {}
         old: dict[State, memoryview] = {}
         end = 0
         for state in chunk.states:
             start, end = end, end + self._nbytes(state, chunk.numel)
             new[state] = buffer[start:end]
-        if chunk.states == self._after.mode.optimizer_states:
-            for state in self._after.mode.moments:
-                start, end = end, end + chunk.numel * self._before.mode.states[state].itemsize
-                old[state] = buffer[start:end]
+        for state in chunk.sources:
+            start, end = end, end + chunk.numel * self._before.mode.states[state].itemsize
+            old[state] = buffer[start:end]
         return new, old
 
     def _nbytes(self, state: State, numel: int) -> int:
@@ -186,9 +215,3 @@ class StateConverter:
             self._source.read(rank, unit, State.SCALES, 0, buffer).wait()
             parts.append(torch.frombuffer(buffer, dtype=torch.float32)[: len(mode.part(State.SCALES, 0, numel))])
         return torch.cat(parts)
-
-
-def _cut(unit: int, states: tuple[State, ...], start: int, share: range, numel: int) -> Iterator[_Chunk]:
-    """Yields chunks of `numel` elements that cover a share of a unit, which begins at `start` of the partition."""
-    for first in range(0, len(share), numel):
-        yield _Chunk(unit, states, start + first, share.start + first, min(numel, len(share) - first))

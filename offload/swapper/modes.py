@@ -25,10 +25,12 @@ class Mode(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 int8-moments" with int8 moments."""
+        """Returns the name in stores and checkpoints: "bf16", "bf16 lion", "bf16 bf24-master int8-moments"."""
         words = [self.precision]
         if self.optimizer != ADAM:
             words.append(self.optimizer)
+        if self.master != "fp32":
+            words.append(f"{self.master}-master")
         if self.moment_dtype is not torch.float32:
             words.append(f"{moments_name(self.moment_dtype)}-moments")
         return " ".join(words)
@@ -42,9 +44,24 @@ class Mode(NamedTuple):
         return {**self.weights, **codes, State.SCALES: torch.float32}
 
     @property
+    def master(self) -> str:
+        """Returns the form of the master, one of `MASTERS`."""
+        return "bf24" if self.weights.get(State.MASTER_LOW_BITS) is torch.int8 else "fp32"
+
+    @property
+    def rounds(self) -> bool:
+        """True if updates round moments or masters stochastically."""
+        return self.moment_dtype is not torch.float32 or self.master != "fp32"
+
+    @property
     def in_blocks(self) -> bool:
         """True if moments are codes of 8 bits, in blocks with scales of their own."""
         return self.moment_dtype is torch.int8
+
+    @property
+    def in_bytes(self) -> bool:
+        """True if a state has one byte an element: moments in 8 bits, or the low bits of a bf24 master."""
+        return any(dtype.itemsize == 1 for dtype in self.states.values())
 
     @property
     def optimizer_states(self) -> tuple[State, ...]:
@@ -74,7 +91,12 @@ class Mode(NamedTuple):
     @property
     def tile_step(self) -> int:
         """Elements of which those of a tile are a multiple, so that each state of a tile begins at a page."""
-        return PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else _STEP
+        return PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else self.page_step
+
+    @property
+    def page_step(self) -> int:
+        """Elements that fill whole pages of each state but the scales: 4096 where a state has a byte an element."""
+        return PAGE if self.in_bytes else _STEP
 
     @property
     def whole_units(self) -> bool:
@@ -106,7 +128,8 @@ class Mode(NamedTuple):
         """Returns the bytes of all states of one trainable element that is in no matrix.
 
         PACKED and the scales of blocks are left out.
-        With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8.
+        With Adam: 12 in bf16 and fp32, 14 in fp16; with bf16 moments 8, 8 and 10; with int8 moments 6, 6 and 8. A bf24
+        master has a byte less.
         """
         others = (State.PACKED, State.SCALES)
         return sum(dtype.itemsize for state, dtype in self.states.items() if state not in others)
@@ -130,12 +153,18 @@ ADAM, LAMB, TORCH = "adam", "lamb", "torch"
 MUON, SINKGD = "muon", "sinkgd"
 # States that hold the weights, by precision, and states that hold the moments, by optimizer. A mode is one of each.
 PRECISIONS: dict[str, dict[State, torch.dtype]] = {
-    # Weight and low bits together give the fp32 master bit for bit: see kernels.split_master.
+    # Weight and low bits together give the master bit for bit: see kernels.split_master.
     "bf16": {State.WEIGHT: torch.bfloat16, State.MASTER_LOW_BITS: torch.int16},
     "fp16": {State.WEIGHT: torch.float16, State.MASTER: torch.float32},
     # The weight is its own master.
     "fp32": {State.WEIGHT: torch.float32},
 }
+MASTERS: dict[str, dict[State, torch.dtype]] = {
+    "fp32": {},
+    # The upper 24 bits of an fp32, to which the kernels round stochastically.
+    "bf24": {State.MASTER_LOW_BITS: torch.int8},
+}
+"""Forms of the master of a bf16 weight by their names in configs, with what differs from `PRECISIONS`."""
 MOMENTS: dict[str, tuple[State, ...]] = {
     ADAM: (State.EXP_AVG, State.EXP_AVG_SQ),
     LAMB: (State.EXP_AVG, State.EXP_AVG_SQ),
@@ -161,28 +190,32 @@ MOMENT_BLOCK = 256
 """Elements of a block of moments in 8 bits, which has one scale of each moment; as `kernels.moments` has it."""
 _SCALE_NBYTES = 4
 _STEP = 2048
-"""Elements by which tiles grow: 4096 bytes of the smallest state of 2 bytes."""
+"""Elements by which tiles grow where no state is smaller than 2 bytes: 4096 bytes of that."""
 
 
-def make_mode(precision: str, optimizer: str, moments: str = "fp32") -> Mode:
+def make_mode(precision: str, optimizer: str, moments: str = "fp32", master: str = "fp32") -> Mode:
     """Returns a mode.
 
     Args:
         precision: one of `PRECISIONS`.
         optimizer: one of `MOMENTS`.
         moments: one of `MOMENT_DTYPES`; without effect if the optimizer has no moments, or its own code keeps them.
+        master: one of `MASTERS`; without effect if the weights are not bf16.
     """
     states = MOMENTS[optimizer]
     dtype = MOMENT_DTYPES[moments] if states and State.PACKED not in states else torch.float32
-    return Mode(precision, optimizer, PRECISIONS[precision], states, dtype)
+    stored = PRECISIONS[precision]
+    weights = {state: MASTERS[master].get(state, stored[state]) for state in stored}
+    return Mode(precision, optimizer, weights, states, dtype)
 
 
 MODES = {
     mode.name: mode
     for mode in (
-        make_mode(precision, optimizer, moments)
+        make_mode(precision, optimizer, moments, master)
         for precision in PRECISIONS
         for optimizer in MOMENTS
         for moments in MOMENT_DTYPES
+        for master in MASTERS
     )
 }

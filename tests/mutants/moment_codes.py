@@ -1,4 +1,4 @@
-"""Faults in moments of 8 bits, and the tests that must notice them."""
+"""Faults in moments of 8 bits and masters of 24, and the tests that must notice them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         "cut tiles within the page of their scales",
         "offload.swapper.modes",
-        "PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else _STEP",
-        "_STEP",
+        "PAGE // _SCALE_NBYTES // len(self.moments) * MOMENT_BLOCK if self.in_blocks else self.page_step",
+        "self.page_step",
         "tests/test_int8_moments.py::test_tiles_of_any_size_give_the_same_bits",
     ),
     Mutant(
@@ -67,5 +67,61 @@ MUTANTS = (
         "run.segment.start + run.position)",
         "run.at)",
         "tests/test_convert_moments.py::test_units_of_several_chunks_are_converted",
+    ),
+    Mutant(
+        "let partitions end within a page of the low bits of bf24 masters",
+        "offload.swapper.modes",
+        "return PAGE if self.in_bytes else _STEP",
+        "return _STEP",
+        "tests/test_bf24_masters.py::test_a_plan_is_what_a_run_takes",
+    ),
+    Mutant(
+        "cut a checkpoint's chunks within a page of the low bits",
+        "offload.engine.checkpoint.restore",
+        "if State.SCALES in targets else self._shards.mode.page_step",
+        "if State.SCALES in targets else 2048",
+        "tests/test_bf24_masters.py::test_units_of_several_chunks_are_loaded_and_converted",
+    ),
+    Mutant(
+        "cut a converted run's chunks within a page of the low bits",
+        "offload.runs.converted_states",
+        "if State.SCALES in states else mode.page_step",
+        "if State.SCALES in states else 2048",
+        "tests/test_bf24_masters.py::test_units_of_several_chunks_are_loaded_and_converted",
+    ),
+    Mutant(
+        "round the masters of matrices to nearest",
+        "offload.engine.optim.matrices.updates",
+        "split(master, states, segment.noise)",
+        "split(master, states)",
+        "tests/test_bf24_masters.py::test_muon_rounds_the_masters_of_matrices_alike_everywhere",
+    ),
+    Mutant(
+        "round a split by the noise of its first element alone",
+        "offload.kernels.sums",
+        "_native.split_bf24(*arrays, noise)",
+        "_native.split_bf24(*arrays, noise and Noise(noise.stream, 0))",
+        "tests/test_kernels_bf24.py::test_a_split_is_to_nearest_or_by_the_chances_of_a_step",
+    ),
+    Mutant(
+        "let LAMB's second pass round masters by the noise of the segment's start in the unit",
+        "offload.kernels.lamb",
+        "(start, stop, (*step[:7], ratio), noise)",
+        "(start, stop, (*step[:7], ratio), noise and noise.after(start))",
+        "tests/test_kernels_bf24.py::test_lamb_rounds_its_master_in_the_second_pass",
+    ),
+    Mutant(
+        "take a master of 8 low bits for one of 16",
+        "offload.kernels.update",
+        "BF24_ELEMENT if partition.residual is not None and partition.residual.dtype in INT8 else element(dtype)",
+        "element(dtype)",
+        "tests/test_kernels_bf24.py::test_every_rule_computes_its_formula_and_rounds_its_master",
+    ),
+    Mutant(
+        "let the device's kernel take masters of 24 bits",
+        "offload.layout.placement",
+        'not mode.in_blocks and mode.master == "fp32"',
+        "not mode.in_blocks",
+        "tests/test_bf24_masters.py::test_the_cpu_updates_them_where_the_device_has_kernels",
     ),
 )

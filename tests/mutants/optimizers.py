@@ -101,7 +101,7 @@ MUTANTS = (
         "offload.engine.optim.unit_updates",
         "self._noise_seed, unit, count), part.start + start)",
         "self._noise_seed, unit, count), start)",
-        "tests/test_narrow_moments.py::test_two_ranks_round_as_one",
+        "tests/test_narrow_states.py::test_two_ranks_round_as_one",
     ),
     Mutant(
         "round the moments of every step by the same bits",
@@ -143,7 +143,7 @@ MUTANTS = (
         "offload.engine.optim.lamb_norms",
         "segment.noise.after(start - segment.start)",
         "segment.noise",
-        "tests/test_narrow_moments.py::test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments",
+        "tests/test_narrow_states.py::test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments",
     ),
     Mutant(
         "forget the loss scale when gradients are applied",

@@ -144,6 +144,9 @@ class PlanOptions:
     moments: Annotated[
         str | None, option(_STEP, "--moments", "Form of the optimizer's moments: fp32, bf16 or int8. [default: fp32]")
     ] = None
+    master: Annotated[
+        str | None, option(_STEP, "--master", "Form of the master of a bf16 weight: fp32 or bf24. [default: fp32]")
+    ] = None
     durability: Annotated[str | None, option(_STEP, "--durability", "auto, step or none. [default: auto]")] = None
     batch_size: Annotated[
         int | None,
@@ -381,6 +384,7 @@ def _step(typed: PlanOptions) -> Step:
         # The planner takes None for "auto".
         dtype=None if typed.dtype == "auto" else typed.dtype,
         moments=typed.moments,
+        master=typed.master,
         durability=typed.durability,
         activations=typed.activations,
         chunked_loss=typed.chunked_loss,

@@ -121,15 +121,19 @@ def export(
 def convert(
     path: Run,
     moments: Annotated[
-        Literal["fp32", "bf16", "int8"], typer.Option(help="Form of the new run's moments.", show_default=False)
-    ],
+        Literal["fp32", "bf16", "int8"] | None, typer.Option(help="Form of the new run's moments. [default: as before]")
+    ] = None,
+    master: Annotated[
+        Literal["fp32", "bf24"] | None,
+        typer.Option(help="Form of the new run's masters of bf16 weights. [default: as before]"),
+    ] = None,
     run: Annotated[str | None, typer.Option(help="Name of the new run. [default: RUN-FORM]")] = None,
     json_output: Json = False,
 ) -> None:
-    """Write a run again as a new run, beside it, whose optimizer's moments have another form.
+    """Write a run again as a new run, beside it, whose moments or masters have another form.
 
-    To fp32 the values stay, to bf16 and int8 they are rounded to nearest. The run itself is only read: a kill leaves
-    it as it is. Example: offload convert /mnt/nvme/my-run --moments int8
+    To fp32 the values stay, to bf16, bf24 and int8 they are rounded to nearest. The run itself is only read: a kill
+    leaves it as it is. Example: offload convert /mnt/nvme/my-run --moments int8 --master bf24
     """
     from rich.console import Console
 
@@ -139,26 +143,31 @@ def convert(
     from offload.runs.verify import RunChecking
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    forms = {what: form for what, form in (("master", master), ("moments", moments)) if form is not None}
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
+        if not forms:
+            raise StoreError("expected --moments or --master, or both, got neither")
         with IoQueue() as queue:
             with closing(StoreSource(path, queue)) as source:
-                plan(source, path, moments, run)  # what cannot be done is said before everything is read
+                plan(source, path, forms, run)  # what cannot be done is said before everything is read
             # Parameters are read from their places in a partition, where there is no checksum to compare with.
             with closing(RunChecking(path)) as checking, _bar(console, checking.nbytes) as progress:
                 if not checking.run(queue, progress).whole:
                     raise StoreError(f"{path} is damaged, and is not converted; `offload verify {path}` says where")
             with closing(StoreSource(path, queue)) as source:
-                made = plan(source, path, moments, run)
+                made = plan(source, path, forms, run)
                 with _bar(console, made.nbytes // 2) as progress:
                     done = write(source, made, queue, progress)
     if json_output:
         print(json.dumps({**done._asdict(), "run": str(done.run)}))
     else:
+        changed = [what for what in forms if done.before[what] != done.after[what]]
+        words = ", ".join(f"{what} in {done.after[what]} in place of {done.before[what]}" for what in changed)
+        options = " ".join(f"--{what} {form}" for what, form in done.after.items() if form != "fp32" or what in changed)
         console.print(
-            f"step {done.step}: moments in {done.after} in place of {done.before}, {format_size(done.nbytes)} in "
-            f"{done.run}; resume with --run {done.run.name} --moments {done.after} --resume must; `offload rm {path}` "
-            "deletes the run that was converted",
+            f"step {done.step}: {words}, {format_size(done.nbytes)} in {done.run}; resume with --run {done.run.name} "
+            f"{options} --resume must; `offload rm {path}` deletes the run that was converted",
             markup=False,
         )
 

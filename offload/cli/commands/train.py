@@ -255,6 +255,15 @@ class TrainOptions:
             "[default: fp32]",
         ),
     ] = None
+    master: Annotated[
+        Literal["fp32", "bf24"] | None,
+        option(
+            _PLACEMENT,
+            "--master",
+            "Form of the master of a bf16 weight; bf24: a byte a parameter less, rounded stochastically. "
+            "[default: fp32]",
+        ),
+    ] = None
     host_memory: Annotated[
         str | None,
         option(_PLACEMENT, "--host-memory", "Host budget, as 16GiB. [default: what is needed, at most 80 % of free]"),

@@ -111,6 +111,11 @@ class OffloadBlock(Block):
         "bf16 with bf16_optimizer_states. See "
         "guides/which-states-which-bytes.md",
     )
+    master: Literal["fp32", "bf24"] = Field(
+        "fp32",
+        description="form of the master of a bf16 weight; bf24: the upper 24 bits of an fp32, which are the weight and "
+        "8 more bits in place of 16, rounded stochastically in each step. See guides/which-states-which-bytes.md",
+    )
     units: Names = Field((), description="names or classes of modules that are one unit each")
     schedule: Literal["auto", "layer_major", "micro_batch_major"] = Field(
         "auto",

@@ -49,8 +49,9 @@ def check_fits(
     mine |= {name: tuple(value.shape) for name, value in buffers.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
-    # Moments of another dtype are converted.
-    if options.states and found.mode._replace(moment_dtype=held.mode.moment_dtype) != held.mode:
+    # Moments and masters of another form are converted.
+    same = found.mode._replace(weights=held.mode.weights, moment_dtype=held.mode.moment_dtype)
+    if options.states and same != held.mode:
         raise StoreError(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
             f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"

@@ -24,8 +24,6 @@ from offload.layout.flat_layout import WORD
 from offload.layout.optimizers import moment_values
 from offload.states import State
 
-_STEP = 2048
-"""Elements; the size of a chunk is a multiple of this: 4096 bytes of the smallest state (2 bytes an element)."""
 _BY_THEMSELVES = ((State.PACKED,), (State.SCALES,))
 """States whose chunks are counted in their own values, not in elements of the parameters."""
 
@@ -87,7 +85,7 @@ class CheckpointRestorer:
         A read that begins in the middle of a checksummed range cannot be compared, and its bytes would be written
         again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
         """
-        shards = self._shards
+        shards, page = self._shards, self._shards.mode.page_step
         if not self._two_slots:
             return
         work = [
@@ -97,7 +95,7 @@ class CheckpointRestorer:
             for state, nbytes in shards.states(unit).items()
             if shards.stored(unit, state)
             for itemsize in [shards.mode.states[state].itemsize]
-            for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // _STEP * _STEP)]
+            for last, numel in [(nbytes // itemsize, BUFFER_NBYTES // itemsize // page * page)]
             for start in range(0, last, numel)
         ]
 
@@ -228,7 +226,7 @@ class CheckpointRestorer:
         elif self._differ(targets):  # the checkpoint has no scales, or `SavedStates` reads them
             sources = tuple(state for state in targets if state is not State.SCALES)
         # Each chunk begins at a multiple of a page in every state, as direct I/O requires.
-        step = self._shards.mode.tile_step if State.SCALES in targets else _STEP
+        step = self._shards.mode.tile_step if State.SCALES in targets else self._shards.mode.page_step
         numel = room // self._step_nbytes(sources, targets, step) * step
         for first in range(0, len(share), numel):
             last = min(first + numel, len(share))

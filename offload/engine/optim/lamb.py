@@ -108,8 +108,8 @@ class Trust:
                 _moments(partition, segment, start)
         else:
             self.weigh(partition, segments, start)
-        # Without noise: the moments are rounded already.
-        steps = [LambSegment(each.start, each.stop, _step(each)) for _, each in segments]
+        # The noise rounds masters; the moments are rounded already.
+        steps = [LambSegment(each.start, each.stop, _step(each), each.noise) for _, each in segments]
         kernels.lamb_move(partition, steps, [self._ratio(number, each) for number, each in segments])
 
     def _ratio(self, number: int, segment: kernels.Segment) -> float:

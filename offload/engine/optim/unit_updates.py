@@ -91,7 +91,7 @@ class UpdateBuilder:
             trainable: elements of each unit that this rank updates.
             module: the model.
             optimizer: its groups give the numbers of each step.
-            noise_seed: seed of the stochastic rounding of moments; None if they are fp32.
+            noise_seed: seed of the stochastic rounding of moments and masters; None if they are fp32.
         """
         self._layouts, self._trainable, self._optimizer = layouts, trainable, optimizer
         self._noise_seed = noise_seed
@@ -175,7 +175,7 @@ class UpdateBuilder:
         )
 
     def _noise(self, unit: int, count: int, part: range, start: int) -> kernels.Noise | None:
-        """Returns the noise that rounds the moments from element `start` of `part` on; None for fp32 moments.
+        """Returns the noise that rounds states from element `start` of `part` on; None if all are fp32.
 
         Elements are numbered in the whole unit, and updates are counted for each parameter and committed. So neither
         ranks nor tiles nor a resume change a bit.

@@ -38,7 +38,7 @@ def auto_dtype(
     bf16 is switched on if this machine multiplies bf16 at least as fast as fp32: on GPUs with arithmetic for it, and on
     a processor according to one measurement of about 20 ms, which is cached. A resumed run keeps its dtype. With
     several ranks all must call this, and all receive the choice of rank 0. A config that chooses bf16, fp16 or
-    torch_autocast is unchanged.
+    torch_autocast is unchanged, and one whose "master" is bf24 gets bf16.
 
     Args:
         config: The config as a dict, or the path of a JSON file.
@@ -67,6 +67,8 @@ def _choose(config: Config, checkpoint: str | os.PathLike[str] | None) -> Choice
     """Returns the dtype of the checkpoint or of the run, or else the choice for this machine."""
     # The measurement takes time and is needed only for a new run.
     begun = _of_checkpoint(checkpoint) if checkpoint is not None else _of_run(config)
+    if begun is None and config.offload.master != "fp32":
+        return Choice("bf16")  # no other weights have such a master
     return precision.choose(compute_device(config.offload.device)) if begun is None else Choice(begun)
 
 

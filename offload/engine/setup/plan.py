@@ -33,7 +33,7 @@ from offload.layout.flat_layout import UnitLayout, layouts_of
 from offload.layout.frozen.choice import stored_weights
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
-from offload.layout.optimizers.moment_blocks import laid_out_for
+from offload.layout.optimizers.state_pages import laid_out_for
 from offload.layout.placement import Machine, Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions

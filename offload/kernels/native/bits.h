@@ -6,6 +6,15 @@
 // The weight is rounded half up in the bit pattern, not to even: at an exact tie the residual of a
 // weight rounded to even would be +0x8000, which exceeds int16. Joining is one addition and
 // restores every pattern except NaNs, which all become weight 0x7FC0, residual 0.
+//
+// [Note: bf24 master] With 8 low bits the master is the upper 24 bits of an fp32, as bf16 is its
+// upper 16. It is rounded to those before it is split:
+//     kept     = (bits(master) + random) with its lower 8 bits cut off
+//     weight   = (kept + 0x8000) >> 16
+//     residual = (kept - (weight << 16)) >> 8
+// `random` is 8 random bits, so that the mean over all of them is the master itself, or 0x80, which
+// rounds to nearest. A master that is stored stays what it is, whatever is added. In magnitude it
+// may be rounded up to the next power of two, and the largest ones to inf, as by any rounding.
 #pragma once
 
 #include <bit>
@@ -90,6 +99,21 @@ OFFLOAD_INLINE void split(float master, Bf16* weight, std::int16_t* residual) {
     bits = is_nan(bits) ? kNanBf16 << 16 : bits;
     weight->bits = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
     *residual = static_cast<std::int16_t>(bits & 0xFFFFu);  // the low half, read as signed
+}
+
+OFFLOAD_INLINE float join(Bf16 weight, std::int8_t residual) {
+    const std::uint32_t high = static_cast<std::uint32_t>(weight.bits) << 16;
+    return std::bit_cast<float>(high + (static_cast<std::uint32_t>(std::int32_t{residual}) << 8));
+}
+
+inline constexpr std::uint32_t kNearestBf24 = 0x80u;
+
+// Of the `random` bits the lower 8 are taken.
+OFFLOAD_INLINE void split(float master, std::uint32_t random, Bf16* weight, std::int8_t* residual) {
+    const std::uint32_t exact = std::bit_cast<std::uint32_t>(master);
+    const std::uint32_t bits = is_nan(exact) ? kNanBf16 << 16 : exact + (random & 0xFFu);
+    weight->bits = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    *residual = static_cast<std::int8_t>(bits >> 8);  // the byte below the weight, read as signed
 }
 
 }  // namespace offload

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "isa.h"
+#include "noise.h"
 #include "sums_body.h"
 
 namespace offload {
@@ -26,10 +27,33 @@ struct Split {
     }
 };
 
+// Masters of elements that have one key of their noise.
+template <bool kNearest>
+struct SplitBf24 {
+    struct Args {
+        const float* master;
+        Bf16* weight;
+        std::int8_t* residual;
+        Noise noise;
+    };
+
+    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
+        const Args a = args;
+#pragma GCC ivdep
+        for (std::size_t i = begin; i < end; ++i) {
+            const std::uint32_t random =
+                kNearest ? kNearestBf24
+                         : random_bits(a.noise, a.noise.shift + static_cast<std::uint32_t>(i));
+            split(a.master[i], random, &a.weight[i], &a.residual[i]);
+        }
+    }
+};
+
+template <class Residual>
 struct Join {
     struct Args {
         const Bf16* weight;
-        const std::int16_t* residual;
+        const Residual* residual;
         float* master;
     };
 
@@ -126,7 +150,22 @@ void split_master(const float* master, Bf16* weight, std::int16_t* residual, std
 
 void join_master(const Bf16* weight, const std::int16_t* residual, float* master,
                  std::size_t numel) {
-    run_body<Join>({weight, residual, master}, numel);
+    run_body<Join<std::int16_t>>({weight, residual, master}, numel);
+}
+
+void split_bf24(const float* master, Bf16* weight, std::int8_t* residual, std::size_t numel,
+                const std::optional<MasterNoise>& noise) {
+    if (!noise) return run_body<SplitBf24<true>>({master, weight, residual, {}}, numel);
+    const std::uint64_t stream = master_stream(noise->stream);
+    each_key(noise->element, numel, [&](std::size_t start, std::size_t stop, std::uint64_t first) {
+        run_body<SplitBf24<false>>(
+            {master + start, weight + start, residual + start, noise_of(stream, first, 0)},
+            stop - start);
+    });
+}
+
+void join_bf24(const Bf16* weight, const std::int8_t* residual, float* master, std::size_t numel) {
+    run_body<Join<std::int8_t>>({weight, residual, master}, numel);
 }
 
 template <class Out, class Grad>

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 
 #include "bits.h"
 
@@ -12,6 +13,16 @@ namespace offload {
 void split_master(const float* master, Bf16* weight, std::int16_t* residual, std::size_t numel);
 void join_master(const Bf16* weight, const std::int16_t* residual, float* master,
                  std::size_t numel);
+
+// See [Note: bf24 master]. Rounded with the noise of masters of a stream, in which the first one
+// has the number `element`; without one to nearest.
+struct MasterNoise {
+    std::uint64_t stream;
+    std::uint64_t element;
+};
+void split_bf24(const float* master, Bf16* weight, std::int8_t* residual, std::size_t numel,
+                const std::optional<MasterNoise>& noise);
+void join_bf24(const Bf16* weight, const std::int8_t* residual, float* master, std::size_t numel);
 
 // out = grad, or out + grad with `add` (in fp32, rounded once to out's type). Returns the sum of
 // the squares of the new values of `out`: see [Note: sums].

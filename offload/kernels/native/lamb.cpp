@@ -183,6 +183,7 @@ void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
                 case Element::kFp16:
                     return run.template operator()<Moment, Fp16>();
                 case Element::kCode:
+                case Element::kBf24:
                     return;  // no gradient is one
             }
         };

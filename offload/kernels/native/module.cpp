@@ -1,6 +1,7 @@
 // The Python module of the kernels. Functions take addresses: the wrappers in offload/kernels have
 // checked dtype, length, layout and device, and keep the tensors alive during the call.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,6 +9,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -113,6 +115,23 @@ void join_master(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t 
                          at<float>(master), numel);
 }
 
+void split_bf24(std::uintptr_t master, std::uintptr_t weight, std::uintptr_t residual,
+                std::size_t numel,
+                const std::optional<std::pair<std::uint64_t, std::uint64_t>>& noise) {
+    std::optional<offload::MasterNoise> given;
+    if (noise) given = {noise->first, noise->second};
+    const nb::gil_scoped_release no_gil;
+    offload::split_bf24(at<const float>(master), at<Bf16>(weight), at<std::int8_t>(residual), numel,
+                        given);
+}
+
+void join_bf24(std::uintptr_t weight, std::uintptr_t residual, std::uintptr_t master,
+               std::size_t numel) {
+    const nb::gil_scoped_release no_gil;
+    offload::join_bf24(at<const Bf16>(weight), at<const std::int8_t>(residual), at<float>(master),
+                       numel);
+}
+
 // Calls `use` with a pointer of the right type.
 template <class Use>
 double with_type(std::uintptr_t address, int number, Use use) {
@@ -123,6 +142,7 @@ double with_type(std::uintptr_t address, int number, Use use) {
             return use(at<Fp16>(address));
         case Element::kFloat:
         case Element::kCode:  // never asked for
+        case Element::kBf24:
             break;
     }
     return use(at<float>(address));
@@ -296,6 +316,8 @@ NB_MODULE(_native, m) {
     m.def("lamb_moments", &lamb_moments);
     m.def("split_master", &split_master, no_gil);
     m.def("join_master", &join_master, no_gil);
+    m.def("split_bf24", &split_bf24);
+    m.def("join_bf24", &join_bf24);
     m.def("quantize", &quantize, no_gil);
     m.def("dequantize", &dequantize, no_gil);
     m.def("encode_moments", &encode_moments);

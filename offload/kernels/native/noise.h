@@ -1,11 +1,12 @@
-// Random bits with which moments are rounded to bf16.
+// Random bits with which moments are rounded to bf16 or 8 bits, and masters to bf24.
 //
 // [Note: stochastic rounding] A moment moves by less than half of bf16's spacing in most steps, and
 // would never move if it were rounded to nearest. Sixteen random bits are added below the bits that
 // remain, so that the mean over all of them is the value itself, exactly. They are a function of
 // the seed of the run, the unit, the update of the parameter, the moment, and the number of the
 // element in its unit, of nothing else: no thread, call, tile, rank, tier or resume changes them.
-// One number of 32 bits serves an element: its halves round the first and the second moment.
+// One number of 32 bits serves an element: its halves round the first and the second moment. A
+// master is rounded by the bits of another stream, which follows from that of the moments.
 //
 // The hash is that of C. Wellons' "lowbias32", with a second word of key between its two rounds. It
 // takes two products of 32 bits, which every instruction set has for vectors.
@@ -38,6 +39,27 @@ OFFLOAD_INLINE Noise noise_of(std::uint64_t stream, std::uint64_t element, std::
     const std::uint64_t key = mixed(stream + 0x9E3779B97F4A7C15ull * (element / kNoiseRange));
     return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32),
             static_cast<std::uint32_t>(element - index)};
+}
+
+// The stream that rounds masters, beside the one that rounds moments.
+OFFLOAD_INLINE std::uint64_t master_stream(std::uint64_t stream) {
+    return mixed(stream ^ 0x6D6173746572ull);
+}
+
+// Calls `use` with the parts [start, stop) of `numel` elements, mostly one, each of which has one
+// key, and with the number of its first element in the stream, in which the first of all has the
+// number `element`.
+template <class Use>
+void each_key(std::uint64_t element, std::size_t numel, Use use) {
+    std::size_t start = 0;
+    do {
+        const std::uint64_t left = kNoiseRange - element % kNoiseRange;
+        const std::size_t stop =
+            numel - start > left ? start + static_cast<std::size_t>(left) : numel;
+        use(start, stop, element);
+        element += stop - start;
+        start = stop;
+    } while (start < numel);
 }
 
 // The 32 random bits of the element whose number has the lower bits `element`.

@@ -8,11 +8,12 @@
 
 namespace offload {
 
-enum class Element { kFloat, kBf16, kFp16, kCode };
+enum class Element { kFloat, kBf16, kFp16, kCode, kBf24 };
 
 // Arrays of `numel` elements, which must not overlap. `beside` depends on the dtype of the weight:
 //     fp32   none: the weight is its own master
 //     bf16   `beside` is the residual, int16: see [Note: split master]
+//     bf24   the same with a residual of int8: see [Note: bf24 master]
 //     fp16   `beside` is the master, fp32
 struct Buffers {
     void* weight;
@@ -29,9 +30,9 @@ struct Buffers {
 inline constexpr std::size_t kSettings = 8;
 
 // Elements [start, stop) with the hyperparameters of one step, in the order that the rule
-// documents. bf16 moments and codes are rounded with the noise of `stream`, in which `start` has
-// the number `element`: see [Note: stochastic rounding]. With codes, `start` and `element` are
-// multiples of a block, and no other segment has elements of a block of this one.
+// documents. bf16 moments, codes and bf24 masters are rounded with the noise of `stream`, in which
+// `start` has the number `element`: see [Note: stochastic rounding]. With codes, `start` and
+// `element` are multiples of a block, and no other segment has elements of a block of this one.
 struct Segment {
     std::size_t start;
     std::size_t stop;

@@ -21,13 +21,21 @@ namespace offload {
 
 // A master weight in fp32, in two halves, or beside an fp16 weight.
 struct WholeMaster {
+    static constexpr bool kRounded = false;
     float* value;
 };
 struct SplitMaster {
+    static constexpr bool kRounded = false;
     Bf16* weight;
     std::int16_t* residual;
 };
+struct Bf24Master {
+    static constexpr bool kRounded = true;
+    Bf16* weight;
+    std::int8_t* residual;
+};
 struct HalfMaster {
+    static constexpr bool kRounded = false;
     Fp16* weight;
     float* value;
 };
@@ -37,16 +45,34 @@ OFFLOAD_INLINE float load(const HalfMaster& master, std::size_t i) { return mast
 OFFLOAD_INLINE float load(const SplitMaster& master, std::size_t i) {
     return join(master.weight[i], master.residual[i]);
 }
+OFFLOAD_INLINE float load(const Bf24Master& master, std::size_t i) {
+    return join(master.weight[i], master.residual[i]);
+}
 
-OFFLOAD_INLINE void store(const WholeMaster& master, std::size_t i, float value) {
+// The `random` bits round a bf24 master.
+OFFLOAD_INLINE void store(const WholeMaster& master, std::size_t i, float value, std::uint32_t) {
     master.value[i] = value;
 }
-OFFLOAD_INLINE void store(const HalfMaster& master, std::size_t i, float value) {
+OFFLOAD_INLINE void store(const HalfMaster& master, std::size_t i, float value, std::uint32_t) {
     master.value[i] = value;
     store(&master.weight[i], value);
 }
-OFFLOAD_INLINE void store(const SplitMaster& master, std::size_t i, float value) {
+OFFLOAD_INLINE void store(const SplitMaster& master, std::size_t i, float value, std::uint32_t) {
     split(value, &master.weight[i], &master.residual[i]);
+}
+OFFLOAD_INLINE void store(const Bf24Master& master, std::size_t i, float value,
+                          std::uint32_t random) {
+    split(value, random, &master.weight[i], &master.residual[i]);
+}
+
+// The random bits that `store` takes for an element; none are computed for other masters.
+template <class Master>
+OFFLOAD_INLINE std::uint32_t master_bits(const Noise& noise, std::uint32_t element) {
+    if constexpr (Master::kRounded) {
+        return random_bits(noise, element);
+    } else {
+        return 0;
+    }
 }
 
 // The same, from element `start` on.
@@ -57,6 +83,9 @@ OFFLOAD_INLINE HalfMaster from(const HalfMaster& master, std::size_t start) {
     return {master.weight + start, master.value + start};
 }
 OFFLOAD_INLINE SplitMaster from(const SplitMaster& master, std::size_t start) {
+    return {master.weight + start, master.residual + start};
+}
+OFFLOAD_INLINE Bf24Master from(const Bf24Master& master, std::size_t start) {
     return {master.weight + start, master.residual + start};
 }
 
@@ -85,20 +114,9 @@ OFFLOAD_INLINE void prefetch_tile(const SplitMaster& master, std::size_t i) {
     prefetch_tile(master.weight + i);
     prefetch_tile(master.residual + i);
 }
-
-// Calls `use` with the parts of a segment, mostly one, each of which has one key of its noise.
-template <class Use>
-void each_noise(const Segment& segment, Use use) {
-    std::size_t start = segment.start;
-    std::uint64_t element = segment.element;
-    do {
-        const std::uint64_t left = kNoiseRange - element % kNoiseRange;
-        const std::size_t stop =
-            segment.stop - start > left ? start + static_cast<std::size_t>(left) : segment.stop;
-        use(start, stop, noise_of(segment.stream, element, start));
-        element += stop - start;
-        start = stop;
-    } while (start < segment.stop);
+OFFLOAD_INLINE void prefetch_tile(const Bf24Master& master, std::size_t i) {
+    prefetch_tile(master.weight + i);
+    prefetch_tile(master.residual + i);
 }
 
 template <class R, class Master, class Moment, class Grad>
@@ -107,7 +125,8 @@ struct Update {
         std::size_t start;
         std::size_t stop;
         typename R::Scalars scalars;
-        Noise noise;
+        Noise noise;  // of moments
+        Noise of_masters;
     };
 
     struct Args {
@@ -165,6 +184,7 @@ struct Update {
         const std::size_t numel = kFull ? kMomentBlock : count;
         const typename R::Scalars k = part.scalars;
         const Noise noise = part.noise;
+        const Noise of_masters = part.of_masters;
         const std::uint32_t element = noise.shift + static_cast<std::uint32_t>(begin);
         const Master master = from(args.master, begin);
         const Grad* grad = args.grad + begin;
@@ -180,7 +200,8 @@ struct Update {
             const float weight = R::step(k, load(master, i), to_float(grad[i]), first, second);
             m[i] = value_of<R::kRoots[0]>(first);
             if constexpr (R::kMoments > 1) v[i] = value_of<R::kRoots[1]>(second);
-            store(master, i, weight);
+            store(master, i, weight,
+                  master_bits<Master>(of_masters, element + static_cast<std::uint32_t>(i)));
         }
         for (std::size_t i = 0; i < numel; ++i) {
             random[i] = random_bits(noise, element + static_cast<std::uint32_t>(i));
@@ -195,6 +216,7 @@ struct Update {
                                       std::size_t end) {
         const typename R::Scalars k = part.scalars;
         const Noise noise = part.noise;
+        const Noise of_masters = part.of_masters;
         const std::uint32_t element = noise.shift + static_cast<std::uint32_t>(begin);
         const Master master = args.master;
         Moment* first = args.first;
@@ -207,11 +229,11 @@ struct Update {
             if constexpr (R::kMoments > 0) m = to_float(first[i]);
             if constexpr (R::kMoments > 1) v = to_float(second[i]);
             const float weight = R::step(k, load(master, i), to_float(grad[i]), m, v);
-            const std::uint32_t random =
-                bits_for<Moment>(noise, element + static_cast<std::uint32_t>(i - begin));
+            const std::uint32_t number = element + static_cast<std::uint32_t>(i - begin);
+            const std::uint32_t random = bits_for<Moment>(noise, number);
             if constexpr (R::kMoments > 0) store_moment(&first[i], m, random);
             if constexpr (R::kMoments > 1) store_moment(&second[i], v, random >> 16);
-            store(master, i, weight);
+            store(master, i, weight, master_bits<Master>(of_masters, number));
         }
     }
 };
@@ -223,9 +245,14 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
     parts.reserve(segments.size());
     for (const Segment& each : segments) {
         const typename R::Scalars scalars(each.settings);
-        each_noise(each, [&](std::size_t start, std::size_t stop, const Noise& noise) {
-            parts.push_back({start, stop, scalars, noise});
-        });
+        const std::size_t first = each.start;
+        const std::uint64_t of_masters = master_stream(each.stream);
+        each_key(each.element, each.stop - first,
+                 [&](std::size_t start, std::size_t stop, std::uint64_t element) {
+                     parts.push_back({first + start, first + stop, scalars,
+                                      noise_of(each.stream, element, first + start),
+                                      noise_of(of_masters, element, first + start)});
+                 });
     }
     run_body<Body>({master, static_cast<Moment*>(b.moments[0]), static_cast<Moment*>(b.moments[1]),
                     b.scales, static_cast<const Grad*>(b.grad), &parts},
@@ -242,6 +269,7 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
         case Element::kFp16:
             return run_update<R, Master, Moment, Fp16>(b, master, segments);
         case Element::kCode:
+        case Element::kBf24:
             return;  // no gradient is one
     }
 }
@@ -268,6 +296,9 @@ void with_master(const Buffers& b, Use use) {
         case Element::kBf16:
             return use(
                 SplitMaster{static_cast<Bf16*>(b.weight), static_cast<std::int16_t*>(b.beside)});
+        case Element::kBf24:
+            return use(
+                Bf24Master{static_cast<Bf16*>(b.weight), static_cast<std::int8_t*>(b.beside)});
         case Element::kFp16:
             return use(HalfMaster{static_cast<Fp16*>(b.weight), static_cast<float*>(b.beside)});
         case Element::kCode:

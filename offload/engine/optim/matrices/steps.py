@@ -53,7 +53,7 @@ class MatrixSegment(NamedTuple):
     stop: int
     step: MatrixStep
     noise: kernels.Noise | None = None
-    """Rounds a bf16 momentum; None for fp32."""
+    """Rounds a bf16 momentum and bf24 masters; None for fp32."""
 
 
 def muon(group: Mapping[str, Any], count: int, grad_scale: float) -> MuonStep | kernels.AdamWStep:

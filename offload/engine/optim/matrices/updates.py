@@ -194,7 +194,11 @@ class MatrixUpdates:
         return direction
 
     def move(
-        self, states: Mapping[State, torch.Tensor], direction: torch.Tensor, shape: tuple[int, int], step: MatrixStep
+        self,
+        states: Mapping[State, torch.Tensor],
+        direction: torch.Tensor,
+        shape: tuple[int, int],
+        segment: MatrixSegment,
     ) -> None:
         """Moves the weights of a matrix, or of a part of it, in place.
 
@@ -202,8 +206,9 @@ class MatrixUpdates:
             states: its weight, and what completes the weight to a master, (n,) each.
             direction: (n,), not in the scratch memory of masters.
             shape: rows and columns of the entire matrix.
-            step: the arguments.
+            segment: the step, and the noise that rounds the masters.
         """
+        step = segment.step
         length = step.length(shape) if isinstance(step, MuonStep) else step.lr
         # Joined last: until here the master's memory has served for the products.
         master = join(states, self._master[: len(direction)])
@@ -211,7 +216,7 @@ class MatrixUpdates:
         master.add_(direction, alpha=-length)
         # An fp32 weight is its own master.
         if master.data_ptr() != states[State.WEIGHT].data_ptr():
-            split(master, states)
+            split(master, states, segment.noise)
 
 
 class _UnitSteps:
@@ -251,7 +256,7 @@ class _UnitSteps:
         room = self._updates.room(parameter.numel, step)
         if room.data_ptr() != update.data_ptr():
             room.copy_(update)
-        self._updates.move(states, self._updates.direction(shape, step).view(-1), shape, step)
+        self._updates.move(states, self._updates.direction(shape, step).view(-1), shape, segment)
 
     def _trade(self, tile: TileContent, mine: Mapping[int, MatrixSegment]) -> None:
         """Steps the matrices that several ranks divide."""
@@ -269,7 +274,7 @@ class _UnitSteps:
         for parameter, segment, index in away:
             states, _ = _content(tile, segment)
             shape = (parameter.shape[0], parameter.shape[1])
-            self._updates.move(states, trade.part(index, exchange.rank), shape, segment.step)
+            self._updates.move(states, trade.part(index, exchange.rank), shape, segment)
 
     def _step_home(self, trade: Trade, index: int, tile: TileContent, segment: MatrixSegment) -> None:
         """Steps this rank's part of a divided matrix, and puts the direction of the others' parts into `trade`."""
@@ -288,7 +293,7 @@ class _UnitSteps:
         direction = self._updates.direction(shape, step).view(-1)
         for rank, place in places.items():
             trade.part(index, rank).copy_(direction[place])
-        self._updates.move(states, direction[own], shape, step)
+        self._updates.move(states, direction[own], shape, segment)
 
 
 def _content(tile: TileContent, segment: MatrixSegment) -> tuple[dict[State, torch.Tensor], torch.Tensor]:

@@ -285,11 +285,14 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
 
 def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     """Returns advice for a resume in another mode; see `Mode.name`."""
-    (dtype, optimizer, moments), (other_dtype, other_optimizer, other_moments) = _words(there), _words(here)
-    if (dtype, optimizer) == (other_dtype, other_optimizer) and moments != other_moments:
+    (dtype, optimizer, forms), (other_dtype, other_optimizer, other_forms) = _words(there), _words(here)
+    if (dtype, optimizer) == (other_dtype, other_optimizer) and forms != other_forms:
+        changed = [what for what in forms if forms[what] != other_forms[what]]
+        keys = " and ".join(f'"{what}": "{forms[what]}"' for what in changed)
         return (
-            f'resume with "moments": "{moments}" in the block "offload" (--moments), as the run had; or convert the '
-            f"run: `offload convert {folder.parent} --moments {other_moments}`; or call save_checkpoint in the run and "
+            f'resume with {keys} in the block "offload" ({", ".join(f"--{what}" for what in changed)}), as the run '
+            f"had; or convert the run: `offload convert {folder.parent} "
+            f"{' '.join(f'--{what} {other_forms[what]}' for what in changed)}`; or call save_checkpoint in the run and "
             "load_checkpoint in a new one"
         )
     if dtype == other_dtype:
@@ -298,12 +301,18 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     return f"resume in the dtype{both} that the run had (leave --dtype out, or change the config)"
 
 
-def _words(mode: str) -> tuple[str, str, str]:
-    """Returns dtype, optimizer and moments of a mode's name, in which Adam and moments in fp32 have no word."""
+def _words(mode: str) -> tuple[str, str, dict[str, str]]:
+    """Returns dtype and optimizer of a mode's name, and the forms of master and moments; Adam and fp32 have no word."""
     dtype, *others = mode.split(" ")
-    moments = [word.removesuffix("-moments") for word in others if word.endswith("-moments")]
-    optimizer = [word for word in others if not word.endswith("-moments")]
-    return dtype, "".join(optimizer), "".join(moments) or "fp32"
+    forms = {"moments": "fp32", "master": "fp32"}
+    optimizer = ""
+    for word in others:
+        form, _, what = word.rpartition("-")
+        if what in forms:
+            forms[what] = form
+        else:
+            optimizer = word
+    return dtype, optimizer, forms
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Layouts of units whose moments are stored in 8 bits: blocks of elements that share a scale."""
+"""Layouts of units with states of a byte an element: moments in 8 bits, in blocks with a scale, and bf24 masters."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def laid_out_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> 
     """Returns the layouts as a mode needs them.
 
     A block of moments in 8 bits has one scale, so it may not contain elements of two parameters: each parameter begins
-    at a multiple of a block. Its codes take a byte, so partitions are multiples of 4096 elements.
+    at a multiple of a block. A state of a byte an element fills pages if partitions are multiples of 4096 elements.
 
     Args:
-        layouts: the layout of each unit.
+        layouts: the layout of each unit, of a mode without such states.
         mode: the states and their dtypes.
         world_size: number of ranks among which each region is divided.
     """
-    return placed_for(layouts, mode, world_size) if mode.in_blocks else tuple(layouts)
+    return placed_for(layouts, mode, world_size) if mode.in_bytes else tuple(layouts)
 
 
 def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tuple[UnitLayout, ...]:
@@ -29,6 +29,6 @@ def placed_for(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> tu
         matrices = None
         if layout.matrices_start is not None:
             matrices = {segment.name for segment in layout.segments if layout.is_matrix(segment)}
-        return arrange(layout.name, layout.segments, world_size, matrices, mode.in_blocks)
+        return arrange(layout.name, layout.segments, world_size, matrices, mode)
 
     return tuple(placed(layout) for layout in layouts)
