@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 import offload
 from offload.engine.inference.engine import InferenceEngine
 from offload.sizes import PAGE
+from offload.swapper.in_place.image import FileRange, image_of
 
 IDS = torch.arange(24).view(3, 8) * 7 % 251
 NARROW = {
@@ -173,6 +177,43 @@ def test_files_that_change_below_an_engine(harm: str, tmp_path: Path) -> None:
     with pytest.raises(offload.EngineFailed, match="has changed since"):
         engine(IDS)
     engine.destroy()
+
+
+def test_a_layer_larger_than_the_host_budget_is_read_in_chunks(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2048, 2600), torch.nn.Linear(2600, 2048))
+
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with offload.init():
+        built = build()
+    offload.load_pretrained(built, tmp_path / "model.safetensors")
+    inputs = torch.ones(2, 2048)
+    # Two host buffers of 16 MiB, for layers of 20 MiB each.
+    with offload.inference(built, on_cpu(host_memory="33MiB")) as engine, torch.no_grad():
+        assert torch.equal(engine(inputs), model(inputs))
+        assert engine.host_memory < 2 * 2048 * 2600 * 4
+
+
+def test_an_image_has_every_byte_of_its_tensors_in_whole_pages() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        files = {name: draw.randbytes(draw.randint(6, 6 * PAGE)) for name in ("a", "b")}
+        cuts = {name: sorted(draw.sample(range(len(content)), k=6)) for name, content in files.items()}
+        pairs = [(name, *pair) for name in files for pair in itertools.pairwise(cuts[name]) if draw.random() < 0.7]
+        ranges = [FileRange(name, start, stop - start) for name, start, stop in draw.sample(pairs, k=len(pairs))]
+        starts = list(itertools.accumulate([each.nbytes for each in ranges], initial=0))
+        image = image_of(list(zip(ranges, starts, strict=False)), {name: len(files[name]) for name in files})
+        content = b"".join(files[each.path][each.start : each.stop] for each in image.extents)
+        unit = bytearray(starts[-1])
+        for start, target in image.pieces:
+            unit[target.start : target.stop] = content[start : start + len(target)]
+        assert unit == b"".join(files[each.path][each.start : each.stop] for each in ranges)
+        pages = [(each.path, page) for each in image.extents for page in range(each.start, each.stop, PAGE)]
+        assert len(pages) == len(set(pages)), "no page is read twice"
+        assert all(each.start % PAGE == 0 for each in image.extents)
+        assert all(each.stop % PAGE == 0 or each.stop == len(files[each.path]) for each in image.extents)
 
 
 def test_bad_input_leaves_the_model_as_it_was(tmp_path: Path) -> None:

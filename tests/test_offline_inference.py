@@ -94,14 +94,16 @@ def test_score_gives_the_logits_of_a_classifier(folder: Path, tmp_path: Path) ->
     model.save_pretrained(tmp_path / "reward")
     texts = ["good", "a rather longer one", "bad"]
     write_lines(tmp_path / "data.jsonl", [{"text": text} for text in texts])
-    result = call("score", tmp_path / "reward", "--data", tmp_path / "data.jsonl", "--output", tmp_path / "out.jsonl")
+    options = ("--data", tmp_path / "data.jsonl", "--output", tmp_path / "out.jsonl", "--json")
+    result = call("score", tmp_path / "reward", *options)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout == ""
+    (facts,) = lines_of(result.stdout)
+    assert facts["records"] == 3 and facts["read_bytes"] > 0 and facts["perplexity"] is None and facts["scores"] == []
     with torch.no_grad():
         rewards = [float(model(torch.tensor([[*tokenizer()(text)["input_ids"], 1]])).logits) for text in texts]
     found = lines_of((tmp_path / "out.jsonl").read_text())
     assert [each["reward"] for each in found] == pytest.approx(rewards, rel=1e-4)
-    again = call("score", tmp_path / "reward", "--data", tmp_path / "data.jsonl", "--output", tmp_path / "out.jsonl")
+    again = call("score", tmp_path / "reward", *options)
     assert again.exit_code == 2 and "exists already" in again.stderr
 
 
@@ -122,6 +124,8 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
     assert [each["completion"] for each in lines_of(result.stdout)] == expected
     alone = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6")
     assert alone.stdout == f"{expected[0]}\n"
+    (facts,) = lines_of(call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", "--json").stdout)
+    assert [each["completion"] for each in facts["completions"]] == expected[:1]
     drawn = [
         call("generate", folder, "--prompt", "a", "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
         for seed in ("1", "1", "2")

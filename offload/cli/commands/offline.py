@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from offload.cli.console import FAILED, errors
+from offload.cli.console import FAILED, Json, errors
 from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
 from offload.cli.signals import signals
 from offload.errors import ConfigError
@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _DATA, _SAMPLING, _PLACEMENT = "Data", "Sampling", "Placement"
 
-Model = Annotated[str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.")]
+Model = Annotated[
+    str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.", rich_help_panel=_DATA)
+]
 Output = Annotated[
     Path | None,
     option(_DATA, "--output", "Write the lines to this file, which must not exist. [default: stdout]", metavar="FILE"),
@@ -70,6 +72,8 @@ class _Placed:
         ),
     ] = None
 
+    json_output: Json = False
+
     def placement(self) -> Placement:
         """Returns these options in the form of the library."""
         from offload.offline.open_model import Placement
@@ -84,8 +88,8 @@ class _Placed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreOptions(_Placed):
-    """Options of `offload score`."""
+class _Scored:
+    """Options of `offload score` about what is scored."""
 
     model: Model
     data: Annotated[
@@ -113,8 +117,13 @@ class ScoreOptions(_Placed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(_Placed):
-    """Options of `offload generate`."""
+class ScoreOptions(_Placed, _Scored):
+    """Options of `offload score`; the help lists the fields of the last base first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generated:
+    """Options of `offload generate` about what is continued, and how."""
 
     model: Model
     prompt: Annotated[
@@ -144,6 +153,11 @@ class GenerateOptions(_Placed):
     seed: Annotated[int, option(_SAMPLING, "--seed", "Seed of --do-sample.")] = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(_Placed, _Generated):
+    """Options of `offload generate`; the help lists the fields of the last base first."""
+
+
 def register(app: typer.Typer) -> None:
     """Adds these commands to `app`."""
     app.command(cls=Grouped, context_settings=UNDERSCORES)(score)
@@ -168,10 +182,10 @@ def score(typed: ScoreOptions) -> None:
 
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
-        with _lines(typed.output) as write:
+        with _lines(typed.output, typed.json_output) as (write, kept):
             model = _opened(typed.model, typed, scores=True)
-            with model.engine, _measured(model) as report:
-                total = Total()
+            with model.engine:
+                measured, total = _Measured(model), Total()
                 found = scores(
                     model,
                     read_records(files),
@@ -182,12 +196,16 @@ def score(typed: ScoreOptions) -> None:
                 for each in found:
                     total.add(each)
                     write(each.line())
-                report(f"{count_of(total.records, 'record')}, {count_of(total.tokens, 'token')}", total.tokens)
+                facts = measured.report(
+                    f"{count_of(total.records, 'record')}, {count_of(total.tokens, 'token')}", total.tokens
+                )
         if total.perplexity is not None:
             mean = total.log_likelihood / total.counted
             _say(f"log-likelihood {mean:.4f} a token, perplexity {total.perplexity:.4f}, of {total.counted} tokens")
         if total.cut:
             _say(f"{count_of(total.cut, 'record was', 'records were')} cut to a row; a longer --seq-len cuts less")
+        if typed.json_output:
+            _print_json({**vars(total), "perplexity": total.perplexity, **facts, "scores": kept})
 
 
 @takes_options(GenerateOptions)
@@ -210,11 +228,12 @@ def generate(typed: GenerateOptions) -> None:
 
         files = find_data(typed.data or [])
         prompts = iter([Prompt("--prompt", typed.prompt)]) if typed.prompt is not None else read_prompts(files)
-        with _lines(typed.output) as write:
+        with _lines(typed.output, typed.json_output) as (write, kept):
             model = _opened(typed.model, typed, scores=False)
-            with model.engine, _measured(model) as report:
+            with model.engine:
                 import torch
 
+                measured = _Measured(model)
                 torch.manual_seed(typed.seed)
                 sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
                 count = tokens = 0
@@ -227,11 +246,13 @@ def generate(typed: GenerateOptions) -> None:
                     **sampling,
                 ):
                     count, tokens = count + 1, tokens + each.tokens
-                    if typed.prompt is not None and typed.output is None:
+                    if typed.prompt is not None and typed.output is None and not typed.json_output:
                         print(each.text)
                     else:
                         write(each.line())
-                report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
+                facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
+        if typed.json_output:
+            _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
 
 
 def _opened(folder: str, typed: _Placed, *, scores: bool) -> OpenModel:
@@ -251,12 +272,18 @@ def _check_numbers(**given: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _lines(output: Path | None) -> Iterator[Callable[[Any], None]]:
-    """Yields a function that writes its argument as a line of JSON, to a new file or to stdout."""
+def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[[Any], None], list[Any]]]:
+    """Yields a function that writes its argument as a line of JSON, and the list of what goes into one object instead.
+
+    Args:
+        output: a new file for the lines; None for stdout.
+        in_one_object: True to keep the lines that would go to stdout.
+    """
     from offload.fileio.jsonl import json_line
 
+    kept: list[Any] = []
     if output is None:
-        yield lambda content: print(json_line(content), flush=True)
+        yield kept.append if in_one_object else _print_json, kept
         return
     try:
         # "x": scores that took hours are never overwritten by a second call.
@@ -264,27 +291,40 @@ def _lines(output: Path | None) -> Iterator[Callable[[Any], None]]:
     except FileExistsError:
         raise ConfigError(f"{output} exists already; give --output another name, or delete the file") from None
     with file:
-        yield lambda content: print(json_line(content), file=file, flush=True)
+        yield lambda content: print(json_line(content), file=file, flush=True), kept
 
 
-@contextlib.contextmanager
-def _measured(model: OpenModel) -> Iterator[Callable[[str, int], None]]:
-    """Reports where the weights are, and yields a function that reports what was done and what took the time."""
-    for line in (*model.engine.notices, *model.lines):
-        _say(line)
-    began = time.perf_counter()
+def _print_json(content: Any) -> None:
+    from offload.fileio.jsonl import json_line
 
-    def report(done: str, tokens: int) -> None:
-        seconds, spent = time.perf_counter() - began, model.engine.pass_seconds()
-        read = model.engine.io_bytes().read
-        rate = tokens / max(seconds, 1e-9)
+    print(json_line(content), flush=True)
+
+
+class _Measured:
+    """Time and bytes of a command, from the moment at which its model was ready."""
+
+    def __init__(self, model: OpenModel) -> None:
+        """Reports where the weights are."""
+        self._model, self._began = model, time.perf_counter()
+        for line in (*model.engine.notices, *model.lines):
+            _say(line)
+
+    def report(self, done: str, tokens: int) -> dict[str, Any]:
+        """Reports what was done and what took the time, and returns the same for a JSON object."""
+        seconds, spent = time.perf_counter() - self._began, self._model.engine.pass_seconds()
+        read, rate = self._model.engine.io_bytes().read, tokens / max(seconds, 1e-9)
         _say(f"{done} in {seconds:.1f} s: {rate:.1f} tokens/s; {format_size(read)} of weights read")
+        parts = {"drive": spent.drive, "copies": spent.copies, "compute": spent.compute}
         if spent.total:
-            parts = {"drive": spent.drive, "copies": spent.copies, "compute": spent.compute}
             shares = ", ".join(f"{name} {part / spent.total:.0%}" for name, part in parts.items())
             _say(f"limited by {spent.limit}: of the forwards' {spent.total:.1f} s {shares}")
-
-    yield report
+        return {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "read_bytes": read,
+            "limited_by": spent.limit if spent.total else None,
+            "forward_parts_seconds": parts,
+        }
 
 
 def _say(line: str) -> None:

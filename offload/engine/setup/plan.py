@@ -333,16 +333,17 @@ def _durability(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Returns one line about the tier and the size of each kind of state."""
+    """Returns one line about the tier and the size of each kind of state; without states if nothing trains."""
     placement = plan.placement
     stored = placement.store(plan.parts, plan.slots).nbytes
-    clip = plan.config.gradient_clipping
-    clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
-    states = [state for state in plan.mode.states if state is not State.WEIGHT]
+    states, clipped = "", ""
+    if any(plan.parts.trainable_numel):
+        clip = plan.config.gradient_clipping
+        clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
+        tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
+        states = f", states on {tiers or 'nothing'}{', gradients on disk' if placement.spilled else ''}"
     return Remark(
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, "
-        f"states on {placement.tiers_of(*states) or 'nothing'}"
-        f"{', gradients on disk' if placement.spilled else ''}; host "
-        f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan)}{clipped if any(plan.parts.trainable_numel) else ''}"
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
+        f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
+        f"{format_size(stored)}{_durability(plan)}{clipped}"
     )
