@@ -83,7 +83,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _write(name: str, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
-    build(name).to(getattr(torch, dtype)).save_pretrained(folder)
+    model: Any = build(name)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def _read(files: list[Path]) -> None:

@@ -61,7 +61,11 @@ def test_a_folder_gives_the_bits_of_the_model_in_memory(dtype: str, shard: str, 
     with torch.no_grad():
         logits = model(IDS).logits
     words = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    with offload.inference(folder, on_cpu()) as engine:
+    training = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}},
+    }
+    with offload.inference(folder, on_cpu() | training) as engine:
         assert torch.equal(engine(IDS).logits, logits)
         once = engine.io_bytes()
         assert torch.equal(engine.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0), words)

@@ -22,12 +22,14 @@ from torch import nn
 from offload import kernels
 from offload.config import Batch, Config, load_config, read_json
 from offload.engine.activations.unit_checkpoints import blocks_of
+from offload.engine.core import EngineCore
 from offload.engine.inference.engine import InferenceEngine
 from offload.engine.inference.pass_meter import PassMeter
 from offload.engine.inference.tensor_places import TensorPlaces
 from offload.engine.model_io.load_pretrained import load_pretrained
 from offload.engine.model_io.safetensors_folder import CONFIG, Stored, stored_tensors
 from offload.engine.optim import build_optimizer as optimizer_choice
+from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.deferred_parameter import origin_of
 from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.setup.build import STARTING, build
@@ -102,18 +104,28 @@ def inference(model: Any, config: Any = None, *, model_class: Any = None, **kwar
             lines = _lines(plan, places) if in_place else ()
             if not device.host_addressable:
                 kernels.leave_cores()
-            meter = PassMeter()
-            core, notices = build(plan, model, optimizer, stamps=places.stamps, listener=meter)
+            engine = _build(plan, model, optimizer, places, lines)
     except BaseException:
         # The caller's model is as it was, if an error came before the engine took it over.
         for parameter in trained:
             parameter.requires_grad_(True)
         raise
     model.eval()
-    engine = InferenceEngine(core, (*notices, *lines), meter)
     for notice in engine.notices:
         announce(notice)
     return engine
+
+
+def _build(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, places: TensorPlaces, lines: Sequence[str]
+) -> InferenceEngine:
+    """Carries a plan out, and returns the engine, which reports `lines` too."""
+    meter = PassMeter()
+
+    def make(core: EngineCore, notices: tuple[str, ...]) -> InferenceEngine:
+        return InferenceEngine(core, (*notices, *lines), meter)
+
+    return build(plan, model, optimizer, make, stamps=places.stamps, listener=meter)
 
 
 def read_model(path: Path, model_class: Any, kwargs: Mapping[str, Any]) -> nn.Module:
@@ -180,9 +192,13 @@ def _config_of(content: dict[str, Any], model: nn.Module) -> tuple[Config, bool]
     zero = content.get("zero_optimization")
     # Whoever names a tier wants the weights there, also in copies.
     in_place = not isinstance(zero, Mapping) or "offload_param" not in zero
+    # What is no mapping is left to the check of the config, which says what is wrong.
+    if isinstance(zero, Mapping):
+        content["zero_optimization"] = {key: value for key, value in zero.items() if key != "offload_optimizer"}
     block = content.get("offload", {})
-    if isinstance(block, Mapping):  # else the check of the config says what is wrong
-        content["offload"] = {**block, **_OF_RUNS}
+    if isinstance(block, Mapping):
+        # Swap files of a training with this JSON, which may be the only copy of its weights, are never replaced.
+        content["offload"] = {**block, **_OF_RUNS, "run": f"{block.get('run', 'default')}-inference"}
     loaded = load_config(content)
     if in_place and loaded.offload.frozen is not None:
         raise ConfigError(

@@ -9,8 +9,8 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -45,34 +45,30 @@ from offload.swapper.store.drive_spans import DriveSpans
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.timeline import Timeline, open_timeline
 
+_T = TypeVar("_T")
+
 STARTING = threading.RLock()
 """Serializes the starts of engines in a process: memory that a plan counts on must still be free when taken."""
-
-
-class Built(NamedTuple):
-    """Result of `build`."""
-
-    core: EngineCore
-    notices: tuple[str, ...]
-    """Lines for the user, in the order in which they are reported."""
 
 
 def build(
     plan: Plan,
     model: nn.Module,
     optimizer: Optimizer,
+    make: Callable[[EngineCore, tuple[str, ...]], _T],
     lr_scheduler: Any = None,
     loader: Loader | None = None,
     *,
     stamps: Mapping[str, Stamp] = {},
     listener: Listener | None = None,
-) -> Built:
-    """Creates files, memory, threads and hooks, in this order. If a step fails, the objects made before are closed.
+) -> _T:
+    """Returns an engine. Creates files, memory, threads and hooks, in this order; an error closes what was made before.
 
     Args:
         plan: All decisions.
         model: Loses its weights.
         optimizer: Groups of its parameters.
+        make: Makes the engine of its core and of the lines for the user.
         lr_scheduler: A schedule, or None.
         loader: Batches of training data, or None.
         stamps: Stamp of each of the model's own files that the plan reads, by path.
@@ -119,7 +115,7 @@ def build(
             close_all(*(() if queue is None else (queue.close,)), files.undo)
         raise
     try:
-        return Built(core, (*_notices(plan, core), *_begin(plan, core, progress)))
+        return make(core, (*_notices(plan, core), *_begin(plan, core, progress)))
     except BaseException:
         core.shutdown.abandon(remove=progress is None)
         raise

@@ -164,7 +164,7 @@ def _initialize(
             device.torch,
             loaded.dataloader_drop_last,
         )
-    engine = Engine(*build(plan, model, chosen, schedule, loader))
+    engine = build(plan, model, chosen, Engine, schedule, loader)
     if plan.rank == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
         logger.info(effective(loaded, batch, plan.world_size))
