@@ -17,6 +17,7 @@ __all__ = [
     "ConfigError",
     "Engine",
     "EngineFailed",
+    "InferenceEngine",
     "IoError",
     "NumericsError",
     "OffloadError",
@@ -32,6 +33,7 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "gathered",
+    "inference",
     "init",
     "initialize",
     "load_pretrained",
@@ -61,6 +63,7 @@ _MODULE_OF = {
     "ConfigError": "offload.errors",
     "Engine": "offload.engine.engine",
     "EngineFailed": "offload.errors",
+    "InferenceEngine": "offload.engine.inference.engine",
     "IoError": "offload.errors",
     "NumericsError": "offload.errors",
     "OffloadError": "offload.errors",
@@ -74,6 +77,7 @@ _MODULE_OF = {
     "estimate_zero3_model_states_mem_needs_all_cold": "offload.planner.deepspeed_estimates",
     "estimate_zero3_model_states_mem_needs_all_live": "offload.planner.deepspeed_estimates",
     "gathered": "offload.engine.params.gathered",
+    "inference": "offload.engine.inference.inference",
     "init": "offload.engine.model_io.load_pretrained",
     "initialize": "offload.engine.setup.initialize",
     "load_pretrained": "offload.engine.model_io.load_pretrained",
@@ -126,6 +130,8 @@ _OF_DEEPSPEED = {
 if TYPE_CHECKING:
     from offload import checkpointing, losses, schedules
     from offload.engine.engine import Engine
+    from offload.engine.inference.engine import InferenceEngine
+    from offload.engine.inference.inference import inference
     from offload.engine.model_io.load_pretrained import init, load_pretrained
     from offload.engine.params.gathered import gathered
     from offload.engine.setup.dtype_choice import auto_dtype

@@ -21,6 +21,10 @@ import os
 _REASONS = {
     errno.ENODATA: "the file ends before these bytes",
     errno.EBADMSG: "the checksum is not the expected one: the bytes are damaged",
+    errno.ESTALE: (
+        "the file has changed since its header was read; leave the files of a model as they are while an engine reads "
+        "them, and start again"
+    ),
     errno.ELOOP: (
         "the path is a symbolic link, which is not followed; if its target is meant, give os.path.realpath of the link"
     ),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, host_time, measure, predict, step
+from bench import checkpoint, host_time, measure, predict, score, step
 from tests.support.oracle import processes
 
 
@@ -34,6 +34,13 @@ def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
     figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
     layered, one_by_one = (figures[f"{name}_major, speculate auto"] for name in ("layer", "micro_batch"))
     assert 20 < layered["bytes_per_parameter"] < one_by_one["bytes_per_parameter"] < 34
+
+
+def test_bench_score_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--micro-batches", "3"]
+    score.main([str(tmp_path), *sizes])
+    figures = _figures(capsys)
+    assert 0 < figures["read_bytes_a_round"] <= 1.1 * figures["file_bytes"] and figures["over_bound"] > 0
 
 
 def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:

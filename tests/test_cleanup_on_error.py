@@ -15,7 +15,7 @@ import offload
 from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine import core
-from offload.engine.setup import assembly, hooks, initialize
+from offload.engine.setup import assembly, build, hooks, initialize
 from offload.errors import BudgetError, ConfigError, StoreError
 from offload.swapper.store import drives
 from tests.support import models
@@ -42,7 +42,7 @@ def workers() -> int:
             (assembly, "WeightEdits"),
             (assembly, "UpdateWorker"),
         ),
-        *((initialize, "_meter"), (core, "OptimizerStep"), (initialize, "Engine")),
+        *((build, "_meter"), (core, "OptimizerStep"), (initialize, "Engine")),
     ],
 )
 def test_a_start_that_fails_late_leaves_nothing(
@@ -95,15 +95,15 @@ def test_a_start_that_fails_early_leaves_no_queue_open(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: set[SharedQueue] = set()
-    make, close = initialize._queue, SharedQueue.close
+    make, close = build._queue, SharedQueue.close
 
     def made(config: Config) -> SharedQueue:
         opened.add(queue := make(config))
         return queue
 
-    monkeypatch.setattr(initialize, "_queue", made)
+    monkeypatch.setattr(build, "_queue", made)
     monkeypatch.setattr(SharedQueue, "close", lambda queue: (close(queue), opened.discard(queue)))
-    monkeypatch.setattr(initialize, name, fails)
+    monkeypatch.setattr(build, name, fails)
     with pytest.raises(RuntimeError, match="of the test"):
         start(models.GPT2, DISK, tmp_path)
     assert not opened

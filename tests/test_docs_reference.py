@@ -20,8 +20,10 @@ PAGES = sorted((Path(__file__).parents[1] / "docs" / "reference").rglob("*.md"))
 NAMED = [name for page in PAGES for name in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)]
 MODULES = (offload, aio, checkpointing, deepnvme, hf, kernels, losses, schedules)
 NOT_FOR_USERS = {"forward"}
-OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")}
-"""Attributes that `Engine.__init__` sets."""
+OF_AN_ENGINE = {f"offload.Engine.{name}" for name in ("module", "optimizer", "device", "notices")} | {
+    f"offload.InferenceEngine.{name}" for name in ("module", "device", "notices")
+}
+"""Attributes that the constructors of engines set."""
 
 
 def public() -> Iterator[tuple[str, Any]]:

@@ -82,7 +82,7 @@ def test_late_io_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     job = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
     ample = run(job, ("none", "none"), tmp_path)
     least = least_host_memory(job, tmp_path)
-    monkeypatch.setattr(offload.engine.setup.initialize, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
+    monkeypatch.setattr(offload.engine.setup.build, "IoQueue", lambda *_, **__: LateQueue(1, 0.01))
     tight, _ = _run_in(tmp_path, job, least)
     assert_same(ample, tight, "in memory and with late I/O")
 

@@ -36,9 +36,10 @@ MAY_IMPORT = {
     "__init__": "checkpointing engine losses planner schedules",
     "finetune": "config engine fileio hardware losses planner presets swapper",
     "bench": "__init__ aio config fileio finetune hardware kernels layout planner presets swapper",
+    "offline": "config engine finetune losses presets",
     "hf": "config engine losses",
     "runs": "aio engine fileio layout swapper",
-    "cli": "__init__ aio bench config fileio finetune hardware planner presets report runs swapper",
+    "cli": "__init__ aio bench config fileio finetune hardware offline planner presets report runs swapper",
     "__main__": "cli",
 }
 """For each room the rooms that it may import, lowest first. A row names only rows above it."""
@@ -50,15 +51,16 @@ WITHIN = {
         "modes": "",
         "residency": "",
         "store": "",
-        "chunked_upload": "memory",
+        "in_place": "store",
+        "chunked_upload": "in_place memory",
         "policy": "access_order memory",
-        "unit_table": "access_order memory residency",
+        "unit_table": "access_order in_place memory residency",
         "device_cache": "chunked_upload memory policy residency unit_table",
-        "host_cache": "memory policy residency store unit_table",
+        "host_cache": "in_place memory policy residency store unit_table",
         "prefetch": "device_cache host_cache memory policy residency unit_table",
         "speculative_weights": "host_cache memory policy residency unit_table",
         "weight_updates": "device_cache host_cache memory prefetch residency speculative_weights unit_table",
-        "pager": "access_order device_cache host_cache memory policy prefetch residency store unit_table "
+        "pager": "access_order device_cache host_cache in_place memory policy prefetch residency store unit_table "
         "weight_updates",
     },
     "engine": {
@@ -89,6 +91,7 @@ WITHIN = {
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
         "schedule tiles training",
+        "inference": "activations api core metrics model_io optim params setup",
     },
     "planner": {
         "memory": "",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.aio import IoQueue
-from offload.engine.setup import initialize
+from offload.engine.setup import build
 from offload.planner.simulation.machine import Moved, Rates
 from offload.planner.simulation.simulate import Budgets, Simulation, Use
 from offload.planner.simulation.updater import UpdateCost
@@ -194,7 +194,7 @@ def test_without_chance_every_figure_is_the_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bytes, hits and both peaks of each step, from the least host memory, where units stream, to enough for all."""
-    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: PromptQueue())
+    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: PromptQueue())
     if device is not None:
         use_device(monkeypatch, device)
     job = JOBS[name]._replace(dtype="bf16")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from offload.aio import IoQueue
-from offload.engine.setup import initialize
+from offload.engine.setup import build
 from tests.support import models
 from tests.support.oracle import run, small_pieces, start, train_step
 
@@ -54,7 +54,7 @@ class HoldingQueue:
 def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
     queue = HoldingQueue()
-    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: queue)
+    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: queue)
     engine = start(JOB, ("nvme", "nvme"), tmp_path, host_memory="16MiB")  # room for every state
     worker = engine._core.components.update_worker
     assert worker is not None

@@ -15,6 +15,7 @@ import offload
 from offload.cli import console as cli_console
 from offload.cli.commands import inspection as cli_inspect
 from offload.cli.commands import machine as cli_machine
+from offload.cli.commands import offline as cli_offline
 from offload.cli.commands import plan as cli_plan
 from offload.cli.commands import report as cli_report
 from offload.cli.commands import store as cli_store
@@ -71,6 +72,7 @@ app.command()(cli_inspect.inspect)
 app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)
+cli_offline.register(app)
 
 
 def main() -> None:

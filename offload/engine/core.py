@@ -14,7 +14,7 @@ import contextlib
 import logging
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -46,6 +46,8 @@ from offload.timeline import Row
 from offload.torch_internals import inside_backward
 
 logger = logging.getLogger("offload")
+
+_T = TypeVar("_T")
 
 
 class _ZeroGrad:
@@ -221,7 +223,7 @@ class EngineCore(EngineCallbacks):
                     ) from error
                 raise
 
-    def run_micro_batches(self, works: Iterable[Callable[[], torch.Tensor]], most: int) -> list[torch.Tensor]:
+    def run_micro_batches(self, works: Iterable[Callable[[], _T]], most: int, trains: bool = True) -> list[_T]:
         """Runs micro-batches in the order of the schedule, and returns what each returns.
 
         Each draws from random generators of its own, so that the order changes no bits.
@@ -229,13 +231,14 @@ class EngineCore(EngineCallbacks):
         Args:
             works: run the forward and the backward of a micro-batch each.
             most: number of micro-batches, at most.
+            trains: False if no work runs a backward.
         """
         generators = MicroBatchGenerators(self.device, most)
         layer_major = self.components.layer_major
         if layer_major is None or most < 2 or not layer_major.possible:
             return [generators.run(number, work) for number, work in enumerate(works)]
         try:
-            return layer_major.run(list(works), generators)
+            return layer_major.run(list(works), generators, trains)
         except BaseException:
             # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
             if not self.components.pager.failed and self.components.ranks is None:

@@ -13,11 +13,10 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,66 +39,6 @@ class Engine(MicroBatchesApi):
     """
 
     # -- training -----------------------------------------------------------------------------------
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model on inputs that are moved to the engine's device and cast as `auto_cast` of the config says.
-
-        Args:
-            *args: positional inputs of the model. Tensors are found in lists, tuples, mappings and dataclasses too.
-            **kwargs: keyword inputs of the model, treated alike.
-
-        Returns:
-            The output of the model.
-
-        Raises:
-            UsageError: if `auto_cast` is false and the model cannot compute with the dtype of an input.
-            EngineFailed: if an error has stopped the engine.
-        """
-        self._core.enter()
-        # The batch may be what the device has no room for, so it moves where an out-of-memory error is explained.
-        with self.autocast(), self._core.device_budget.advised():
-            args, kwargs = self._core.inputs((args, kwargs))
-            try:
-                return self._core.run_model(args, kwargs)
-            except RuntimeError as error:
-                # torch reports a dtype mismatch deep inside the model; the replacement names the input and the config
-                # key.
-                if (clearer := self._core.inputs.explain(error, (args, kwargs))) is None:
-                    raise
-                raise clearer from error
-
-    forward = __call__
-
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Returns the context of a forward that `torch_autocast` of the config asks for.
-
-        `engine(...)` enters it by itself. torch's autocast cache is off: its copies of weights would outlive the device
-        buffers of their units.
-        """
-        if not self._settings.config.torch_autocast.enabled:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
-
-    # A type checker that saw `__getattr__` would accept any attribute name.
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Returns the model's attribute of a name that the engine does not define: `generate`, `named_modules`.
-
-            Args:
-                name: the attribute. Names that begin with an underscore are not looked up on the model.
-
-            Raises:
-                AttributeError: if the model does not define it either.
-            """
-            # `self.module` would call this method again while the constructor has not set it yet.
-            module = self.__dict__.get("module")
-            if module is None or name.startswith("_") or not hasattr(module, name):
-                model = (
-                    "" if module is None else (f", and neither does its model (engine.module), {type(module).__name__}")
-                )
-                raise AttributeError(f"an engine has no attribute {name!r}{model}", name=name, obj=self)
-            return getattr(module, name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Raises `UsageError`: an engine is not compiled as a whole.

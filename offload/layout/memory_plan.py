@@ -19,6 +19,7 @@ from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, partitions
 from offload.states import State
+from offload.swapper.in_place.image import UnitImage
 from offload.swapper.modes import Mode
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
@@ -37,6 +38,8 @@ class MemoryRequest:
     machine: Machine
     rank: int = 0
     world_size: int = 1
+    images: tuple[UnitImage | None, ...] = ()
+    """Each unit as it lies in the model's own files; see `Partitions.images`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +95,8 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     config, accumulation = request.config, request.accumulation
     mode = mode_of(config, request.optimizer)
     dtype = gradient_dtype(config, mode, accumulation)
-    parts = partitions(request.layouts, mode, dtype, request.rank, request.world_size)
+    images = [None if image is None else image.nbytes for image in request.images]
+    parts = partitions(request.layouts, mode, dtype, request.rank, request.world_size, images)
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
 
@@ -108,6 +112,8 @@ def wanted_slots(placed: PlacedStates, *, on_disk: bool, resume: bool = False) -
     Raises:
         ConfigError: the config asks for a store but names no drive for it.
     """
+    if placed.request.images:
+        return WantedSlots(count=0, must=True)
     config, trains = placed.request.config, any(placed.parts.trainable_numel)
     # Without durability, or if nothing trains, a store exists only for partitions whose tier is DISK.
     if config.offload.durability == "none" or not trains:
@@ -154,7 +160,11 @@ def plan_memory(placed: PlacedStates, wanted: WantedSlots, no_room: str | None =
 
 
 def unit_sizes(
-    layouts: Sequence[UnitLayout], placement: Placement, shares: Sequence[tuple[range, range]], mode: Mode
+    layouts: Sequence[UnitLayout],
+    placement: Placement,
+    shares: Sequence[tuple[range, range]],
+    mode: Mode,
+    images: Sequence[UnitImage | None] = (),
 ) -> list[UnitSize]:
     """Returns the facts that the pager needs about each unit.
 
@@ -163,13 +173,16 @@ def unit_sizes(
         placement: the tiers of this rank's partitions.
         shares: this rank's trainable and frozen elements of each unit.
         mode: gives the dtype of the weights.
+        images: each unit as it lies in the model's own files; empty if no unit is read there.
     """
     itemsize = mode.weight_dtype.itemsize
     sizes: list[UnitSize] = []
-    for layout, tiers, parts in zip(layouts, placement.tiers, shares, strict=True):
+    found = images or [None] * len(layouts)
+    for layout, tiers, parts, image in zip(layouts, placement.tiers, shares, found, strict=True):
         share = tuple(range(part.start * itemsize, part.stop * itemsize) for part in parts if part)
         expanded = (layout.device_numel - layout.numel) * itemsize
-        sizes.append(UnitSize(layout.name, layout.device_numel * itemsize, tiers[State.WEIGHT], share, expanded))
+        nbytes = layout.device_numel * itemsize
+        sizes.append(UnitSize(layout.name, nbytes, tiers[State.WEIGHT], share, expanded, image))
     return sizes
 
 

@@ -46,6 +46,9 @@ class Partitions:
     """Sizes of what a step needs as a whole, for optimizers that need it."""
     frozen: tuple[int, ...] = ()
     """Bytes at the end of each WEIGHT partition that no update writes; may be empty if they are 0 for all units."""
+    images: tuple[int | None, ...] = ()
+    """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
+    weights have the tier of the config."""
 
     @property
     def largest_unit(self) -> int:
@@ -106,7 +109,12 @@ def inputs_nbytes(request: PlacementRequest, left: int) -> int:
 
 
 def partitions(
-    layouts: Sequence[UnitLayout], mode: Mode, gradient_dtype: torch.dtype, rank: int, world_size: int
+    layouts: Sequence[UnitLayout],
+    mode: Mode,
+    gradient_dtype: torch.dtype,
+    rank: int,
+    world_size: int,
+    images: Sequence[int | None] = (),
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
 
@@ -116,6 +124,7 @@ def partitions(
         gradient_dtype: dtype in which a gradient waits for its update.
         rank: this rank.
         world_size: number of ranks.
+        images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
@@ -137,6 +146,10 @@ def partitions(
             row = {state: nbytes for state, nbytes in row.items() if nbytes}
             row[State.GRAD] = numel * gradient_dtype.itemsize
         rows.append(row)
+    rows = [
+        row if nbytes is None else {State.WEIGHT: nbytes}
+        for row, nbytes in zip(rows, images or [None] * len(rows), strict=True)
+    ]
     itemsize = mode.weight_dtype.itemsize
     return Partitions(
         nbytes=tuple(rows),
@@ -147,6 +160,7 @@ def partitions(
         alone=world_size == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
+        images=tuple(images),
     )
 
 
@@ -161,13 +175,18 @@ def configured(parts: Partitions, request: PlacementRequest, weight_itemsize: in
     on_device = (1.0 - request.states_off_device) * sum(parts.trainable_numel)
     rows: list[Mapping[State, Tier]] = []
     passed = 0
-    for row, numel, unit_nbytes in zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True):
+    for unit, (row, numel, unit_nbytes) in enumerate(
+        zip(parts.nbytes, parts.trainable_numel, parts.unit_nbytes, strict=True)
+    ):
         small = unit_nbytes <= request.small_unit * weight_itemsize
         # A unit goes to the side of the ratio on which its middle element is.
         states = Tier.DEVICE if passed + numel / 2 <= on_device else request.states
         passed += numel
         tiers = dict.fromkeys(row, states)
-        tiers[State.WEIGHT] = Tier.DEVICE if small else request.weights
+        weights = request.weights
+        if parts.images:  # where the model's files are not read in place, their values are kept in host memory
+            weights = Tier.HOST if parts.images[unit] is None else Tier.DISK
+        tiers[State.WEIGHT] = Tier.DEVICE if small else weights
         # Later decisions may move gradients from HOST to the device or to disk.
         if State.GRAD in row:
             tiers[State.GRAD] = Tier.HOST

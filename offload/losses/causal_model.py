@@ -16,6 +16,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ _HIDDEN = re.compile(r"\w+(\[:, slice_indices(, :)?\])?")
 
 
 def chunk_loss_of(
-    model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, evaluation: bool = False
+    model: nn.Module, *, chunk_tokens: int = CHUNK_TOKENS, evaluation: bool = False, by_row: bool = False
 ) -> Callable[[], None]:
     """Makes a causal language model of transformers compute its training loss by `causal_lm`.
 
@@ -40,6 +41,8 @@ def chunk_loss_of(
         model: a causal language model of transformers, or a model of peft around one.
         chunk_tokens: tokens whose logits are in memory at a time.
         evaluation: True if calls with labels are to return no logits in evaluation and under `torch.no_grad()` either.
+        by_row: True for the sum of each row's losses, (rows,) fp32, in place of their mean: the negative of the row's
+            log-likelihood.
 
     Returns:
         A function that makes the model compute all logits again.
@@ -49,7 +52,7 @@ def chunk_loss_of(
             its logits before the loss.
     """
     inner = _inside_adapters(model)
-    return _LossOfModel(model, inner, _plain_head(inner), chunk_tokens, evaluation).compute_all_logits
+    return _LossOfModel(model, inner, _plain_head(inner), chunk_tokens, evaluation, by_row).compute_all_logits
 
 
 def undo_of(model: nn.Module) -> Callable[[], None] | None:
@@ -95,8 +98,11 @@ class _LossOfModel:
     each, and one of them is between the model's beginning and its head while another computes its loss.
     """
 
-    def __init__(self, outer: nn.Module, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool) -> None:
+    def __init__(
+        self, outer: nn.Module, model: Any, head: nn.Linear, chunk_tokens: int, evaluation: bool, by_row: bool
+    ) -> None:
         self._model, self._head, self._chunk_tokens, self._evaluation = model, head, chunk_tokens, evaluation
+        self._by_row = by_row
         # Up to peft 0.18 a model with adapters calls the `forward` of the model inside, so that no hook of that runs.
         self._signatures = {each: inspect.signature(type(each).forward) for each in (outer, model)}
         self._usual: Callable[..., Any] = model.loss_function
@@ -194,15 +200,18 @@ class _LossOfModel:
         hidden, call.hidden, call.logits = call.hidden, None, None
         wanted = labels if shift_labels is None else shift_labels
         assert wanted is not None, "a call without labels computes all logits"
-        return causal_lm(
-            hidden,
-            self._head,
-            wanted.reshape(hidden.shape[:-1]),
+        chunked = partial(
+            causal_lm,
+            head=self._head,
             shift=shift_labels is None,
             ignore_index=ignore_index,
-            num_items_in_batch=num_items_in_batch,
             chunk_tokens=self._chunk_tokens,
         )
+        wanted = wanted.reshape(hidden.shape[:-1])
+        if self._by_row:
+            rows = zip(hidden, wanted, strict=True)
+            return torch.stack([chunked(row, labels=theirs, num_items_in_batch=1) for row, theirs in rows])
+        return chunked(hidden, labels=wanted, num_items_in_batch=num_items_in_batch)
 
 
 def _plain_head(model: nn.Module) -> nn.Linear:

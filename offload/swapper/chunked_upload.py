@@ -1,4 +1,4 @@
-"""Chunked transfer of a partition that is larger than any host buffer, from DISK to the device."""
+"""Chunked transfer of a partition, or an image, that is larger than any host buffer, from DISK to the device."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from collections.abc import Callable, Sequence
 import torch
 
 from offload.aio.protocols import Future, wait_for_all
+from offload.swapper.in_place.image import Piece
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 
 
 def stream(
     read: Callable[[int, memoryview], Future],
+    total: int,
     host_buffers: Sequence[HostBuffer],
     whole: torch.Tensor,
-    shard_ranges: Sequence[range],
+    pieces: Sequence[Piece],
     device: Device,
     after: Sequence[Event],
 ) -> Event:
-    """Copies a partition into the byte ranges `shard_ranges` of `whole`, chunk by chunk, and waits for the last copy.
+    """Copies the `pieces` of a partition to their places in `whole`, chunk by chunk, and waits for the last copy.
 
     With two host buffers or more, one is filled while another is copied. No read is in flight when this returns or
     raises; after an error a copy may be.
 
     Args:
         read: starts to read the partition from a byte offset into a buffer.
+        total: bytes of the partition.
         host_buffers: host buffers of equal size, owned by the caller and free again on return.
         whole: the unit's device memory, (nbytes,) uint8.
-        shard_ranges: byte ranges of `whole`, in the order of the partition's bytes.
+        pieces: what is copied, in the order of the partition's bytes.
         device: starts the copies.
         after: events that must be done before `whole` is written.
 
@@ -39,7 +42,6 @@ def stream(
     Raises:
         OSError: the first error of a read.
     """
-    total = sum(len(segment) for segment in shard_ranges)
     reading: deque[tuple[HostBuffer, int, Future]] = deque()
     copied: dict[int, Event] = {}
     last: Event | None = None
@@ -58,7 +60,7 @@ def stream(
             host_buffer, first, future = reading[0]
             moved = future.wait()
             reading.popleft()
-            for segment, offset in overlaps(shard_ranges, first, first + moved):
+            for segment, offset in overlaps(pieces, first, first + moved):
                 source = host_buffer.tensor(torch.uint8)[offset : offset + len(segment)]
                 last = device.upload(whole[segment.start : segment.stop], source, after)
                 copied[host_buffer.offset] = last
@@ -69,13 +71,11 @@ def stream(
     return last
 
 
-def overlaps(shard_ranges: Sequence[range], first: int, last: int) -> list[tuple[range, int]]:
+def overlaps(pieces: Sequence[Piece], first: int, last: int) -> list[tuple[range, int]]:
     """Returns the byte ranges of the unit that hold bytes [first, last) of a partition, with offsets from `first`."""
     found: list[tuple[range, int]] = []
-    begin = 0
-    for segment in shard_ranges:
-        start, stop = max(begin, first), min(begin + len(segment), last)
+    for begin, target in pieces:
+        start, stop = max(begin, first), min(begin + len(target), last)
         if start < stop:
-            found.append((range(segment.start + start - begin, segment.start + stop - begin), start - first))
-        begin += len(segment)
+            found.append((range(target.start + start - begin, target.start + stop - begin), start - first))
     return found

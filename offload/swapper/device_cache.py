@@ -263,15 +263,14 @@ class DeviceCache:
 
     def _copy_shard(self, entry: UnitEntry, device_buffer: DeviceBuffer) -> None:
         """Starts the copies of this rank's shard into `device_buffer`, and keeps the last event. Needs no lock."""
-        whole, shard, start = self._arena.view(device_buffer), self._shard(entry), 0
-        if entry.size.shard_nbytes == entry.size.nbytes:
+        whole, shard = self._arena.view(device_buffer), self._shard(entry)
+        if entry.size.is_whole:
             entry.uploaded = entry.copied = self._device.upload(whole, shard, device_buffer.after)
             return
-        for segment in entry.size.shard_ranges:
-            source = shard[start : start + len(segment)]
+        for start, target in entry.size.pieces:
+            source = shard[start : start + len(target)]
             # All copies run on the upload stream in order, so the event of the last one covers the others.
-            entry.copied = self._device.upload(whole[segment.start : segment.stop], source, device_buffer.after)
-            start += len(segment)
+            entry.copied = self._device.upload(whole[target.start : target.stop], source, device_buffer.after)
         entry.uploaded = entry.copied
 
     def _shard(self, entry: UnitEntry) -> torch.Tensor:
@@ -329,11 +328,13 @@ class DeviceCache:
             read: starts to read the partition from a byte offset into a buffer.
         """
         self._table.move(entry, Residency.UPLOADING)
-        whole, shard_ranges = self._arena.view(device_buffer), entry.size.shard_ranges
+        whole, size = self._arena.view(device_buffer), entry.size
         try:
             with self._table.timeline.span(Row.UPLOADS, f"{entry.size.title} in chunks", entry.size.shard_nbytes):
                 entry.uploaded = self._table.changed.without_lock(
-                    lambda: stream(read, host_buffers, whole, shard_ranges, self._device, device_buffer.after)
+                    lambda: stream(
+                        read, size.shard_nbytes, host_buffers, whole, size.pieces, self._device, device_buffer.after
+                    )
                 )
             self.gather(entry, device_buffer, entry.uploaded)
             self._expand(entry, device_buffer)

@@ -9,6 +9,7 @@ from offload.aio import Priority
 from offload.aio.protocols import Future, wait_for_all
 from offload.sizes import PAGE, align_up
 from offload.states import State, Tier
+from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
 from offload.swapper.policy import Block, Limits, next_to_fetch, victims
 from offload.swapper.residency import Residency
@@ -23,13 +24,13 @@ class HostCache:
     The caller of every method holds the table's lock. Methods that wait release the lock meanwhile.
     """
 
-    def __init__(self, table: UnitTable, host: HostArena, store: Store | None) -> None:
+    def __init__(self, table: UnitTable, host: HostArena, store: Store | ModelFiles | None) -> None:
         """Allocates the permanent host buffers.
 
         Args:
             table: the table that all components of the pager share.
             host: the memory of all host buffers.
-            store: the swap files; None if no unit's tier is DISK.
+            store: the swap files, or the model's own files; None if no unit's tier is DISK.
         """
         self._table = table
         self._host = host
@@ -141,10 +142,7 @@ class HostCache:
 
     def start_read(self, entry: UnitEntry, host_buffer: HostBuffer, priority: Priority) -> None:
         """Starts the read of the newest weights of `entry` into `host_buffer`, which the transfer owns from now on."""
-        assert self._store is not None
-        slot = self._store.newest[entry.index]
-        future = self._store.read(entry.index, State.WEIGHT, slot, 0, host_buffer.buffer, priority)
-        entry.transfer = Transfer(host_buffer, future)
+        entry.transfer = Transfer(host_buffer, self.reader(entry, priority)(0, host_buffer.buffer))
         self._table.move(entry, Residency.READING)
 
     def finish_read(self, entry: UnitEntry) -> None:
@@ -206,19 +204,17 @@ class HostCache:
             return self._host.weights.space.nbytes // 2 // PAGE * PAGE
         return entry.size.shard_nbytes
 
-    def reader(self, entry: UnitEntry) -> Callable[[int, memoryview], Future]:
+    def reader(self, entry: UnitEntry, priority: Priority) -> Callable[[int, memoryview], Future]:
         """Returns a function that starts to read the newest partition from a byte offset into a buffer.
 
         The returned function needs no lock: the slot is looked up now.
         """
-        store = self._store
+        store, unit = self._store, entry.index
         assert store is not None
-        slot = store.newest[entry.index]
-
-        def read(start: int, buffer: memoryview) -> Future:
-            return store.read(entry.index, State.WEIGHT, slot, start, buffer, Priority.URGENT)
-
-        return read
+        if isinstance(store, ModelFiles):
+            return lambda start, buffer: store.read(unit, start, buffer, priority)
+        slot = store.newest[unit]
+        return lambda start, buffer: store.read(unit, State.WEIGHT, slot, start, buffer, priority)
 
     # -- shutdown -----------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from offload.interrupts import uninterrupted
 from offload.swapper.access_order import PassKind
 from offload.swapper.device_cache import DeviceCache, Expand, Having, Peers
 from offload.swapper.host_cache import HostCache
+from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
@@ -63,19 +64,18 @@ class Pager:
         host: HostArena,
         arena: DeviceArena,
         device: Device,
-        store: Store | None,
+        store: Store | ModelFiles | None,
         limits: Limits,
         peers: Peers | None = None,
         *,
         expand: Expand | None = None,
         timeline: Timeline = OFF,
     ) -> None:
-        recorded = timeline.recorded
         self.table = UnitTable(
             sizes,
-            lambda: store is not None and store.spec.slots == 2 and store.durable is not None,
+            lambda: isinstance(store, Store) and store.spec.slots == 2 and store.durable is not None,
             timeline=timeline,
-            memory=None if recorded is OFF else MemoryCounters(host, arena, recorded),
+            memory=None if timeline.recorded is OFF else MemoryCounters(host, arena, timeline.recorded),
         )
         self.changed = self.table.changed
         self.lock = self.changed.lock

@@ -261,7 +261,9 @@ class Fetcher:
                 for each in host_buffers:
                     each.release()
         if device_buffer is not None:
-            self._device_cache.stream(entry, device_buffer, host_buffers, self._host_cache.reader(entry))
+            self._device_cache.stream(
+                entry, device_buffer, host_buffers, self._host_cache.reader(entry, Priority.URGENT)
+            )
 
     def _place(self, entry: UnitEntry) -> DeviceBuffer | None:
         """Returns a device buffer for `entry`, or None after a wait for an upload ahead that was in the way.

@@ -5,7 +5,7 @@ The other states stay in their tier; an update streams them through tiles and wr
 
     state       invariant
     ---------   ---------------------------------------------------------------------------------
-    DISK        The newest copy is in the store's newest slot and nowhere else.
+    DISK        The newest copy is in the store's newest slot, or in the model's own files, and nowhere else.
     READING     A host buffer is being filled from that slot; the entry's transfer owns buffer and read.
     HOST        A host buffer holds the newest copy, and no write of that copy is in flight: the store contains
                 it as well, or the unit's tier is HOST. If the tier is DISK, the buffer may be evicted.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from offload.aio.protocols import Future
 from offload.errors import EngineFailed
 from offload.states import Tier
 from offload.swapper.access_order import AccessOrder
+from offload.swapper.in_place.image import Piece, UnitImage
 from offload.swapper.memory.device import DONE, Event
 from offload.swapper.memory.device_arena import DeviceArena, DeviceBuffer
 from offload.swapper.memory.host_arena import HostArena, HostBuffer
@@ -152,6 +154,8 @@ class UnitSize:
     """Byte ranges of the unit that form this rank's WEIGHT partition, in the order of the partition's bytes."""
     expanded_nbytes: int = 0
     """Bytes at the end of the unit that are in no partition: the device makes them from the others."""
+    image: UnitImage | None = None
+    """The unit as it lies in the model's own files, which is what a host buffer of it holds; None for a partition."""
 
     @property
     def title(self) -> str:
@@ -163,11 +167,24 @@ class UnitSize:
         """Returns the bytes of the partitions of all ranks."""
         return self.nbytes - self.expanded_nbytes
 
-    # The two below are asked at each use of a unit.
+    # Those below are asked at each use of a unit.
     @functools.cached_property
     def shard_nbytes(self) -> int:
-        """The bytes of this rank's WEIGHT partition."""
-        return sum(len(stretch) for stretch in self.shard_ranges)
+        """The bytes of this rank's WEIGHT partition, or of the image."""
+        return self.image.nbytes if self.image else sum(len(stretch) for stretch in self.shard_ranges)
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The bytes of the partition or image that are copied to the device, each with their place there."""
+        if self.image is not None:
+            return self.image.pieces
+        ends = itertools.accumulate(len(stretch) for stretch in self.shard_ranges)
+        return tuple(Piece(end - len(stretch), stretch) for end, stretch in zip(ends, self.shard_ranges, strict=True))
+
+    @functools.cached_property
+    def is_whole(self) -> bool:
+        """True if the partition has the bytes of the unit in their order, so that one copy moves it."""
+        return self.image is None and self.shard_nbytes == self.nbytes
 
     @functools.cached_property
     def stays(self) -> bool:

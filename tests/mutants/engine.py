@@ -217,14 +217,14 @@ MUTANTS = (
     ),
     Mutant(
         "resume the newest commit of each rank by itself",
-        "offload.engine.setup.initialize",
+        "offload.engine.setup.build",
         "return last_of_all(everyone)",
         "return newest",
         "tests/test_ranks_killed.py",
     ),
     Mutant(
         "read and write at once whatever the probe has measured",
-        "offload.engine.setup.initialize",
+        "offload.engine.setup.build",
         "window_bytes=kept_window(config.drives),",
         "window_bytes=0,",
         "tests/test_io_order.py",
@@ -340,5 +340,19 @@ MUTANTS = (
         "            self._generators = generators\n",
         "            self._generators = None\n",
         "tests/test_resume.py",
+    ),
+    Mutant(
+        "read in place what the files have in another dtype",
+        "offload.engine.inference.tensor_places",
+        "        if other is not None:",
+        "        if False:",
+        "tests/test_inference.py",
+    ),
+    Mutant(
+        "take the rows of a conversion in the order of the files",
+        "offload.engine.model_io.name_mapping",
+        "                found[name] = once.reshape(-1)",
+        "                found[name] = once.reshape(-1).sort().values",
+        "tests/test_inference.py",
     ),
 )

@@ -331,4 +331,18 @@ MUTANTS = (
         "pass",
         "tests/test_device_stream_order.py",
     ),
+    Mutant(
+        "read weights from a model's file that has changed",
+        "offload.swapper.in_place.model_files",
+        "            if found != self._stamps[path]:",
+        "            if False:",
+        "tests/test_inference.py",
+    ),
+    Mutant(
+        "copy a tensor from the begin of its page",
+        "offload.swapper.in_place.image",
+        "begins[extent] + start - extent.start",
+        "begins[extent]",
+        "tests/test_inference.py",
+    ),
 )

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import pytest
 
 from offload.aio import File, IoFuture, IoQueue
-from offload.engine.setup import initialize
+from offload.engine.setup import build
 from offload.errors import IoError
 from offload.interrupts import interruptible
 from offload.swapper.store import Store
@@ -87,7 +87,7 @@ class LateQueue:
 
 def use_queue(monkeypatch: pytest.MonkeyPatch, make: Callable[[], LateQueue]) -> None:
     """Engines made from now on use the queue that `make` gives."""
-    monkeypatch.setattr(initialize, "IoQueue", lambda *_, **__: make())
+    monkeypatch.setattr(build, "IoQueue", lambda *_, **__: make())
 
 
 def flip_bit(path: Path, offset: int, mask: int = 16) -> None:

@@ -1,6 +1,6 @@
 """The part of the engine's API that mirrors DeepSpeed: counters, learning rates, batch sizes, the config.
 
-Nothing in this module runs the model, waits for an update or communicates with other ranks.
+Nothing of it runs the model, waits for an update or communicates with other ranks.
 """
 
 from __future__ import annotations
@@ -8,27 +8,19 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import Dataset
 
+from offload.engine.api.running_api import RunningApi
 from offload.engine.core import EngineCore
-from offload.engine.memory_report import MemoryReport, memory_report
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.step_settings import StepSettings
 from offload.errors import UsageError
-from offload.swapper.prefetch import PrefetchStats
 from offload.swapper.store import DriveWrites
 
 
-class IoBytes(NamedTuple):
-    """Bytes that the engine's own reads and writes have moved."""
-
-    read: int
-    written: int
-
-
-class DeepSpeedApi:
+class DeepSpeedApi(RunningApi):
     """Getters and setters of DeepSpeed's engine that read the core and run nothing."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -37,11 +29,7 @@ class DeepSpeedApi:
         Args:
             core: components and training state.
         """
-        self._core = core
-        self.module = core.module
-        """The model that `initialize` received."""
-        self.device = core.device
-        """The device on which the model computes."""
+        super().__init__(core)
         self.optimizer = core.optimizer
         """The optimizer that `initialize` returns beside the engine."""
 
@@ -269,36 +257,6 @@ class DeepSpeedApi:
         # LOCAL_RANK may be set in the environment of a process that trains alone.
         return 0 if self._core.components.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
 
-    @property
-    def parameter_count(self) -> int:
-        """Elements of all parameters; a tied parameter counts once."""
-        return sum(segment.value_numel for layout in self._core.components.layouts for segment in layout.segments)
-
-    @property
-    def host_memory(self) -> int:
-        """Bytes of the host arena: this engine's host budget."""
-        return self._core.components.arena.nbytes
-
-    @property
-    def device_memory(self) -> int:
-        """Bytes of the device arena: the device budget."""
-        return self._core.components.pager.arena.nbytes
-
-    def io_bytes(self) -> IoBytes:
-        """Returns the bytes that the engine has read and written so far in this process."""
-        queue = self._core.components.queue
-        return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
-
-    def memory_report(self) -> MemoryReport:
-        """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.
-
-        `["host"]`: rss = base + arena + device_arena + other_engines + other. `base` was resident before the engine;
-        `other` came later, such as activations and libraries. `["device"]`: allocated = arena + other. Each of
-        `["classes"]` lists its budget in the host arena, the bytes in use now, and the peak. `["activations"]` lists
-        inputs of blocks that are computed again, by tier, if "activations" of the config moves any.
-        """
-        return memory_report(self._core.components, self._core.base_bytes)
-
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""
         return self._core.components.written.drives()
@@ -311,7 +269,3 @@ class DeepSpeedApi:
         """
         meter = self._core.components.meter
         return {} if meter is None or meter.last is None else meter.last.values
-
-    def use_counts(self) -> PrefetchStats:
-        """Returns how often units were used so far, were found on the device, and were used in an unpredicted order."""
-        return self._core.components.pager.counts()

@@ -120,7 +120,7 @@ def load_pretrained(
         model_or_class: A class of transformers (`AutoModelForCausalLM`, `LlamaForCausalLM`) or a module. A model of the
             class is built from the folder's config, on the meta device and, as by `from_pretrained`, in evaluation
             mode. A module drops those of its weights that the folder contains.
-        folder: Local folder of the weights.
+        folder: Local folder of the weights, or one safetensors file; a class needs a config beside the file.
         config: Config that `initialize` will receive; its dtype becomes that of the buffers of a model built here.
         model_config: Config of transformers, in place of the folder's.
         ignore_mismatched_sizes: True to initialize parameters whose shape differs in the folder.
@@ -144,7 +144,7 @@ def load_pretrained(
             )
         model = model_or_class
     else:
-        model = _build(model_or_class, path, config, model_config, kwargs)
+        model = _build(model_or_class, path if path.is_dir() else path.parent, config, model_config, kwargs)
     taken = build_layers(model, path, stored, built=model is not model_or_class)
     if any(isinstance(parameter, PagedParameter) for parameter in model.parameters()):
         raise UsageError("this model is under an engine already; call load_pretrained before initialize")

@@ -9,6 +9,8 @@ meta tensors, so that a misfit is known before anything is read.
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from offload.engine.model_io.safetensors_folder import Stored
+from offload.engine.model_io.safetensors_folder import Run, Stored
 from offload.engine.params.deferred_parameter import Origin
 from offload.errors import ConfigError
 
@@ -75,6 +77,36 @@ class Conversion:
             self._made = {each: made[each] for each in made if each in self.wanted}
         return self._made[name] if keep else self._made.pop(name)
 
+    @functools.cached_property
+    def rows(self) -> dict[str, torch.Tensor]:
+        """For each result that is made of unchanged rows of the tensors, the numbers of those rows, (rows,) int64.
+
+        Rows are counted through all tensors. Found by a conversion of the numbers in place of the rows.
+        """
+        found: dict[str, torch.Tensor] = {}
+        try:
+            # Twice, with other numbers: arithmetic on values, unlike a choice of them, would show.
+            made, again = (self._convert(self._numbered(factor)) for factor in (1, 3))
+        except Exception:  # code of transformers that does not run on numbers does more than to choose rows
+            return found
+        for name, shape in self.shapes().items():
+            once, twice = made[name], again[name]
+            moved = once.dtype == torch.int64 and once.shape == (*shape[:-1], 1) and torch.equal(3 * once, twice)
+            if moved and all(part.shape[-1:] == shape[-1:] for part, _ in self.parts):
+                found[name] = once.reshape(-1)
+        return found
+
+    def _numbered(self, factor: int) -> Callable[[Stored], torch.Tensor]:
+        """Returns a function of a tensor that returns the numbers of its rows, times `factor`, in place of each row."""
+        counts = [math.prod(part.shape[:-1]) for part, _ in self.parts]
+        firsts = dict(zip((part.name for part, _ in self.parts), itertools.accumulate([0, *counts]), strict=False))
+
+        def numbers(stored: Stored) -> torch.Tensor:
+            shape = (*stored.shape[:-1], 1)
+            return (torch.arange(math.prod(shape)).view(shape) + firsts[stored.name] + 1) * factor
+
+        return numbers
+
     def _convert(self, read: Callable[[Stored], torch.Tensor]) -> dict[str, torch.Tensor]:
         """Runs the conversion on the tensors that `read` returns, and returns the results by name."""
         # `add_tensor` stores its tensors in the converter, which other conversions use too; hence a copy.
@@ -97,6 +129,23 @@ class Converted(NamedTuple):
         more = part is not None and part.stop < math.prod(self.shape)
         values = self.conversion.take(self.name, keep=more).contiguous().view(-1)
         yield 0, values if part is None else values[part.start : part.stop]
+
+    def runs(self, part: range) -> list[Run]:
+        """Returns the elements of the files that are `part` of the values, in order; none if values are changed."""
+        numbers, width = self.conversion.rows.get(self.name), self.shape[-1]
+        if numbers is None or not part or part.start % width or part.stop % width:
+            return []
+        found: list[Run] = []
+        rows = numbers[part.start // width : part.stop // width]
+        # A run ends where the next row is not the next one of the files, or begins another tensor.
+        firsts = [0, *itertools.accumulate(math.prod(stored.shape[:-1]) for stored, _ in self.conversion.parts)]
+        tensor = torch.bucketize(rows - 1, torch.tensor(firsts), right=True) - 1
+        breaks = ((rows.diff() != 1) | (tensor.diff() != 0)).nonzero().flatten() + 1
+        for start, stop in itertools.pairwise([0, *breaks.tolist(), len(rows)]):
+            which = int(tensor[start])
+            first = int(rows[start]) - 1 - firsts[which]
+            found.append(Run(self.conversion.parts[which][0], first * width, (stop - start) * width))
+        return found
 
 
 class Named(NamedTuple):

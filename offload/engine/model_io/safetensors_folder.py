@@ -13,25 +13,13 @@ import torch
 
 from offload.errors import IoError, StoreError
 from offload.fileio.safetensors_stream import TensorLocation, read_header
+from offload.fileio.stamp import Stamp
 from offload.sizes import MIB
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
 """Bytes of a chunk. Each chunk is copied to fp32; with larger copies the allocator was seen to keep a gigabyte."""
-
-
-class Stamp(NamedTuple):
-    """Properties of a file that show a change of its content."""
-
-    inode: int
-    nbytes: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Stamp:
-        """Returns the stamp of the file with this status."""
-        return cls(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 class Stored(NamedTuple):
@@ -74,6 +62,10 @@ class Stored(NamedTuple):
                 self._fill(file.fileno(), self.place.offset + begin + start, chunk)
                 yield start // itemsize, torch.frombuffer(chunk, dtype=self.dtype)
 
+    def runs(self, part: range) -> list[Run]:
+        """Returns the elements of the files that are `part` of the values, in order: of one tensor, one run."""
+        return [Run(self, part.start, len(part))]
+
     def whole(self) -> torch.Tensor:
         """Returns the tensor, in memory of its own."""
         whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -110,15 +102,25 @@ class Stored(NamedTuple):
             raise IoError(str(self.path), offset, len(part), error.errno or errno.EIO, "read") from error
 
 
-def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Returns all tensors of a folder's safetensors files by name. Reads only headers.
+class Run(NamedTuple):
+    """Consecutive elements of a tensor in a file."""
 
-    The tensors are in `model.safetensors`, or else in the files that the index names.
+    stored: Stored
+    start: int
+    numel: int
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Returns all tensors of a folder's safetensors files, or of one such file, by name. Reads only headers.
+
+    The tensors of a folder are in `model.safetensors`, or else in the files that the index names.
 
     Raises:
         StoreError: If the folder contains neither, or a file is missing, incomplete or contradicts the index.
         IoError: If a file cannot be read.
     """
+    if folder.is_file() and folder.suffix == ".safetensors":
+        return _of_file(folder)
     if not folder.is_dir():
         raise StoreError(f"there is no folder {folder}; give a folder that save_pretrained has written")
     if (folder / SINGLE).is_file():

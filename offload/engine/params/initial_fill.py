@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -112,7 +112,12 @@ class InitialFill:
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(
-        self, model: nn.Module, layouts: Sequence[UnitLayout], seed: int, sources: Mapping[str, ParameterBytes]
+        self,
+        model: nn.Module,
+        layouts: Sequence[UnitLayout],
+        seed: int,
+        sources: Mapping[str, ParameterBytes],
+        in_place: Collection[int] = (),
     ) -> None:
         """Moves the weights of `model` into their tiers. Each parameter is left empty as soon as it has been copied.
 
@@ -121,12 +126,18 @@ class InitialFill:
             layouts: the segments of each unit.
             seed: seed of the initialization. Each unit derives its own from it.
             sources: the bytes of each parameter that is stored as bytes.
+            in_place: units whose values stay in the model's own files.
 
         Raises:
             ConfigError: if a deferred parameter has no initial value.
         """
         last = {segment.parameter: index for index, layout in enumerate(layouts) for segment in layout.segments}
         for index, layout in enumerate(layouts):
+            if index in in_place:
+                for segment in layout.segments:
+                    if index == last[segment.parameter]:
+                        forget(model.get_parameter(segment.parameter))
+                continue
             given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)
             names = [segment.parameter for segment in layout.segments if not segment.inner]
             # Distinct for every pair of seed and unit, as no model has a million units, and within torch's 64 bits.

@@ -116,6 +116,11 @@ class LayerMajor:
         return self._kept is None
 
     @property
+    def watched(self) -> bool:
+        """True once micro-batches take turns from their beginning: an earlier call has shown that they may."""
+        return self._watched
+
+    @property
     def possible(self) -> bool:
         """False where micro-batches do not take turns.
 
@@ -133,18 +138,19 @@ class LayerMajor:
         """True on the thread of a micro-batch."""
         return self._local.micro_batch is not None
 
-    def run(self, works: Sequence[Callable[[], _T]], generators: MicroBatchGenerators) -> list[_T]:
+    def run(self, works: Sequence[Callable[[], _T]], generators: MicroBatchGenerators, trains: bool = True) -> list[_T]:
         """Runs the micro-batches of a step, and returns what each returns.
 
         Args:
             works: run the forward and the backward of a micro-batch each.
             generators: the random generators of each micro-batch.
+            trains: False if no work runs a backward.
 
         Raises:
             UsageError: a signal's handler has entered the engine, which ends the micro-batches.
         """
         settings = ThreadSettings(self._device)
-        with self._passes.turns(len(works)):
+        with self._passes.turns(len(works), trains):
             self._waiting = waiting = [
                 MicroBatch(self._as_mine(work), settings, f"offload-micro-batch-{number}")
                 for number, work in enumerate(works)

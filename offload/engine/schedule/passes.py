@@ -82,8 +82,11 @@ class Passes:
         self._callbacks.enter_forward()
         self.thread = threading.current_thread()
         if not inside_backward():
-            self._pager.begin(PassKind.TRAIN if trains else PassKind.EVAL)
-            self._timeline.begin_phase(Phase.FORWARD if trains else Phase.EVALUATION)
+            self._begin(trains)
+
+    def _begin(self, trains: bool) -> None:
+        self._pager.begin(PassKind.TRAIN if trains else PassKind.EVAL)
+        self._timeline.begin_phase(Phase.FORWARD if trains else Phase.EVALUATION)
 
     def end_forward(self) -> None:
         """Ends the outermost forward."""
@@ -91,10 +94,13 @@ class Passes:
             return
         self.thread = None
         if not inside_backward():
-            self._views.end_kept()
-            self._pager.end_forward()
-            self._timeline.end_phase(Phase.FORWARD)
-            self._timeline.end_phase(Phase.EVALUATION)
+            self._end()
+
+    def _end(self) -> None:
+        self._views.end_kept()
+        self._pager.end_forward()
+        self._timeline.end_phase(Phase.FORWARD)
+        self._timeline.end_phase(Phase.EVALUATION)
 
     # -- backward -----------------------------------------------------------------------------------
 
@@ -130,21 +136,24 @@ class Passes:
     # -- micro-batches that take turns --------------------------------------------------------------
 
     @contextlib.contextmanager
-    def turns(self, micro_batches: int) -> Iterator[None]:
+    def turns(self, micro_batches: int, trains: bool = True) -> Iterator[None]:
         """Makes the forwards and backwards of the context one forward and one backward, of `micro_batches`.
 
-        After an exception the backward is an aborted one, which the engine's next entry clears up.
+        After an exception the backward is an aborted one, which the engine's next entry clears up. If `trains` is
+        False, there are forwards alone.
         """
         self._callbacks.enter_forward()
         self.thread = threading.current_thread()
-        self._pager.begin(PassKind.TRAIN)
-        self._timeline.begin_phase(Phase.FORWARD)
+        self._begin(trains)
         self.takes_turns = True
         try:
             yield
         finally:
             self.takes_turns, self.thread = False, None
-        self._end_turns(micro_batches)
+        if trains:
+            self._end_turns(micro_batches)
+        else:
+            self._end()
 
     @uninterrupted
     def _end_turns(self, micro_batches: int) -> None:

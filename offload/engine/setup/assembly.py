@@ -14,6 +14,7 @@ from torch import nn
 
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.compute_spans import compute_spans
 from offload.engine.metrics.step_meter import StepMeter
@@ -35,7 +36,6 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.torch_function_rules import RULES
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
-from offload.engine.setup.buffers import move_buffers
 from offload.engine.setup.gradients import gradient_accumulator
 from offload.engine.setup.hooks import activations, module_hooks
 from offload.engine.setup.plan import Plan
@@ -89,16 +89,15 @@ def assemble(
     Raises:
         BudgetError: If other engines of the process leave no room.
     """
-    timeline, names = recorders.timeline, shown_names(plan)
+    timeline = recorders.timeline
     # The order matters: memory first, then the pager, the partitions and their values. Hooks come after the model has
     # given up its weights, and the update worker, whose thread uses all of them, comes last.
     with contextlib.ExitStack() as undo:
         # Each component that owns memory or a thread is closed by an error, in reverse order.
         host = undo.enter_context(contextlib.closing(_host_arena(plan, callbacks)))
         arena = DeviceArena(plan.placement.device_nbytes, plan.device, plan.config.offload.debug.poison)
-        compute = compute_spans(timeline, names)
-        rounds = None if plan.ranks is None else Agreement(plan.ranks, names, callbacks, timeline=timeline)
-        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files.store, rounds, timeline)))
+        compute, rounds = compute_spans(timeline, shown_names(plan)), _agreement(plan, callbacks, timeline)
+        pager = undo.enter_context(contextlib.closing(_pager(plan, host, arena, files, rounds, timeline)))
         held = _held(plan, host, arena, pager, files.store)
         sources = _sources(plan)
         _fill(plan, model, held, files, resume, sources)
@@ -128,6 +127,7 @@ def assemble(
         agreement=rounds,
         store=files.store,
         queue=files.queue,
+        model_files=files.model_files,
         arena=host,
         layouts=plan.layouts,
         trainable=plan.trainable,
@@ -146,23 +146,28 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 
+def _agreement(plan: Plan, callbacks: EngineCallbacks, timeline: Timeline) -> Agreement | None:
+    """Returns the agreement of all ranks; None if there is only one."""
+    return None if plan.ranks is None else Agreement(plan.ranks, shown_names(plan), callbacks, timeline=timeline)
+
+
 def shown_names(plan: Plan) -> list[str]:
     """Returns the name of each unit for messages and timelines."""
     return [layout.name or "the root" for layout in plan.layouts]
 
 
 def _pager(
-    plan: Plan, host: HostArena, arena: DeviceArena, store: Store | None, rounds: Agreement | None, timeline: Timeline
+    plan: Plan, host: HostArena, arena: DeviceArena, files: RunFiles, rounds: Agreement | None, timeline: Timeline
 ) -> Pager:
     """Returns the pager."""
     # The pager receives sizes and limits only; it knows neither modules nor parameters.
-    sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode)
+    sizes = unit_sizes(plan.layouts, plan.placement, plan.shares, plan.mode, plan.images)
     return Pager(
         sizes,
         host,
         arena,
         plan.device,
-        store,
+        files.store or files.model_files,
         limits(plan.config, plan.mode),
         rounds,
         expand=expander(plan.layouts, plan.mode.weight_dtype),
@@ -213,10 +218,11 @@ def _fill(
 ) -> None:
     """Writes every weight to its tier, into new files or none, and moves buffers; parameters are left empty."""
     files.make()
-    filler = InitialFill(held, max(layout.numel for layout in plan.layouts), plan.ranks)
+    filled = [layout.numel for unit, layout in enumerate(plan.layouts) if unit not in plan.in_place]
+    filler = InitialFill(held, max(filled, default=0), plan.ranks)
     # A new run begins with the user's values, those from files, or the modules' initialization from the seed.
     if not resume:
-        filler.fill(model, plan.layouts, plan.config.offload.seed, sources)
+        filler.fill(model, plan.layouts, plan.config.offload.seed, sources, plan.in_place)
     else:
         filler.read_back(len(held.layouts))
         # The model's own values are dropped, unread.
@@ -225,7 +231,28 @@ def _fill(
                 page_out(model, segment, sources[segment.name])
             else:
                 forget(model.get_parameter(segment.parameter))
-    move_buffers(model, plan)
+    _move_buffers(model, plan)
+
+
+def _move_buffers(model: nn.Module, plan: Plan) -> None:
+    """Moves buffers to the device, in their dtype, with the values of rank 0; shared buffers stay shared."""
+    moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the original, so that no new one gets its id
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            if id(buffer) not in moved:
+                value = buffer if plan.ranks is None else _of_rank_0(buffer, plan.ranks)
+                dtype = plan.buffer_dtype if buffer.is_floating_point() else None
+                moved[id(buffer)] = (buffer, value.to(plan.device.torch, dtype))
+            module._buffers[name] = moved[id(buffer)][1]
+
+
+def _of_rank_0(buffer: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Returns a copy of the buffer as it is on rank 0. Collective."""
+    values = buffer.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    ranks.broadcast(values, 0)
+    return values
 
 
 def _handles(plan: Plan, model: nn.Module) -> list[list[ParamHandle]]:

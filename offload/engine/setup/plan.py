@@ -6,7 +6,7 @@ be equal.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +41,7 @@ from offload.layout.units import Units
 from offload.notices import Remark
 from offload.sizes import count_of, format_size
 from offload.states import State
+from offload.swapper.in_place.image import UnitImage
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.host_arena import process_memory
 from offload.swapper.memory.limits import free_host_memory
@@ -68,7 +69,7 @@ class Plan:
     """Steps between commits; 0 without commits."""
     resume: bool
     replace: bool
-    """True if an existing run of this name is deleted."""
+    """True if an existing run of this name is deleted. With "never" a closed one is too, with a notice."""
     device_kernels: bool
     """True if the device has kernels of its own for AdamW and for sums of squares."""
     tiled_mlps: tuple[str, ...]
@@ -76,6 +77,13 @@ class Plan:
     schedule: Choice
     """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
+    images: tuple[UnitImage | None, ...] = ()
+    """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
+
+    @property
+    def in_place(self) -> frozenset[int]:
+        """Units that are read from the model's own files."""
+        return frozenset(unit for unit, image in enumerate(self.images) if image is not None)
 
     @property
     def rank(self) -> int:
@@ -108,6 +116,7 @@ def decide(
     optimizer: str,
     kept: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
+    find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -120,6 +129,7 @@ def decide(
         optimizer: Name of the optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
+        find_images: Returns `Plan.images`; None if the weights have the tier of the config.
 
     Raises:
         ConfigError: If model and config do not fit each other.
@@ -132,18 +142,18 @@ def decide(
     check_partitioned_activations(config, world_size)
     check_tier(config.activation_tier, bool(config.drives))
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
-    tiles = tile_notices(tiled_mlps, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer, world_size))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = laid_out_for(layouts_of(model, units, world_size, kept, stored, matrices), mode, world_size)
-    blocks = _frozen_notices(config, layouts, mode)
+    more = (*_frozen_notices(config, layouts, mode), *experts, *tile_notices(tiled_mlps, config.offload.tile_mlp))
     check_batch_norm(model, mode, device.torch, buffers)
     if ranks is not None:
         # Before the disks are inspected: ranks with different configs would look for different runs.
         check_same(ranks, config, batch, mode, layouts, model, device)
     device_kernels, why_not = _device_kernels(device)
-    request = _request(config, layouts, optimizer, batch, _machine(config, device, ranks, device_kernels), ranks)
+    images = () if find_images is None else find_images(layouts, mode)
+    request = _request(config, layouts, optimizer, batch, device, ranks, device_kernels, images)
     memory, found = _with_disks(place_states(request), ranks)
     schedule, schedule_notices = _schedule(config, batch, model, memory)
     return Plan(
@@ -160,12 +170,12 @@ def decide(
         buffer_dtype=buffers,
         commit_every=memory.commit_every,
         resume=found.resume,
-        # With "never", a closed run of this name is replaced too, with a notice.
         replace=config.offload.resume == "restart" or bool(found.replaced),
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, rank), *blocks, *experts, *tiles, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, rank), *more, *schedule_notices),
+        images=images,
     )
 
 
@@ -174,8 +184,10 @@ def _request(
     layouts: tuple[UnitLayout, ...],
     optimizer: str,
     batch: Batch,
-    machine: Machine,
+    device: Device,
     ranks: Ranks | None,
+    device_kernels: bool,
+    images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
     """Returns all on which the placement of this rank's states depends."""
     return MemoryRequest(
@@ -183,9 +195,11 @@ def _request(
         layouts=layouts,
         optimizer=optimizer,
         accumulation=batch.accumulation,
-        machine=machine,
+        # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
+        machine=_machine(config, device, ranks, device_kernels, bool(config.drives) and not images),
         rank=0 if ranks is None else ranks.rank,
         world_size=1 if ranks is None else ranks.size,
+        images=images,
     )
 
 
@@ -262,14 +276,14 @@ def _bytes_notices(layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]
 def _with_disks(placed: PlacedStates, ranks: Ranks | None) -> tuple[MemoryPlan, FoundRun]:
     """Returns the memory plan that fits the room and the runs on all ranks' drives, and the run that was found."""
     config = placed.request.config
-    found = find_run(config, placed.placement.on_disk, ranks)
+    found = find_run(config, placed.placement.on_disk and not placed.request.images, ranks)
     # Room is measured only if it can change the result.
     wanted = wanted_slots(placed, on_disk=found.on_disk, resume=found.resume)
     full = no_room(config, placed, ranks) if wanted.depends_on_room else None
     return plan_memory(placed, wanted, full), found
 
 
-def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool) -> Machine:
+def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels: bool, drives: bool) -> Machine:
     """Returns the resources of this machine that one of its ranks may use.
 
     Args:
@@ -277,13 +291,14 @@ def _machine(config: Config, device: Device, ranks: Ranks | None, device_kernels
         device: The compute device.
         ranks: All ranks; None if there is only one.
         device_kernels: True if the device has kernels of ours.
+        drives: True if there are drives for swap files.
     """
     return Machine(
         # The ranks of one machine divide its free memory evenly.
         free_host=free_host_memory() // (1 if ranks is None else ranks.here),
         free_device=device.free_bytes(),
         host_addressable=device.host_addressable,
-        drives=bool(config.drives),
+        drives=drives,
         other_engines=process_memory().needed_bytes,
         device_kernels=device_kernels,
     )
@@ -318,16 +333,17 @@ def _durability(plan: Plan) -> str:
 
 
 def summary(plan: Plan) -> str:
-    """Returns one line about the tier and the size of each kind of state."""
+    """Returns one line about the tier and the size of each kind of state; without states if nothing trains."""
     placement = plan.placement
     stored = placement.store(plan.parts, plan.slots).nbytes
-    clip = plan.config.gradient_clipping
-    clipped = f"clipped to a norm of {clip:g}" if clip else "not clipped"
-    states = [state for state in plan.mode.states if state is not State.WEIGHT]
+    states, clipped = "", ""
+    if any(plan.parts.trainable_numel):
+        clip = plan.config.gradient_clipping
+        clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
+        tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
+        states = f", states on {tiers or 'nothing'}{', gradients on disk' if placement.spilled else ''}"
     return Remark(
-        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}, "
-        f"states on {placement.tiers_of(*states) or 'nothing'}"
-        f"{', gradients on disk' if placement.spilled else ''}; host "
-        f"{format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
-        f"{format_size(stored)}{_durability(plan)}; gradients {clipped}"
+        f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
+        f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
+        f"{format_size(stored)}{_durability(plan)}{clipped}"
     )

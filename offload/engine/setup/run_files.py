@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.setup.plan import Plan
 from offload.engine.training.snapshot import scheduler_state
+from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.store import Store, Written
 from offload.swapper.store.format.commit_record import was_committed
 
@@ -20,6 +21,8 @@ class RunFiles:
     """Queue of all requests; None without files."""
     store: Store | None
     """The swap files; None without states on DISK."""
+    model_files: ModelFiles | None
+    """The model's own files; None if no weight is read there."""
     make: Callable[[], None]
     """Makes the swap files of a new run, before anything is written to them; does nothing for a resumed run."""
     written: Written

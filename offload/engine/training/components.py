@@ -18,6 +18,7 @@ from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.schedule.layer_major import LayerMajor
 from offload.layout.flat_layout import UnitLayout
+from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.host_arena import HostArena
 from offload.swapper.pager import Pager
 from offload.swapper.store import Store, Written
@@ -50,6 +51,8 @@ class EngineComponents:
     shards: LocalShards
     written: Written
     """Counter of the bytes that go to each drive."""
+    model_files: ModelFiles | None = None
+    """The model's own files; None if no weight is read there."""
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
@@ -81,6 +84,7 @@ class EngineComponents:
             self.activations.close,
             self.pager.close,
             *(() if self.queue is None else (self.queue.close,)),
+            *(() if self.model_files is None else (self.model_files.close,)),
             self.arena.close,  # raises after a GPU's fault
         ]
 

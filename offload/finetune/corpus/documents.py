@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from offload.errors import ConfigError
 from offload.finetune.corpus import tables
 
+_T = TypeVar("_T")
 _LINES = (".jsonl", ".ndjson", ".json")
 _IN_FOLDERS = (".jsonl", ".ndjson", ".parquet", ".csv", ".txt", ".md", ".py")
 _SHAPES = '{"text": "…"}, {"messages": [{"role": "user", "content": "…"}, …]} or {"prompt": "…", "completion": "…"}'
@@ -33,6 +34,13 @@ class Chat(NamedTuple):
 
     place: str
     messages: list[dict[str, Any]]
+
+
+class Prompt(NamedTuple):
+    """A text to continue."""
+
+    place: str
+    prompt: str
 
 
 class Completion(NamedTuple):
@@ -81,45 +89,64 @@ def read_records(files: Iterable[Path]) -> Iterator[Record]:
     Raises:
         ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.
     """
+    return _read(files, _record)
+
+
+def read_prompts(files: Iterable[Path]) -> Iterator[Prompt | Chat]:
+    """Yields the prompts of all files in order: `prompt` or `text` of a line or row, a chat, or a file of plain text.
+
+    A completion beside a prompt is ignored.
+
+    Raises:
+        ConfigError: A file cannot be read, or a record is malformed; the message names file and line or row.
+    """
+    for record in _read(files, _prompt):
+        yield Prompt(record.place, record.text) if isinstance(record, Text) else record
+
+
+def _read(files: Iterable[Path], make: Callable[[Any, str], _T]) -> Iterator[_T | Text]:
+    """Yields what `make` returns for each parsed line or row and its place, and files of plain text as they are."""
     for file in files:
         try:
             # A file of an unknown kind is plain text: users name such files explicitly.
-            yield from _READERS.get(file.suffix, _read_text)(file)
+            rows = _ROWS.get(file.suffix)
+            if rows is None:
+                yield Text(str(file), _decode(file.read_bytes(), str(file)))
+            else:
+                for found, place in rows(file):
+                    yield make(found, place)
         except OSError as error:
             raise ConfigError(f"cannot read {file}: {error.strerror or error}") from error
 
 
-def _read_text(file: Path) -> Iterator[Record]:
-    yield Text(str(file), _decode(file.read_bytes(), str(file)))
-
-
-def _read_lines(file: Path) -> Iterator[Record]:
+def _lines(file: Path) -> Iterator[tuple[Any, str]]:
     with file.open("rb") as content:
         for number, line in enumerate(content, 1):
             place = f"{file}:{number}"
             text = _decode(line, place).strip()
             if text:
-                yield _record(_parse(text, place), place)
+                yield _parse(text, place), place
 
 
-def _read_csv(file: Path) -> Iterator[Record]:
+def _csv(file: Path) -> Iterator[tuple[Any, str]]:
     with file.open("rb") as content:
         # Lines are decoded one by one, so that an error names the line and the file need not fit in memory.
         lines = (_decode(line, f"{file}:{number}") for number, line in enumerate(content, 1))
         for place, row in tables.read_csv(file, lines):
-            yield _record(row, place)
+            yield row, place
 
 
-def _read_parquet(file: Path) -> Iterator[Record]:
+def _parquet(file: Path) -> Iterator[tuple[Any, str]]:
     for place, row in tables.read_parquet(file):
-        yield _record(row, place)
+        yield row, place
 
 
-_READERS: dict[str, Callable[[Path], Iterator[Record]]] = {
-    **dict.fromkeys(_LINES, _read_lines),
-    ".csv": _read_csv,
-    ".parquet": _read_parquet,
+_ROWS: dict[str, Callable[[Path], Iterator[tuple[Any, str]]]] = {
+    **dict.fromkeys(_LINES, _lines),
+    ".csv": _csv,
+    ".parquet": _parquet,
 }
+"""For each kind of file the parsed lines or rows, each with its place."""
 
 
 def _decode(content: bytes, place: str) -> str:
@@ -147,17 +174,31 @@ def _parse(line: str, place: str) -> Any:
 
 def _record(found: Any, place: str) -> Record:
     """Returns the record of one parsed line or row; `place` is for messages."""
+    kind = _kind_of(found, place)
+    if kind == "text":
+        return Text(place, _string(found, "text", place))
+    if kind == "messages":
+        return Chat(place, _messages(found["messages"], place))
+    return Completion(place, _string(found, "prompt", place), _string(found, "completion", place))
+
+
+def _prompt(found: Any, place: str) -> Prompt | Chat:
+    """Returns the prompt of one parsed line or row."""
+    kind = _kind_of(found, place)
+    if kind == "messages":
+        return Chat(place, _messages(found["messages"], place))
+    return Prompt(place, _string(found, kind, place))
+
+
+def _kind_of(found: Any, place: str) -> str:
+    """Returns the key that says what a line or row is."""
     if not isinstance(found, dict):
         raise ConfigError(f"{place} contains {_kind(found)}, and each line must be one of {_SHAPES}")
     kinds = [key for key in ("text", "messages", "prompt") if key in found]
     if len(kinds) != 1:
         keys = ", ".join(found) or "no key"
         raise ConfigError(f"{place} contains {keys}; each line must be one of {_SHAPES}")
-    if kinds == ["text"]:
-        return Text(place, _string(found, "text", place))
-    if kinds == ["messages"]:
-        return Chat(place, _messages(found["messages"], place))
-    return Completion(place, _string(found, "prompt", place), _string(found, "completion", place))
+    return kinds[0]
 
 
 def _messages(value: Any, place: str) -> list[dict[str, Any]]:

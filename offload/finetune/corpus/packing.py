@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from offload.errors import ConfigError
-from offload.finetune.corpus.documents import Chat, Completion, Record, Text
+from offload.finetune.corpus.documents import Chat, Completion, Prompt, Record, Text
 from offload.finetune.corpus.token_memory import Pool, make_array, pieces_of, take_rows
 from offload.finetune.evaluation import choose
 from offload.sizes import count_of
@@ -58,7 +58,7 @@ def encode(records: Iterable[Record], tokenizer: Any) -> list[Document]:
         ConfigError: There is no chat template, it refuses a chat, or there is no room for the tokens.
     """
     ids, learned = Pool(np.int32), Pool(np.bool_)
-    encoded = (_encode(record, tokenizer) for record in records)
+    encoded = (encode_record(record, tokenizer) for record in records)
     return [Document(ids.keep(each.ids), learned.keep(each.learned), each.divisible) for each in encoded]
 
 
@@ -68,7 +68,8 @@ def marks_assistant(tokenizer: Any) -> bool:
     return isinstance(template, str) and tokenizer.is_fast and bool(_GENERATION.search(template))
 
 
-def _encode(record: Record, tokenizer: Any) -> Document:
+def encode_record(record: Record, tokenizer: Any) -> Document:
+    """Returns one record as a document; see `encode`."""
     if isinstance(record, Chat):
         return _chat(record, tokenizer)
     if isinstance(record, Text):
@@ -82,25 +83,41 @@ def _encode(record: Record, tokenizer: Any) -> Document:
     return _document(prompt + answer, [False] * len(prompt) + [True] * len(answer))
 
 
+def encode_prompt(prompt: Prompt | Chat, tokenizer: Any) -> np.ndarray:
+    """Returns the tokens that a completion continues, (n,) int32: of a chat, up to the begin of the assistant's turn.
+
+    Raises:
+        ConfigError: There is no chat template, or it refuses a chat.
+    """
+    if isinstance(prompt, Prompt):
+        return np.asarray(_begun(_ids(prompt.prompt, tokenizer), tokenizer), np.int32)
+    # Templates end with what opens the assistant's turn, which the completion then fills.
+    found = _apply_template(prompt, tokenizer, add_generation_prompt=True)
+    return np.asarray(found["input_ids"], np.int32)
+
+
 def _document(ids: Sequence[int], learned: Sequence[bool | int]) -> Document:
     return Document(np.asarray(ids, np.int32), np.asarray(learned, bool), False)
 
 
 def _chat(record: Chat, tokenizer: Any) -> Document:
+    marked = marks_assistant(tokenizer)
+    found = _apply_template(record, tokenizer, return_assistant_tokens_mask=marked)
+    ids = found["input_ids"]
+    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids))
+
+
+def _apply_template(record: Chat, tokenizer: Any, **how: bool) -> Any:
+    """Returns what the tokenizer's chat template makes of a chat."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             f"{record.place} is a chat, and the model's tokenizer has no chat template; give a --model folder with one "
             f'(chat_template.jinja), or write the file as {{"prompt": …, "completion": …}}'
         )
-    marked = marks_assistant(tokenizer)
     try:
-        found = tokenizer.apply_chat_template(
-            record.messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
-        )
+        return tokenizer.apply_chat_template(record.messages, tokenize=True, return_dict=True, **how)
     except Exception as error:  # a template may raise anything
         raise ConfigError(f"{record.place}: the tokenizer's chat template refuses this chat: {error}") from error
-    ids = found["input_ids"]
-    return _document(ids, found["assistant_masks"] if marked else [True] * len(ids))
 
 
 def encode_text(content: str, tokenizer: Any) -> np.ndarray:

@@ -1,0 +1,107 @@
+"""Tokens a second of a model scored from its files, against its bound: `python -m bench.score FOLDER`.
+
+The bound is the larger of two times, measured in the same run and in turns with the scoring: the bytes of the files
+over the drive, read by the queue past the page cache; and the same forwards of the plain model in memory. `over_bound`
+is the median of the ratios within a round. The weights are read once a round, whatever `--micro-batches` says; the
+first round, which does not count, reads them three times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import offload
+from bench.measure import apart, median_ratio, options, random_ids, report, resident, seconds
+from offload.aio import DirectFile, IoQueue, aligned_empty
+from offload.losses import chunk_loss_of
+from offload.presets import build
+from offload.sizes import MIB
+
+_CHUNK = 32 * MIB
+"""Bytes of a request of the drive's own measurement."""
+_IN_FLIGHT = 4
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__, seq_len=256, rounds=5)
+    parser.add_argument("--micro-batches", type=int, default=8, help="batches that share a pass over the weights")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    given = parser.parse_args(arguments)
+    folder = given.folder / f"bench-score-{given.model}-{given.dtype}"
+    if not folder.is_dir():
+        apart(_write, given.model, given.dtype, folder)
+    files = sorted(folder.glob("*.safetensors"))
+    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    base = resident()
+    model = offload.load_pretrained(transformers.AutoModelForCausalLM, folder)
+    for each in (plain, model):
+        chunk_loss_of(each, evaluation=True, by_row=True)
+    engine = offload.inference(model, {"offload": {"device": "cpu"}})
+    shape = (given.batch_size, given.seq_len)
+    batches = [random_ids(shape, model.config.vocab_size, seed) for seed in range(given.micro_batches)]
+
+    def compute() -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [plain(input_ids=ids, labels=ids, use_cache=False).loss for ids in batches]
+
+    def score() -> list[torch.Tensor]:
+        return engine.map(lambda ids: engine(input_ids=ids, labels=ids, use_cache=False).loss, batches)
+
+    assert all(map(torch.equal, compute(), score())), "the scores are those of the plain model"
+    read, taken = engine.io_bytes().read, []
+    for _ in range(given.rounds):
+        taken.append((seconds(lambda: _read(files)), seconds(compute), seconds(score)))
+    drive, in_memory, scored = (list(each) for each in zip(*taken, strict=True))
+    bound = [max(pair) for pair in zip(drive, in_memory, strict=True)]
+    spent = engine.pass_seconds()
+    tokens = given.batch_size * given.seq_len * given.micro_batches
+    report(
+        "score",
+        {
+            "model": given.model,
+            "dtype": given.dtype,
+            "tokens": tokens,
+            "tokens_per_second": tokens / statistics.median(scored),
+            "over_bound": median_ratio(scored, bound),
+            "seconds": statistics.median(scored),
+            "drive_seconds": statistics.median(drive),
+            "compute_seconds": statistics.median(in_memory),
+            "file_bytes": sum(path.stat().st_size for path in files),
+            "read_bytes_a_round": (engine.io_bytes().read - read) // given.rounds,
+            "budgets": engine.host_memory + engine.device_memory,
+            "rss_beyond_plain_model": resident() - base,
+            "limit": spent.limit,
+        },
+    )
+    engine.destroy()
+
+
+def _write(name: str, dtype: str, folder: Path) -> None:
+    torch.manual_seed(0)
+    model: Any = build(name)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def _read(files: list[Path]) -> None:
+    """Reads all files, past the page cache, with several requests in flight."""
+    buffers = [aligned_empty(_CHUNK) for _ in range(_IN_FLIGHT)]
+    with IoQueue() as queue:
+        flights: list[Any] = []
+        for path in files:
+            with DirectFile(path, writable=False) as file:
+                for number, start in enumerate(range(0, file.size(), _CHUNK)):
+                    if len(flights) == _IN_FLIGHT:
+                        flights.pop(0).wait()
+                    part = buffers[number % _IN_FLIGHT][: min(_CHUNK, file.size() - start)]
+                    flights.append(queue.read(file, start, part))
+                while flights:
+                    flights.pop(0).wait()
+
+
+if __name__ == "__main__":
+    main()

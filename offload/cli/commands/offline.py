@@ -1,0 +1,331 @@
+"""The commands `offload score` and `offload generate`: a folder's model over the records of files, without training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from offload.cli.console import FAILED, Json, errors
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.signals import signals
+from offload.errors import ConfigError
+from offload.sizes import count_of, format_size
+
+if TYPE_CHECKING:
+    from offload.offline.open_model import OpenModel, Placement
+
+_DATA, _SAMPLING, _PLACEMENT = "Data", "Sampling", "Placement"
+
+Model = Annotated[
+    str, typer.Argument(metavar="FOLDER", help="config.json, tokenizer and safetensors.", rich_help_panel=_DATA)
+]
+Output = Annotated[
+    Path | None,
+    option(_DATA, "--output", "Write the lines to this file, which must not exist. [default: stdout]", metavar="FILE"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """Options of both commands about where the model runs."""
+
+    config: Annotated[
+        Path | None,
+        option(
+            _PLACEMENT, "--config", "DeepSpeed JSON file. An option of the command line overrules it.", "--deepspeed"
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["bf16", "fp16", "fp32"] | None,
+        option(
+            _PLACEMENT,
+            "--dtype",
+            "Dtype of the weights. Another one than the files' needs RAM for all of them. [default: that of the files]",
+        ),
+    ] = None
+    host_memory: Annotated[
+        str | None,
+        option(
+            _PLACEMENT,
+            "--host-memory",
+            "Host budget, as 16GiB: more holds weights between uses. [default: what is needed]",
+        ),
+    ] = None
+    device_memory: Annotated[
+        str | None,
+        option(_PLACEMENT, "--device-memory", "Device budget for weights. [default: three of the largest layer]"),
+    ] = None
+    device: Annotated[
+        str | None,
+        option(
+            _PLACEMENT,
+            "--device",
+            "Where to compute: auto, cpu, cuda, or another accelerator of torch. [default: auto]",
+        ),
+    ] = None
+
+    json_output: Json = False
+
+    def placement(self) -> Placement:
+        """Returns these options in the form of the library."""
+        from offload.offline.open_model import Placement
+
+        return Placement(
+            config=self.config,
+            dtype=self.dtype,
+            device=self.device,
+            host_memory=self.host_memory,
+            device_memory=self.device_memory,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Scored:
+    """Options of `offload score` about what is scored."""
+
+    model: Model
+    data: Annotated[
+        list[Path],
+        option(
+            _DATA,
+            "--data",
+            'Records: a *.jsonl file with {"text"}, {"messages"} or {"prompt", "completion"} a line, *.parquet or '
+            "*.csv with such columns, a text file, or a folder of these; may repeat.",
+            metavar="PATH",
+        ),
+    ]
+    output: Output = None
+    seq_len: Annotated[
+        int | None,
+        option(
+            _DATA, "--seq-len", "Most tokens of a row. [default: the model's positions, at most 1024]", "--max-length"
+        ),
+    ] = None
+    batch_size: Annotated[
+        int,
+        option(_DATA, "--batch-size", "Rows for which the weights are read once: the more, the less the drive counts."),
+    ] = 64
+    micro_batch_size: Annotated[int, option(_DATA, "--micro-batch-size", "Rows that a layer computes at a time.")] = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOptions(_Placed, _Scored):
+    """Options of `offload score`; the help lists the fields of the last base first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Generated:
+    """Options of `offload generate` about what is continued, and how."""
+
+    model: Model
+    prompt: Annotated[
+        str | None, option(_DATA, "--prompt", "A text to continue; its continuation is printed as it is.")
+    ] = None
+    data: Annotated[
+        list[Path] | None,
+        option(
+            _DATA,
+            "--data",
+            'Prompts: a *.jsonl file with {"prompt"}, {"text"} or {"messages"} a line, *.parquet or *.csv with such '
+            "columns, a text file, or a folder of these; may repeat.",
+            metavar="PATH",
+        ),
+    ] = None
+    output: Output = None
+    batch_size: Annotated[
+        int, option(_DATA, "--batch-size", "Prompts that are continued at a time: the weights are read once a token.")
+    ] = 8
+    max_new_tokens: Annotated[int, option(_SAMPLING, "--max-new-tokens", "Most tokens of a continuation.")] = 64
+    do_sample: Annotated[
+        bool, option(_SAMPLING, "--do-sample", "Draw tokens by their probabilities; else the most probable one.")
+    ] = False
+    temperature: Annotated[
+        float | None, option(_SAMPLING, "--temperature", "With --do-sample: below 1 sharper, above 1 flatter.")
+    ] = None
+    seed: Annotated[int, option(_SAMPLING, "--seed", "Seed of --do-sample.")] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(_Placed, _Generated):
+    """Options of `offload generate`; the help lists the fields of the last base first."""
+
+
+def register(app: typer.Typer) -> None:
+    """Adds these commands to `app`."""
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(score)
+    app.command(cls=Grouped, context_settings=UNDERSCORES)(generate)
+
+
+@takes_options(ScoreOptions)
+def score(typed: ScoreOptions) -> None:
+    """Score records by a model larger than the RAM: log-likelihood and perplexity, or the reward of a classifier.
+
+    Example: offload score ./llama-70b --data chats.jsonl --output scores.jsonl
+
+    Weights are read from the folder's own files, where they lie; nothing else is written than the scores, one JSON
+    object a record. All else goes to stderr.
+    """
+    with errors(FAILED), signals():
+        _check_numbers(batch_size=typed.batch_size, micro_batch_size=typed.micro_batch_size, seq_len=typed.seq_len)
+        if typed.seq_len == 1:
+            raise ConfigError("--seq-len 1 leaves nothing to predict; give 2 or more")
+        from offload.finetune.corpus.documents import find_data, read_records
+        from offload.offline.score import Total, scores
+
+        # Missing data are reported before a model of many gigabytes is opened.
+        files = find_data(typed.data)
+        with _lines(typed.output, typed.json_output) as (write, kept):
+            model = _opened(typed.model, typed, scores=True)
+            with model.engine:
+                measured, total = _Measured(model), Total()
+                found = scores(
+                    model,
+                    read_records(files),
+                    seq_len=model.longest(typed.seq_len),
+                    batch_size=typed.batch_size,
+                    micro_batch_size=typed.micro_batch_size,
+                )
+                for each in found:
+                    total.add(each)
+                    write(each.line())
+                facts = measured.report(
+                    f"{count_of(total.records, 'record')}, {count_of(total.tokens, 'token')}", total.tokens
+                )
+        if total.perplexity is not None:
+            mean = total.log_likelihood / total.counted
+            _say(f"log-likelihood {mean:.4f} a token, perplexity {total.perplexity:.4f}, of {total.counted} tokens")
+        if total.cut:
+            _say(f"{count_of(total.cut, 'record was', 'records were')} cut to a row; a longer --seq-len cuts less")
+        if typed.json_output:
+            _print_json({**vars(total), "perplexity": total.perplexity, **facts, "scores": kept})
+
+
+@takes_options(GenerateOptions)
+def generate(typed: GenerateOptions) -> None:
+    """Continue prompts by a model larger than the RAM.
+
+    Example: offload generate ./llama-70b --prompt "Once upon a time" --max-new-tokens 32
+
+    Weights are read from the folder's own files once for each token of a batch of prompts. With --data each
+    continuation is a JSON object on a line of its own. All else goes to stderr.
+    """
+    with errors(FAILED), signals():
+        _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens)
+        if (typed.prompt is None) == (not typed.data):
+            raise ConfigError("expected one of --prompt and --data")
+        if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
+            raise ConfigError("--temperature is a number above 0, and needs --do-sample")
+        from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
+        from offload.offline.generate import completions
+
+        files = find_data(typed.data or [])
+        prompts = iter([Prompt("--prompt", typed.prompt)]) if typed.prompt is not None else read_prompts(files)
+        with _lines(typed.output, typed.json_output) as (write, kept):
+            model = _opened(typed.model, typed, scores=False)
+            with model.engine:
+                import torch
+
+                measured = _Measured(model)
+                torch.manual_seed(typed.seed)
+                sampling = {} if typed.temperature is None else {"temperature": typed.temperature}
+                count = tokens = 0
+                for each in completions(
+                    model,
+                    prompts,
+                    batch_size=typed.batch_size,
+                    max_new_tokens=typed.max_new_tokens,
+                    do_sample=typed.do_sample,
+                    **sampling,
+                ):
+                    count, tokens = count + 1, tokens + each.tokens
+                    if typed.prompt is not None and typed.output is None and not typed.json_output:
+                        print(each.text)
+                    else:
+                        write(each.line())
+                facts = measured.report(f"{count_of(count, 'prompt')}, {count_of(tokens, 'new token')}", tokens)
+        if typed.json_output:
+            _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
+
+
+def _opened(folder: str, typed: _Placed, *, scores: bool) -> OpenModel:
+    """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
+    from offload.offline.open_model import open_model
+
+    # The command prints these lines itself, remarks too, which logging leaves out by default.
+    logging.getLogger("offload.notices").setLevel(logging.ERROR)
+    return open_model(folder, typed.placement(), scores=scores)
+
+
+def _check_numbers(**given: int | None) -> None:
+    """Raises `ConfigError` if one of the numbers is below 1."""
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is at least 1, not {value}")
+
+
+@contextlib.contextmanager
+def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[[Any], None], list[Any]]]:
+    """Yields a function that writes its argument as a line of JSON, and the list of what goes into one object instead.
+
+    Args:
+        output: a new file for the lines; None for stdout.
+        in_one_object: True to keep the lines that would go to stdout.
+    """
+    from offload.fileio.jsonl import json_line
+
+    kept: list[Any] = []
+    if output is None:
+        yield kept.append if in_one_object else _print_json, kept
+        return
+    try:
+        # "x": scores that took hours are never overwritten by a second call.
+        file = output.open("x", encoding="utf-8")
+    except FileExistsError:
+        raise ConfigError(f"{output} exists already; give --output another name, or delete the file") from None
+    with file:
+        yield lambda content: print(json_line(content), file=file, flush=True), kept
+
+
+def _print_json(content: Any) -> None:
+    from offload.fileio.jsonl import json_line
+
+    print(json_line(content), flush=True)
+
+
+class _Measured:
+    """Time and bytes of a command, from the moment at which its model was ready."""
+
+    def __init__(self, model: OpenModel) -> None:
+        """Reports where the weights are."""
+        self._model, self._began = model, time.perf_counter()
+        for line in (*model.engine.notices, *model.lines):
+            _say(line)
+
+    def report(self, done: str, tokens: int) -> dict[str, Any]:
+        """Reports what was done and what took the time, and returns the same for a JSON object."""
+        seconds, spent = time.perf_counter() - self._began, self._model.engine.pass_seconds()
+        read, rate = self._model.engine.io_bytes().read, tokens / max(seconds, 1e-9)
+        _say(f"{done} in {seconds:.1f} s: {rate:.1f} tokens/s; {format_size(read)} of weights read")
+        parts = {"drive": spent.drive, "copies": spent.copies, "compute": spent.compute}
+        if spent.total:
+            shares = ", ".join(f"{name} {part / spent.total:.0%}" for name, part in parts.items())
+            _say(f"limited by {spent.limit}: of the forwards' {spent.total:.1f} s {shares}")
+        return {
+            "seconds": seconds,
+            "tokens_per_second": rate,
+            "read_bytes": read,
+            "limited_by": spent.limit if spent.total else None,
+            "forward_parts_seconds": parts,
+        }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,86 @@
+"""Text that continues prompts, by the model's own `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload.errors import ConfigError
+from offload.finetune.corpus.documents import Chat, Prompt
+from offload.finetune.corpus.packing import encode_prompt
+from offload.finetune.model import check_model
+from offload.offline.open_model import OpenModel
+from offload.offline.rows import in_groups, padded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completed:
+    """A prompt and the text that the model continues it with."""
+
+    place: str
+    """File, and line or row; "--prompt" for a prompt of the command line."""
+    text: str
+    tokens: int
+    """Tokens that were generated, the end-of-text token among them."""
+
+    def line(self) -> dict[str, Any]:
+        """Returns the fields for a line of JSON."""
+        return {"place": self.place, "completion": self.text, "tokens": self.tokens}
+
+
+def completions(
+    model: OpenModel, prompts: Iterable[Prompt | Chat], *, batch_size: int, max_new_tokens: int, **sampling: Any
+) -> Iterator[Completed]:
+    """Yields the text that continues each prompt, in order.
+
+    The weights cross to the device once for each token of a batch of prompts.
+
+    Args:
+        model: the model.
+        prompts: the prompts, read as they are needed.
+        batch_size: prompts that are continued at a time.
+        max_new_tokens: most tokens of a completion.
+        **sampling: keywords of the model's `generate`, such as `do_sample` and `temperature`.
+
+    Raises:
+        ConfigError: A prompt is malformed or empty, or has tokens that the model does not know.
+    """
+    tokenizer, module = model.tokenizer, model.engine.module
+    can_generate = getattr(module, "can_generate", None)
+    if can_generate is None or not can_generate():
+        raise ConfigError(f"{type(module).__name__} does not generate text: give a causal language model")
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    for group in in_groups(prompts, batch_size):
+        rows = []
+        for prompt in group:
+            rows.append(encode_prompt(prompt, tokenizer))
+            if not len(rows[-1]):
+                raise ConfigError(f"{prompt.place} is an empty prompt, which a model cannot continue; leave it out")
+            check_model(module, len(rows[-1]), int(rows[-1].max()))
+        # Left of the prompt, so that every prompt ends where its completion begins.
+        ids = padded(rows, pad, left=True)
+        mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
+        # The model's own settings decide all that is not given here, such as top_p.
+        found: torch.Tensor = model.engine.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling
+        )
+        # An encoder and decoder returns what it has generated alone, any other model the prompt too.
+        first = 0 if model.config.is_encoder_decoder else ids.shape[1]
+        for prompt, row in zip(group, found[:, first:].cpu().tolist(), strict=True):
+            new = _until_end(row, model)
+            text = tokenizer.decode(new, skip_special_tokens=True)
+            yield Completed(place=prompt.place, text=text, tokens=len(new))
+
+
+def _until_end(row: list[int], model: OpenModel) -> list[int]:
+    """Returns the generated tokens of a row up to the first end-of-text token; what follows is padding."""
+    module: Any = model.engine.module
+    # A list where a model has several such tokens, as Llama 3 has.
+    given = module.generation_config.eos_token_id
+    ends = given if isinstance(given, list) else [given]
+    at = next((at for at, token in enumerate(row) if token in ends), len(row) - 1)
+    return row[: at + 1]

@@ -1,0 +1,185 @@
+"""Scores of records: the log-likelihood of their tokens, or the output of a reward model."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from offload.finetune.corpus.documents import Record
+from offload.finetune.corpus.packing import encode_record
+from offload.finetune.model import check_model, without_cache
+from offload.offline.open_model import OpenModel
+from offload.offline.rows import IGNORED, Row, in_groups, padded, rows_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Score of one record."""
+
+    place: str
+    """File, and line or row."""
+    tokens: int
+    """Tokens of the record that the model has read."""
+    counted: int
+    """Tokens whose likelihood counts; 0 for a reward."""
+    log_likelihood: float | None
+    """Natural logarithm of the probability of those tokens; None for a reward, and if no token counts."""
+    reward: list[float] | None
+    """Output of a reward model for the record."""
+    cut: bool
+    """True if the record is longer than a row and no text: only its first tokens were read."""
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of the tokens that count."""
+        return None if self.log_likelihood is None else _perplexity(self.log_likelihood, self.counted)
+
+    def line(self) -> dict[str, Any]:
+        """Returns the fields for a line of JSON."""
+        shown: dict[str, Any] = {"place": self.place, "tokens": self.tokens}
+        if self.reward is not None:
+            shown["reward"] = self.reward[0] if len(self.reward) == 1 else self.reward
+        else:
+            shown |= {"counted": self.counted, "log_likelihood": self.log_likelihood, "perplexity": self.perplexity}
+        return shown | ({"cut": True} if self.cut else {})
+
+
+@dataclass
+class Total:
+    """Sums over all records."""
+
+    records: int = 0
+    tokens: int = 0
+    counted: int = 0
+    log_likelihood: float = 0.0
+    cut: int = 0
+
+    def add(self, score: Score) -> None:
+        """Adds the score of one record."""
+        self.records, self.tokens, self.counted = (
+            self.records + 1,
+            self.tokens + score.tokens,
+            self.counted + score.counted,
+        )
+        self.log_likelihood += score.log_likelihood or 0.0
+        self.cut += score.cut
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of all tokens that count; None if there is none."""
+        return _perplexity(self.log_likelihood, self.counted) if self.counted else None
+
+
+def _perplexity(log_likelihood: float, tokens: int) -> float:
+    try:
+        return math.exp(-log_likelihood / tokens)
+    except OverflowError:  # a model of random numbers over a long record
+        return math.inf
+
+
+@dataclass(eq=False)
+class _Open:
+    """A record some of whose rows have no result yet."""
+
+    place: str
+    rows: list[Row]
+    cut: bool
+    results: list[torch.Tensor]
+
+    def score(self, rewards: bool) -> Score:
+        """Returns the score of the complete record."""
+        counted = 0 if rewards else sum(row.counted for row in self.rows)
+        # Each window of a text but the first begins with a token of the window before.
+        tokens = sum(len(row.ids) for row in self.rows) - max(len(self.rows) - 1, 0)
+        return Score(
+            place=self.place,
+            tokens=tokens,
+            counted=counted,
+            log_likelihood=math.fsum(float(each) for each in self.results) if counted else None,
+            reward=self.results[0].flatten().tolist() if rewards and self.results else None,
+            cut=self.cut,
+        )
+
+
+def scores(
+    model: OpenModel, records: Iterable[Record], *, seq_len: int, batch_size: int, micro_batch_size: int
+) -> Iterator[Score]:
+    """Yields the score of each record, in order.
+
+    The weights cross to the device once for a batch, whose rows pass through each block in micro-batches.
+
+    Args:
+        model: the model.
+        records: the records, read as they are needed.
+        seq_len: most tokens of a row.
+        batch_size: rows of a batch.
+        micro_batch_size: rows that a block computes at a time.
+
+    Raises:
+        ConfigError: A record is malformed, or has tokens that the model does not know.
+    """
+    if model.rewards and model.config.pad_token_id is None:
+        micro_batch_size = 1  # such a model finds the last token of a row by the padding
+    # Bounded by the data: a record waits for its own rows, or for those of a record before it, of one batch.
+    waiting: deque[_Open] = deque()
+    for group in in_groups(_rows(model, records, seq_len, waiting), batch_size):
+        # Rows of similar length side by side, so that little is padded.
+        group.sort(key=lambda pair: -len(pair[1].ids))
+        micro_batches = list(in_groups(group, micro_batch_size))
+        results = model.engine.map(lambda pairs: _run(model, [row for _, row in pairs]), micro_batches)
+        for pairs, values in zip(micro_batches, results, strict=True):
+            for (record, _), value in zip(pairs, values, strict=True):
+                record.results.append(value)
+        # Records leave in their order, as soon as all of their rows have a result.
+        while waiting and len(waiting[0].results) == len(waiting[0].rows):
+            yield waiting.popleft().score(model.rewards)
+    while waiting:  # the last ones, if they have no tokens
+        yield waiting.popleft().score(model.rewards)
+
+
+def _rows(
+    model: OpenModel, records: Iterable[Record], length: int, waiting: deque[_Open]
+) -> Iterator[tuple[_Open, Row]]:
+    """Yields the rows of all records, each with its record, which joins those that wait for results."""
+    for record in records:
+        document = encode_record(record, model.tokenizer)
+        if model.rewards:  # the whole record in one row: its output is one
+            document = document._replace(divisible=False)
+        rows = rows_of(document, length) if len(document.ids) else []
+        if rows:
+            check_model(model.engine.module, max(len(row.ids) for row in rows), int(document.ids.max()))
+        cut = not document.divisible and len(document.ids) > length
+        waiting.append(_Open(record.place, rows, cut, []))
+        yield from ((waiting[-1], row) for row in rows)
+
+
+def _run(model: OpenModel, rows: Sequence[Row]) -> torch.Tensor:
+    """Returns the log-likelihood of each row, (rows,), or its reward, (rows, labels), on the CPU in fp32."""
+    fill = model.config.pad_token_id if model.rewards else 0
+    inputs = {
+        "input_ids": padded([row.ids for row in rows], 0 if fill is None else fill),
+        "attention_mask": padded([np.ones(len(row.ids), np.int64) for row in rows], 0),
+        **without_cache(model.engine.module),
+    }
+    # The first branch needs no labels, the second never holds all logits, the third is for heads that change theirs.
+    if model.rewards:
+        rewards: torch.Tensor = model.engine(**inputs).logits
+        return rewards.float().cpu()
+    labels = padded([row.labels for row in rows], IGNORED)
+    if model.chunked:
+        losses: torch.Tensor = model.engine(**inputs, labels=labels).loss
+        return -losses.float().cpu()
+    logits = model.engine(**inputs).logits
+    labels = labels.to(logits.device)  # the engine moves what it is given, and has not been given the labels
+    sums = [
+        -F.cross_entropy(row[:-1].float(), wanted[1:], ignore_index=IGNORED, reduction="sum")
+        for row, wanted in zip(logits, labels, strict=True)
+    ]
+    return torch.stack(sums).cpu()

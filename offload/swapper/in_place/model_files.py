@@ -1,0 +1,150 @@
+"""The files of a model, open for reading: the source of weights that are read in place."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from offload.aio import DirectFile, Priority
+from offload.aio.file import Piece as FilePiece
+from offload.aio.protocols import Future, Queue
+from offload.errors import IoError
+from offload.fileio.stamp import Stamp
+from offload.states import State
+from offload.swapper.in_place.image import UnitImage
+from offload.swapper.store.drive_spans import NO_SPANS, DriveSpans
+from offload.timeline import Row, now
+
+
+class ModelFiles:
+    """The files of a model. They are only read, and must not change while they are open.
+
+    Any thread may submit reads and wait for them. The caller must wait for every future before `close`.
+    """
+
+    def __init__(
+        self,
+        images: Sequence[UnitImage | None],
+        stamps: Mapping[str, Stamp],
+        queue: Queue,
+        spans: DriveSpans = NO_SPANS,
+    ) -> None:
+        """Opens the files.
+
+        Args:
+            images: image of each unit; None for a unit that is not read from here.
+            stamps: stamp of each file as its header was read.
+            queue: reads the files; it belongs to the caller.
+            spans: records requests on the timeline.
+
+        Raises:
+            IoError: If a file cannot be opened, or has changed since its header was read.
+        """
+        self._queue, self._spans, self._stamps = queue, spans, stamps
+        self._files: dict[str, DirectFile] = {}
+        try:
+            for path in dict.fromkeys(extent.path for image in images if image for extent in image.extents):
+                # Read only: a model's folder may belong to another user, and nothing of ours is ever in it.
+                self._files[path] = DirectFile(path, writable=False)
+                self._check([path])
+        except BaseException:
+            self.close()
+            raise
+        self._units = [None if image is None else _UnitFile(image, self._files) for image in images]
+
+    def read(self, unit: int, start: int, buffer: memoryview, priority: Priority) -> Future:
+        """Submits a read that fills `buffer` from the image of a unit.
+
+        Args:
+            unit: the unit, which has an image.
+            start: first byte, from the start of the image.
+            buffer: receives the bytes; it belongs to the caller and must live until the future is done.
+            priority: priority in the queue.
+
+        Returns:
+            The request. Its `wait` raises `IoError` (ESTALE) if a file has changed.
+        """
+        # One request for all extents of the unit, so that the drive sees them at once.
+        began, file = now(), self._units[unit]
+        assert file is not None, "a unit without an image has another tier than DISK"
+        future = self._queue.read(file, start, buffer, priority=priority)
+        checked = Unchanged(future, partial(self._check, file.paths))
+        return self._spans.show(Row.READS, unit, State.WEIGHT, began, len(buffer), checked)
+
+    def close(self) -> None:
+        """Closes the files; idempotent."""
+        for file in self._files.values():
+            file.close()
+
+    def _check(self, paths: Sequence[str]) -> None:
+        """Raises `IoError` (ESTALE) if one of the files is not what it was when its header was read."""
+        for path in paths:
+            # The descriptor's file: a new file under the same name does not change what is open.
+            found = Stamp.of(os.fstat(self._files[path].descriptors.buffered))
+            if found != self._stamps[path]:
+                raise IoError(path, 0, 0, errno.ESTALE, "read weights from")
+
+
+class Unchanged:
+    """A read whose file is compared with its stamp by `wait`, after the bytes have come."""
+
+    def __init__(self, future: Future, check: Callable[[], None]) -> None:
+        self._future, self._check = future, check
+
+    def done(self) -> bool:
+        """Returns True if the read has ended."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the read and returns its bytes. Raises the `IoError` of a changed file, or that of the read."""
+        try:
+            nbytes = self._future.wait(timeout)
+        except IoError:
+            self._check()  # the end of a file that was truncated has this cause
+            raise
+        self._check()
+        return nbytes
+
+    def crc32c(self) -> int:
+        """Returns the CRC-32C of the bytes read."""
+        return self._future.crc32c()
+
+    def add_done_callback(self, function: Callable[[Any], object]) -> None:
+        """Calls `function` with the request of the queue once the read has ended."""
+        self._future.add_done_callback(function)
+
+
+class _UnitFile:
+    """The image of one unit, presented as one file, so that one request moves all of it."""
+
+    def __init__(self, image: UnitImage, files: Mapping[str, DirectFile]) -> None:
+        self._extents = [(files[extent.path], extent) for extent in image.extents]
+        self.paths = tuple(dict.fromkeys(extent.path for extent in image.extents))
+
+    @property
+    def path(self) -> str:
+        """Returns the path of the first file."""
+        return self.paths[0]
+
+    @property
+    def closed(self) -> bool:
+        """True if a file is closed."""
+        return any(file.closed for file, _ in self._extents)
+
+    def pieces(self, offset: int, nbytes: int) -> list[FilePiece]:
+        """Returns the requests of the native queue for `nbytes` bytes of the image from `offset` on."""
+        found: list[FilePiece] = []
+        begin = 0
+        for file, extent in self._extents:
+            first, last = max(begin, offset), min(begin + extent.nbytes, offset + nbytes)
+            if first < last:
+                found += file.pieces(extent.start + first - begin, last - first)
+            begin += extent.nbytes
+        return found
+
+    def parts(self) -> list[DirectFile]:
+        """Returns the files."""
+        return list(dict.fromkeys(file for file, _ in self._extents))

@@ -1,0 +1,240 @@
+"""`offload.inference` runs a model from its own files: the bits of the model in memory, and nothing is written."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+import offload
+from offload.engine.inference.engine import InferenceEngine
+from offload.sizes import PAGE
+from offload.swapper.in_place.image import FileRange, image_of
+
+IDS = torch.arange(24).view(3, 8) * 7 % 251
+NARROW = {
+    "hidden_size": 64,
+    "intermediate_size": 176,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 64,
+}
+
+
+def llama(dtype: str = "float32", **more: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**NARROW | more)).to(getattr(torch, dtype)).eval()
+
+
+def saved(model: Any, folder: Path, shard: str = "1GB") -> Path:
+    model.save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def on_cpu(**more: Any) -> dict[str, Any]:
+    return {"offload": {"device": "cpu", **more}}
+
+
+def states_of(folder: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file below a folder."""
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.works("Without training", "a folder in its files' dtype, sharded or not, tied or not", "right")
+@pytest.mark.parametrize(
+    ("dtype", "shard", "tied"), [("float32", "1GB", True), ("bfloat16", "100KB", False), ("float16", "100KB", True)]
+)
+def test_a_folder_gives_the_bits_of_the_model_in_memory(dtype: str, shard: str, tied: bool, tmp_path: Path) -> None:
+    folder = saved(llama(dtype, tie_word_embeddings=tied), tmp_path / "model", shard)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    before = states_of(tmp_path)
+    with torch.no_grad():
+        logits = model(IDS).logits
+    words = model.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    training = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}},
+    }
+    with offload.inference(folder, on_cpu() | training) as engine:
+        assert torch.equal(engine(IDS).logits, logits)
+        once = engine.io_bytes()
+        assert torch.equal(engine.generate(IDS, max_new_tokens=5, do_sample=False, pad_token_id=0), words)
+        assert torch.equal(engine.module.state_dict()["model.norm.weight"], model.model.norm.weight)
+    files = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert once.read >= sum(each.numel() * each.element_size() for each in model.parameters())
+    # Whole pages: each unit may share its first and its last with a neighbour, in each file that it is in.
+    assert once.read <= files + 2 * PAGE * 2 * len(engine.module.model.layers)
+    assert once.written == 0
+    assert states_of(tmp_path) == before
+
+
+@pytest.mark.works("Without training", "one safetensors file beside a module of your own", "right")
+def test_a_file_alone_fills_a_module_that_init_has_built(tmp_path: Path) -> None:
+    folder = saved(model := llama(), tmp_path)
+    (folder / "config.json").unlink()
+    with pytest.raises(offload.ConfigError, match=r"no config\.json"):
+        offload.inference(folder / "model.safetensors")
+    with offload.init():
+        built = transformers.LlamaForCausalLM(model.config)
+    offload.load_pretrained(built, folder / "model.safetensors")
+    with offload.inference(built, on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "read from 1 file" in " ".join(engine.notices)
+
+
+@pytest.fixture
+def batches() -> Iterator[list[torch.Tensor]]:
+    yield [IDS + number for number in range(5)]
+
+
+@pytest.mark.works("Without training", "several batches, for which the weights are read once", "right")
+def test_batches_share_one_pass_over_the_weights(batches: list[torch.Tensor], tmp_path: Path) -> None:
+    model = llama(tie_word_embeddings=False)
+    with torch.no_grad():
+        logits = [model(each).logits for each in batches]
+    # Room for one unit: none is on the device from one pass to the next.
+    largest = max(sum(p.numel() * 4 for p in unit.parameters()) for unit in (*model.model.layers, model.lm_head))
+    with offload.inference(saved(model, tmp_path), on_cpu(device_memory=largest + 2 * PAGE)) as engine:
+        passes = []
+        for some in (batches[:1], batches, batches):
+            before = engine.io_bytes().read
+            assert all(map(torch.equal, engine.map(lambda ids: engine(ids).logits, some), logits))
+            passes.append(engine.io_bytes().read - before)
+        assert engine.pass_seconds().total > 0
+    # A unit or two are in host buffers from one pass to the next.
+    assert passes[0] / 2 < passes[2] <= passes[0], "five batches read what one reads"
+    assert 2 * passes[2] < passes[1] < 4 * passes[0], "the first two run one after the other, for once"
+
+
+@pytest.mark.works("Without training", "weights that are not in the files as the model has them", "right")
+def test_what_cannot_be_read_in_place_is_kept_in_host_memory_and_said(tmp_path: Path) -> None:
+    in_files = saved(llama(), tmp_path / "fp32")
+    model = transformers.LlamaForCausalLM.from_pretrained(in_files, dtype=torch.bfloat16)
+    with offload.inference(in_files, {**on_cpu(), "bf16": {"enabled": True}}) as engine, torch.no_grad():
+        # Not bit for bit: torch rounds a value in the middle of two to the even one, a split master away from zero.
+        torch.testing.assert_close(engine(IDS).logits, model(IDS).logits, rtol=0, atol=0.02)
+        assert "is stored as float32, not as bf16" in " ".join(engine.notices) and engine.io_bytes().read == 0
+    given = transformers.LlamaForCausalLM.from_pretrained(in_files, dtype=torch.bfloat16)
+    with offload.inference(given, on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "is in memory already" in " ".join(engine.notices)
+        assert next(engine.module.parameters()).dtype is torch.bfloat16
+
+
+@pytest.mark.works("Without training", "experts that files have one by one and the model stacks", "right")
+def test_experts_are_read_where_the_files_have_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(**NARROW, num_local_experts=4)
+    model = transformers.MixtralForCausalLM(config).eval()
+    with offload.inference(saved(model, tmp_path), on_cpu()) as engine, torch.no_grad():
+        assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        assert "kept in host memory" not in " ".join(engine.notices)
+        experts = [name for name in engine.module.state_dict() if "experts" in name]
+        assert experts and all(len(engine.module.get_parameter(name)) == 4 for name in experts)
+
+
+@pytest.mark.works("Without training", "4 bits without swap files", "refused")
+def test_quantized_forms_need_swap_files(tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path / "model")
+    with pytest.raises(offload.ConfigError, match="offload_param"):
+        offload.inference(folder, on_cpu(frozen="nf4"))
+    found = []
+    for tier in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path / "swap")}):
+        config = {**on_cpu(frozen="nf4"), "zero_optimization": {"stage": 3, "offload_param": tier}}
+        with offload.inference(folder, config) as engine:
+            found.append(engine(IDS).logits)
+    assert torch.equal(*found) and not torch.equal(found[0], llama()(IDS).logits)
+    assert not list((tmp_path / "swap").rglob("states")), "the swap files are removed at the end"
+
+
+@pytest.mark.parametrize("harm", ["truncate", "write", "replace"])
+def test_files_that_change_below_an_engine(harm: str, tmp_path: Path) -> None:
+    folder = saved(model := llama(), tmp_path)
+    file = folder / "model.safetensors"
+    engine = offload.inference(folder, on_cpu(device_memory="200KiB"))
+    engine(IDS)
+    if harm == "replace":  # a new file under the name: what is open stays as it is
+        file.with_suffix(".new").write_bytes(bytes(file.stat().st_size))
+        os.replace(file.with_suffix(".new"), file)
+        with torch.no_grad():
+            assert torch.equal(engine(IDS).logits, model(IDS).logits)
+        engine.destroy()
+        return
+    if harm == "truncate":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        with file.open("r+b") as open_file:
+            open_file.seek(-100, os.SEEK_END)
+            open_file.write(b"x")
+    with pytest.raises(offload.IoError, match="has changed since its header was read"):
+        engine(IDS)
+    with pytest.raises(offload.EngineFailed, match="has changed since"):
+        engine(IDS)
+    engine.destroy()
+
+
+def test_a_layer_larger_than_the_host_budget_is_read_in_chunks(tmp_path: Path) -> None:
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(2048, 2600), torch.nn.Linear(2600, 2048))
+
+    model = build()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    with offload.init():
+        built = build()
+    offload.load_pretrained(built, tmp_path / "model.safetensors")
+    inputs = torch.ones(2, 2048)
+    # Two host buffers of 16 MiB, for layers of 20 MiB each.
+    with offload.inference(built, on_cpu(host_memory="33MiB")) as engine, torch.no_grad():
+        assert torch.equal(engine(inputs), model(inputs))
+        assert engine.host_memory < 2 * 2048 * 2600 * 4
+
+
+def test_an_image_has_every_byte_of_its_tensors_in_whole_pages() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        files = {name: draw.randbytes(draw.randint(6, 6 * PAGE)) for name in ("a", "b")}
+        cuts = {name: sorted(draw.sample(range(len(content)), k=6)) for name, content in files.items()}
+        pairs = [(name, *pair) for name in files for pair in itertools.pairwise(cuts[name]) if draw.random() < 0.7]
+        ranges = [FileRange(name, start, stop - start) for name, start, stop in draw.sample(pairs, k=len(pairs))]
+        starts = list(itertools.accumulate([each.nbytes for each in ranges], initial=0))
+        image = image_of(list(zip(ranges, starts, strict=False)), {name: len(files[name]) for name in files})
+        content = b"".join(files[each.path][each.start : each.stop] for each in image.extents)
+        unit = bytearray(starts[-1])
+        for start, target in image.pieces:
+            unit[target.start : target.stop] = content[start : start + len(target)]
+        assert unit == b"".join(files[each.path][each.start : each.stop] for each in ranges)
+        pages = [(each.path, page) for each in image.extents for page in range(each.start, each.stop, PAGE)]
+        assert len(pages) == len(set(pages)), "no page is read twice"
+        assert all(each.start % PAGE == 0 for each in image.extents)
+        assert all(each.stop % PAGE == 0 or each.stop == len(files[each.path]) for each in image.extents)
+
+
+def test_bad_input_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = llama()
+    with pytest.raises(offload.BudgetError):
+        offload.inference(model, on_cpu(host_memory="1MiB", device_memory="4KiB"))
+    assert all(parameter.requires_grad and parameter.numel() for parameter in model.parameters())
+    with pytest.raises(offload.UsageError, match="a module was given"):
+        offload.inference(model, attn_implementation="eager")
+    with pytest.raises(offload.UsageError, match="expects a folder"):
+        offload.inference(7)
+    headless = saved(llama().model, tmp_path / "headless")
+    with pytest.raises(offload.ConfigError, match="output would be that of random numbers"):
+        offload.inference(headless, model_class=transformers.LlamaForSequenceClassification)
+    with offload.inference(torch.nn.Linear(2, 2), on_cpu()) as engine:
+        assert isinstance(engine, InferenceEngine)
+        with pytest.raises(offload.UsageError, match="has no generate"):
+            engine.generate(IDS)
+    with pytest.raises(offload.UsageError, match="destroyed"):
+        engine(torch.ones(2))

@@ -1,0 +1,149 @@
+"""`offload score` and `offload generate` give what the plain model gives, record by record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+from offload.cli.main import app
+from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
+
+CHAT = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
+RECORDS: list[dict[str, Any]] = [
+    {"text": "def double(number):\n    return 2 * number\n" * 3},
+    {"prompt": "one, two, ", "completion": "three"},
+    {"text": ""},
+    CHAT,
+    {"prompt": "q" * 40, "completion": "cut away"},
+]
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("model"), MARKING_TEMPLATE, num_hidden_layers=3)
+
+
+def call(*arguments: str | Path) -> Any:
+    result = CliRunner().invoke(app, [str(each) for each in arguments])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def log_likelihood(model: Any, ids: Sequence[int], counted: range) -> float:
+    """By torch's own cross entropy over windows of `LENGTH` tokens that share their first token with the one before."""
+    total = 0.0
+    for start in range(0, max(len(ids) - 1, 1), LENGTH - 1):
+        window = torch.tensor([ids[start : start + LENGTH]])
+        with torch.no_grad():
+            logits = model(input_ids=window).logits[0, :-1].float()
+        losses = F.cross_entropy(logits, window[0, 1:], reduction="none")
+        total -= sum(float(loss) for at, loss in enumerate(losses, start + 1) if at in counted)
+    return total
+
+
+@pytest.mark.works("Without training", "`offload score`: texts, completions and chats", "right")
+def test_score_gives_the_log_likelihood_of_each_record(folder: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "data.jsonl", RECORDS)
+    options = ("--seq-len", LENGTH, "--batch-size", 4, "--micro-batch-size", 2, "--device", "cpu")
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    result = call("score", folder, "--data", tmp_path / "data.jsonl", *map(str, options))
+    assert result.exit_code == 0, result.stderr
+    found = lines_of(result.stdout)
+    assert [each["place"] for each in found] == [f"{tmp_path}/data.jsonl:{number}" for number in range(1, 6)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    coder = tokenizer(MARKING_TEMPLATE)
+    text = [*coder(RECORDS[0]["text"])["input_ids"], 1]
+    prompt, completion = coder("one, two, ")["input_ids"], [*coder("three")["input_ids"], 1]
+    chat = coder.apply_chat_template(CHAT["messages"], tokenize=True, return_dict=True)["input_ids"]
+    assistant = chat.index(3) + 1
+    expected = [
+        log_likelihood(model, text, range(1, len(text))),
+        log_likelihood(model, [*prompt, *completion], range(len(prompt), len(prompt) + len(completion))),
+        None,
+        log_likelihood(model, chat, range(assistant, len(chat))),
+        None,
+    ]
+    # The same numbers but for the order of sums in matrices of other shapes: padded batches, chunks of tokens.
+    close = [None if each is None else pytest.approx(each, rel=1e-4) for each in expected]
+    assert [each["log_likelihood"] for each in found] == close
+    assert [each["counted"] for each in found] == [len(text) - 1, len(completion), 0, len(chat) - assistant, 0]
+    assert [each.get("cut", False) for each in found] == [False, False, False, False, True]
+    assert "limited by" in result.stderr and "perplexity" in result.stderr and "nothing is written" in result.stderr
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+@pytest.mark.works("Without training", "`offload score`: a reward model", "right")
+def test_score_gives_the_logits_of_a_classifier(folder: Path, tmp_path: Path) -> None:
+    tokenizer().save_pretrained(tmp_path / "reward")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.from_pretrained(folder, num_labels=1, pad_token_id=2)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path / "reward")
+    texts = ["good", "a rather longer one", "bad"]
+    write_lines(tmp_path / "data.jsonl", [{"text": text} for text in texts])
+    options = ("--data", tmp_path / "data.jsonl", "--output", tmp_path / "out.jsonl", "--json")
+    result = call("score", tmp_path / "reward", *options)
+    assert result.exit_code == 0, result.stderr
+    (facts,) = lines_of(result.stdout)
+    assert facts["records"] == 3 and facts["read_bytes"] > 0 and facts["perplexity"] is None and facts["scores"] == []
+    with torch.no_grad():
+        rewards = [float(model(torch.tensor([[*tokenizer()(text)["input_ids"], 1]])).logits) for text in texts]
+    found = lines_of((tmp_path / "out.jsonl").read_text())
+    assert [each["reward"] for each in found] == pytest.approx(rewards, rel=1e-4)
+    again = call("score", tmp_path / "reward", *options)
+    assert again.exit_code == 2 and "exists already" in again.stderr
+
+
+@pytest.mark.works("Without training", "`offload generate`: prompts and chats", "right")
+def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: Path) -> None:
+    prompts = [{"prompt": "one, two, "}, CHAT, {"text": "def"}]
+    write_lines(tmp_path / "data.jsonl", prompts)
+    result = call("generate", folder, "--data", tmp_path / "data.jsonl", "--max-new-tokens", "6", "--batch-size", "2")
+    assert result.exit_code == 0, result.stderr
+    model, coder = transformers.AutoModelForCausalLM.from_pretrained(folder), tokenizer(MARKING_TEMPLATE)
+    expected = []
+    for prompt in prompts:
+        ids = coder(prompt.get("prompt", prompt.get("text", "")))["input_ids"]
+        if "messages" in prompt:
+            ids = coder.apply_chat_template(prompt["messages"], tokenize=True, add_generation_prompt=True)["input_ids"]
+        made = model.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=1)[0, len(ids) :]
+        expected.append(coder.decode(made, skip_special_tokens=True))
+    assert [each["completion"] for each in lines_of(result.stdout)] == expected
+    alone = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6")
+    assert alone.stdout == f"{expected[0]}\n"
+    (facts,) = lines_of(call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", "--json").stdout)
+    assert [each["completion"] for each in facts["completions"]] == expected[:1]
+    drawn = [
+        call("generate", folder, "--prompt", "a", "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
+        for seed in ("1", "1", "2")
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("score", "{folder}", "--data", "missing"), "there is no data at missing"),
+        (("score", "missing", "--data", "{folder}/config.json"), "there is no folder missing"),
+        (("score", "{folder}", "--data", "{folder}/config.json", "--batch-size", "0"), "--batch-size is at least 1"),
+        (("generate", "{folder}"), "expected one of --prompt and --data"),
+        (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
+        (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: Sequence[str], words: str, folder: Path) -> None:
+    result = call(*(each.format(folder=folder) for each in arguments))
+    assert result.exit_code == 2 and words in result.stderr and result.stdout == ""
