@@ -252,10 +252,10 @@ def rm(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Exits with `BAD_INPUT` for a `StoreError`, which refuses the input. Other errors are failures of the command."""
+    """Exits with `BAD_INPUT` for errors that refuse the input. Other errors are failures of the command."""
     try:
         yield
-    except StoreError as error:
+    except (StoreError, UsageError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
 

@@ -188,7 +188,7 @@ class DeepSpeedStates:
         self._files.clear()
 
     def scales(self, unit: int) -> torch.Tensor:
-        """Is not called: moments of DeepSpeed have no scales."""
+        """Raises `AssertionError`: moments of DeepSpeed have no scales, so nobody calls this."""
         raise AssertionError(unit)
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
