@@ -48,6 +48,7 @@ __all__ = [
     "plain_tensors",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "rebuild_tensor",
     "saves_checkpoint_input",
     "set_data",
     "tensor_hooks_of",
@@ -69,6 +70,9 @@ _T = TypeVar("_T")
 
 plain_tensors = torch._C.DisableTorchFunctionSubclass
 """A context in which functions of torch treat a placeholder as the plain tensor that it is."""
+
+rebuild_tensor = torch._utils._rebuild_tensor_v2
+"""The function that a file of `torch.save` names for each tensor."""
 
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 """The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""

@@ -14,6 +14,7 @@ from offload.config import load_config
 from offload.errors import ConfigError
 
 HONOURED: dict[str, Any] = {
+    "checkpoint.load_universal": True,
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
@@ -169,7 +170,6 @@ REFUSED: dict[str, Any] = {
         "activation_checkpointing.",
         "unheard_of",
     ),
-    "checkpoint.load_universal": True,
     "optimizer.params.fp32_optimizer_states": False,
     "data_types.param_dtype": "bf16",
     "optimizer.params.max_grad_norm": 1.0,
@@ -246,7 +246,7 @@ def test_what_is_off_needs_no_word(given: dict[str, Any]) -> None:
         ({"hybrid_engine": {"enabled": True}}, "model.generate works under the engine"),
         ({"tensor_parallel": {"autotp_size": 2}}, "splits each layer over ranks"),
         ({"tensor_parallel": True}, "splits each layer over ranks"),
-        ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*offload\.load_pretrained"),
+        ({"load_universal_checkpoint": True}, r"is checkpoint\.load_universal of DeepSpeed.*by their files"),
         ({"activation_checkpointing": {"partition": True}}, "activation_checkpointing.partition;"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_a_folder_of_shards_is_read(tmp_path: Path) -> None:
     assert len(list((tmp_path / "given").glob("*.safetensors"))) > 3
     state = loaded(tmp_path / "given", tmp_path / "swap").module.state_dict()
     assert_same_tensors(state, given)
+
+
+@pytest.mark.parametrize("files", [1, 2])
+def test_files_of_torch_save_are_read(files: int, tmp_path: Path) -> None:
+    """In one file, or in two with an index; a tied head is in them under both names."""
+    folder, model = tmp_path / "given", models.gpt2()
+    given = written(folder, model)
+    (folder / "model.safetensors").unlink()
+    tensors = list(model.state_dict().items())
+    names = ["pytorch_model.bin"] if files == 1 else ["pytorch_model-00001.bin", "pytorch_model-00002.bin"]
+    for index, name in enumerate(names):
+        torch.save(dict(tensors[index::files]), folder / name)
+    if files > 1:
+        places = {name: names[index % files] for index, (name, _) in enumerate(tensors)}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
+    state = loaded(folder, tmp_path / "swap").module.state_dict()
+    assert_same_tensors({name: state[name] for name in given}, given)
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

@@ -36,6 +36,10 @@ def spoil_head(folder: Path) -> None:
 
 
 def spoil_pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.ckpt")
+
+
+def spoil_bin(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -115,7 +119,8 @@ SPOILS = {
     spoil_wrong_folder: (StoreError, "there is no folder"),
     spoil_truncated: (StoreError, "not a complete safetensors file"),
     spoil_head: (StoreError, "not a complete safetensors file"),
-    spoil_pickle: (StoreError, r"pytorch_model\.bin, a pickle"),
+    spoil_pickle: (StoreError, r"model\.ckpt, a pickle"),
+    spoil_bin: (StoreError, "not a complete file of torch.save"),
     spoil_empty: (StoreError, "contains neither"),
     spoil_adapter: (StoreError, "an adapter of peft"),
     spoil_config: (ConfigError, "describes a gpt2 model, but LlamaForCausalLM takes llama"),

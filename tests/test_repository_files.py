@@ -130,6 +130,8 @@ _MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "jo
 _CALLS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "numpy.load", "np.load"}
 _OBJECTS = {"all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list", "recv_object_list"}
 """Collectives of torch that pickle."""
+_ALLOWED = {"fileio/torch_file.py": ["pickle"], "fileio/torch_file_writer.py": ["pickle"]}
+"""An unpickler that imports and calls nothing (`tests/test_torch_file.py`), and what writes such files."""
 
 
 def unsafe(source: str) -> Iterator[str]:
@@ -151,8 +153,8 @@ def unsafe(source: str) -> Iterator[str]:
 
 
 def test_no_file_brings_code() -> None:
-    sources = {path.relative_to(PACKAGE): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
-    assert {path: found for path, source in sources.items() if (found := list(unsafe(source)))} == {}
+    sources = {str(path.relative_to(PACKAGE)): path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")}
+    assert {path: found for path, source in sources.items() if (found := list(unsafe(source)))} == _ALLOWED
 
 
 @pytest.mark.parametrize(

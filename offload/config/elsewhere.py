@@ -1,18 +1,17 @@
-"""Blocks of DeepSpeed of which no key has an effect: a key is ignored, or refused if it is switched on."""
+"""Blocks of DeepSpeed of which no key changes what this library does."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from pydantic import Field
 
-from offload.config.blocks.block import Block, missing, split_names
+from offload.config.blocks.block import Block, split_names
 
 
 class Checkpoint(Block):
-    """How DeepSpeed writes checkpoints: none of it has an effect on the ones of this library."""
+    """How DeepSpeed writes and reads checkpoints: none of it has an effect on the ones of this library."""
 
     UNSUPPORTED = split_names("tag_validation use_node_local_storage parallel_write checkpoint_serialization writer")
-    REFUSED: ClassVar[dict[str, str]] = {
-        "load_universal": missing(
-            "reads a universal checkpoint of DeepSpeed", "read its weights by offload.load_pretrained, and remove it"
-        )
-    }
+
+    load_universal: bool = Field(
+        False, description="universal checkpoints are recognized by their files, with this key and without it"
+    )

@@ -64,9 +64,9 @@ class Config(Block):
         "hybrid_engine": missing(
             "generates text by kernels of DeepSpeed", "model.generate works under the engine without it; remove it"
         ),
-        "load_universal_checkpoint": missing(
-            "is checkpoint.load_universal of DeepSpeed, and reads a universal checkpoint",
-            "read its weights by offload.load_pretrained, and remove it",
+        "load_universal_checkpoint": (
+            "is checkpoint.load_universal of DeepSpeed; remove it: load_checkpoint recognizes universal checkpoints by "
+            "their files"
         ),
         "tensor_parallel": missing(
             "splits each layer over ranks", 'remove it, or set it to {"autotp_size": 1}, or switch it off'

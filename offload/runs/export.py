@@ -37,7 +37,7 @@ class Exported(NamedTuple):
     notices: tuple[str, ...]
 
 
-def open_source(path: Path, queue: Queue) -> Source:
+def open_source(path: Path, queue: Queue) -> StoreSource | CheckpointSource:
     """Opens the weights in `path`.
 
     Args:

@@ -6,6 +6,34 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "import what a pickle of another program names",
+        "offload.fileio.torch_file",
+        'return type("Record", (Record,), {"name": f"{module}.{name}"})',
+        "return super().find_class(module, name)",
+        "tests/test_deepspeed_checkpoints.py",
+    ),
+    Mutant(
+        "do not compare the bytes of DeepSpeed's files",
+        "offload.engine.checkpoint.deepspeed.checkpoint",
+        "elif total != chunk.storage.crc32:",
+        "elif False:",
+        "tests/test_deepspeed_checkpoints.py",
+    ),
+    Mutant(
+        "take the parts of a parameter in ZeRO-3 as if none was padded",
+        "offload.engine.checkpoint.deepspeed.zero",
+        "            start += part",
+        "            start += parameter.numel // len(ranks)",
+        "tests/test_deepspeed_checkpoints.py",
+    ),
+    Mutant(
+        "leave out the low bits of masters in a universal checkpoint",
+        "offload.runs.universal",
+        "return {MASTER: sources(self.mode.weights), **moments}",
+        "return {MASTER: (State.WEIGHT,), **moments}",
+        "tests/test_deepspeed_checkpoints.py",
+    ),
+    Mutant(
         "read moments of a checkpoint as if they had the engine's dtype",
         "offload.engine.checkpoint.restore",
         "return self._makes_masters(targets) or any(theirs.get",

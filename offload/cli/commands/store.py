@@ -1,4 +1,4 @@
-"""Commands for existing swap files and checkpoints: `offload verify`, `export`, `convert` and `rm`."""
+"""Commands for existing swap files and checkpoints: `offload verify`, `import`, `export`, `convert` and `rm`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ Saved = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds these commands to `app`."""
-    for command in (verify, export, convert, rm):
+    app.command()(verify)
+    app.command("import")(import_)
+    for command in (export, convert, rm):
         app.command()(command)
 
 
@@ -73,9 +75,48 @@ def verify(path: Saved, json_output: Json = False) -> None:
         raise typer.Exit(_DAMAGED)
 
 
+def import_(
+    path: Annotated[
+        Path, typer.Argument(help="Folder that DeepSpeed's save_checkpoint has written, or one of its tags.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into.")],
+    tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. [default: the latest]")] = None,
+    json_output: Json = False,
+) -> None:
+    """Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3 or universal) again, as a checkpoint that an engine loads.
+
+    Nothing in its files is executed, and no model's code is needed. engine.load_checkpoint also reads DeepSpeed's
+    folder itself. Example: offload import ./saved ./imported --tag global_step1000
+    """
+    from rich.console import Console
+
+    from offload.aio import IoQueue
+    from offload.runs.import_checkpoint import import_checkpoint, nbytes_of, open_deepspeed
+
+    console = Console(stderr=json_output, highlight=False, soft_wrap=True)
+    with errors(FAILED), _refusals(), signals():
+        _check_folder(path)
+        found = open_deepspeed(path, tag)
+        with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
+            done = import_checkpoint(found, out, queue, progress)
+    for notice in done.notices:
+        console.print(notice, markup=False)
+    if json_output:
+        print(json.dumps({**done._asdict(), "path": str(done.path)}))
+    else:
+        console.print(
+            f"step {done.step}: {count_of(done.parameters, 'parameter')}, {format_size(done.nbytes)}, in {done.path}",
+            markup=False,
+        )
+
+
 def export(
     path: Saved,
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
+    format: Annotated[
+        Literal["safetensors", "deepspeed-universal"],
+        typer.Option(help="Weights for transformers, or all that DeepSpeed resumes from."),
+    ] = "safetensors",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]")
     ] = None,
@@ -87,25 +128,36 @@ def export(
 ) -> None:
     """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
 
-    Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
+    With --format deepspeed-universal, write masters, moments, counters and schedule as a universal checkpoint of
+    DeepSpeed. Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
     from rich.console import Console
 
     from offload.aio import IoQueue
     from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size
     from offload.runs.export import export as write
+    from offload.runs.universal import export_universal, plan_universal
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
         check_target(out.absolute())
+        if format != "safetensors" and (dtype or tokenizer):
+            raise UsageError(
+                f"--dtype and --tokenizer are of safetensors; {format} has masters in fp32: leave them out"
+            )
         # All arguments are checked before the weights are read.
         shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
-            plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
-            with _bar(console, read_nbytes(plan)) as progress:
-                done = write(source, out, plan, queue, progress, tokenizer)
+            if format == "deepspeed-universal":
+                universal = plan_universal(source, path)
+                with _bar(console, universal.nbytes) as progress:
+                    done = export_universal(source, out, universal, progress)
+            else:
+                plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
+                with _bar(console, read_nbytes(plan)) as progress:
+                    done = write(source, out, plan, queue, progress, tokenizer)
     for notice in done.notices:
         console.print(notice, markup=False)
     if json_output:
@@ -209,10 +261,10 @@ def rm(
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Exits with `BAD_INPUT` for a `StoreError`, which refuses the input. Other errors are failures of the command."""
+    """Exits with `BAD_INPUT` for errors that refuse the input. Other errors are failures of the command."""
     try:
         yield
-    except StoreError as error:
+    except (StoreError, UsageError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
 

@@ -17,6 +17,9 @@ from offload.layout.optimizers.matrices import states_of
 from offload.sizes import count_of
 from offload.swapper.modes import MOMENT_BLOCK, Mode
 
+_ITERATION = "last_batch_iteration"
+"""Key of DeepSpeed's schedules, and of those here with the same names."""
+
 
 def check_fits(
     found: FoundCheckpoint,
@@ -49,12 +52,11 @@ def check_fits(
     mine |= {name: tuple(value.shape) for name, value in buffers.items()}
     theirs |= {name: tuple(value.shape) for name, value in found.progress.buffers.items()}
     difference(mine, names | buffers.keys(), theirs).check(options.strict, what)
-    # Moments and masters of another form are converted.
-    same = found.mode._replace(weights=held.mode.weights, moment_dtype=held.mode.moment_dtype)
-    if options.states and same != held.mode:
+    # Masters and moments of another form are converted.
+    if options.states and found.mode.optimizer != held.mode.optimizer:
         raise StoreError(
             f"{what} was saved in mode {found.mode.name}, this engine is in mode {held.mode.name}, so their optimizer "
-            f"states differ: load the weights alone (load_optimizer_states=False), or train in {found.mode.name}"
+            "states differ: load the weights alone (load_optimizer_states=False), or give the same optimizer"
         )
     found = found.for_rows(held.layouts)
     _check_forms(found, held, what)
@@ -152,9 +154,14 @@ def check_progress(found: FoundCheckpoint, options: LoadOptions, groups: int, sc
             "the optimizer the same groups, or load the weights alone (load_module_only=True)"
         )
     saved = facts["scheduler"]
-    if options.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and saved.keys() != schedule.keys():
+    if options.schedule and isinstance(saved, dict) and isinstance(schedule, dict) and not _same(saved, schedule):
         raise StoreError(
             f"{what} contains the state of another learning-rate schedule, with {', '.join(sorted(saved))}; this "
             f"schedule has {', '.join(sorted(schedule))}: give the same schedule, or pass "
             "load_lr_scheduler_states=False"
         )
+
+
+def _same(saved: Mapping[str, Any], schedule: Mapping[str, Any]) -> bool:
+    """Returns whether two states of schedules have the same keys. Those of DeepSpeed hold the iteration alone."""
+    return saved.keys() == schedule.keys() or (saved.keys() == {_ITERATION} and _ITERATION in schedule)

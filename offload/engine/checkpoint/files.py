@@ -17,7 +17,7 @@ import json
 import os
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 MANIFEST, LATEST = "manifest.json", "latest"
+LATEST_UNIVERSAL = "latest_universal"
+"""What DeepSpeed names `latest` for universal checkpoints."""
 _KIND = "offload checkpoint"
 _KIND_IN = re.compile(rb'"kind":\s*"offload checkpoint"')
 """Finds the kind in a manifest of ours that is no longer valid JSON."""
@@ -258,12 +260,14 @@ def checkpoints(folder: Path) -> dict[str, Manifest]:
     return dict(sorted(found.items(), key=lambda item: (item[1].created, item[1].step)))
 
 
-def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
+def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], bool] = lambda _: False) -> str | None:
     """Returns the folder of the checkpoint to load, or None if no tag is given and there is no checkpoint.
 
     Args:
         load_dir: Folder of checkpoints, or a checkpoint if `tag` is None.
-        tag: Tag of the checkpoint; None for the one that `latest` names, or for `load_dir` itself.
+        tag: Tag of the checkpoint; None for the one that `latest` names (or DeepSpeed's `latest_universal`), or for
+            `load_dir` itself.
+        is_other: Returns True for a folder that is a checkpoint of another program that the caller reads too.
 
     Raises:
         StoreError: If the named checkpoint does not exist, `latest` cannot be read, or `load_dir` holds the swap files
@@ -272,16 +276,19 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
     """
     folder, named = Path(load_dir), "the caller asked for"
     if tag is None:
+        latest = next(
+            (folder / name for name in (LATEST, LATEST_UNIVERSAL) if (folder / name).exists()), folder / LATEST
+        )
         try:
-            tag, named = _read_latest(folder), f"{folder / LATEST} names"
+            tag, named = _read_latest(latest), f"{latest} names"
         except FileNotFoundError:
             # No `latest`: the user may have named the checkpoint itself.
-            if may_be_checkpoint(folder):
+            if may_be_checkpoint(folder) or is_other(folder):
                 return str(folder)
             refuse_rank(folder)
             return None
         except (OSError, ValueError) as error:
-            raise StoreError(f"cannot read {folder / LATEST}: {error}") from error
+            raise StoreError(f"cannot read {latest}: {error}") from error
     path = folder / check_tag(tag)
     # A save was killed between two renames: the checkpoint still exists under its other name.
     if not path.exists() and is_checkpoint(aside(path, "old")):
@@ -292,15 +299,15 @@ def find(load_dir: str | os.PathLike[str], tag: Any) -> str | None:
     return str(path)
 
 
-def _read_latest(folder: Path) -> str:
+def _read_latest(latest: Path) -> str:
     """Returns the tag in the file `latest`; raises `StoreError` if it holds no valid tag."""
-    text = (folder / LATEST).read_text(encoding="utf-8").strip()
+    text = latest.read_text(encoding="utf-8").strip()
     try:
         return check_tag(text)
     except UsageError:
-        there = ", ".join(checkpoints(folder)) or "none"
+        there = ", ".join(checkpoints(latest.parent)) or "none"
         raise StoreError(
-            f"{folder / LATEST} must contain the tag of a checkpoint, but contains {text[:100]!r}; give the tag of a "
+            f"{latest} must contain the tag of a checkpoint, but contains {text[:100]!r}; give the tag of a "
             f"checkpoint in the folder: {there}"
         ) from None
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from offload.aio import DirectFile, crc32c, crc32c_joined
+from offload.aio import crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import (
     Manifest,
@@ -27,6 +27,7 @@ from offload.engine.checkpoint.files import (
     wrong_files,
 )
 from offload.engine.checkpoint.resharding import all_places, as_rows, places
+from offload.engine.checkpoint.saved_states import SavedStates, StateReader, open_states
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
@@ -66,6 +67,8 @@ class FoundCheckpoint:
     contents: Mapping[str, torch.Tensor]
     own: bool
     """True if `progress` is this rank's own; False if it is that of rank 0, because the number of ranks differs."""
+    notices: tuple[str, ...] = ()
+    """Lines for the user about what is in the checkpoint and is not loaded."""
 
     @property
     def client_state(self) -> Any:
@@ -95,6 +98,45 @@ class FoundCheckpoint:
     def for_rows(self, layouts: Sequence[UnitLayout]) -> FoundCheckpoint:
         """Returns the same checkpoint, in which the rows that are units of `layouts` are found."""
         return dataclasses.replace(self, saved={**self.saved, **as_rows(self.saved, layouts)})
+
+    def open(self, queue: Queue) -> StateReader:
+        """Opens the files of states; the caller closes the result.
+
+        Args:
+            queue: Queue for the reads.
+        """
+        return SavedStates(self, queue)
+
+    def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
+        """Compares this rank's share of the tensors that any rank will read with their checksums.
+
+        Args:
+            options: Choice of what to load.
+            queue: Queue for the reads.
+            rank: This rank.
+            world_size: Number of ranks. They divide the tensors among them.
+
+        Raises:
+            StoreError: If a tensor is damaged or cannot be read.
+        """
+        states = self.mode.states if options.states else KEPT
+        # Round robin over all tensors: each is compared by exactly one rank.
+        work = [
+            (each, name)
+            for each, places_of in enumerate(self.places)
+            for name in places_of
+            if State(name.partition(".")[2]) in states
+        ][rank::world_size]
+
+        def damaged(path: Path, name: str) -> None:
+            raise StoreError(f"{path} is damaged: {name} does not match its checksum; load another checkpoint")
+
+        try:
+            compare_bytes(self, work, queue, damaged)
+        except IoError as error:
+            raise StoreError(
+                f"the checkpoint {self.folder} cannot be read: {error}; load another checkpoint"
+            ) from error
 
 
 # -- reading and comparing ----------------------------------------------------------------------------
@@ -140,9 +182,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         raise StoreError(
             f"the checkpoint {folder} is incomplete or damaged: {error}; load another checkpoint"
         ) from error
-    saved = places(layouts, tied, manifest.frozen)
-    # The checkpoint may have saved a tied parameter under a name that is not the first one in this model.
-    saved |= {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
+    saved = with_first_names(places(layouts, tied, manifest.frozen), tied_here)
     return FoundCheckpoint(
         folder=folder,
         manifest=manifest,
@@ -154,6 +194,21 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
         contents=contents,
         own=own,
     )
+
+
+def with_first_names(
+    saved: Mapping[str, tuple[int, Segment]], tied_here: Mapping[str, str]
+) -> dict[str, tuple[int, Segment]]:
+    """Returns the parameters of a checkpoint by name, and under the names that come first in this model.
+
+    The checkpoint may have saved a tied parameter under a name that is not the first one here.
+
+    Args:
+        saved: The result of `places`.
+        tied_here: First name of each tied parameter of this model, by its other names.
+    """
+    first = {first: saved[name] for name, first in tied_here.items() if name in saved and first not in saved}
+    return {**saved, **first}
 
 
 def fitting(
@@ -172,37 +227,6 @@ def fitting(
         facts["scheduler"] = None
     mine = {name: value for name, value in progress.buffers.items() if name in buffers}
     return Snapshot(facts, progress.generators, mine)
-
-
-def check_bytes(found: FoundCheckpoint, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
-    """Compares this rank's share of the tensors that any rank will read with their checksums.
-
-    Args:
-        found: The checkpoint.
-        options: Choice of what to load.
-        queue: Queue for the reads.
-        rank: This rank.
-        world_size: Number of ranks. They divide the tensors among them.
-
-    Raises:
-        StoreError: If a tensor is damaged or cannot be read.
-    """
-    states = found.mode.states if options.states else KEPT
-    # Round robin over all tensors: each is compared by exactly one rank.
-    work = [
-        (each, name)
-        for each, places_of in enumerate(found.places)
-        for name in places_of
-        if State(name.partition(".")[2]) in states
-    ][rank::world_size]
-
-    def damaged(path: Path, name: str) -> None:
-        raise StoreError(f"{path} is damaged: {name} does not match its checksum; load another checkpoint")
-
-    try:
-        compare_bytes(found, work, queue, damaged)
-    except IoError as error:
-        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}; load another checkpoint") from error
 
 
 def compare_bytes(
@@ -266,16 +290,3 @@ class _Chunk(NamedTuple):
     start: int
     nbytes: int
     reads: list[Future]
-
-
-def open_states(found: FoundCheckpoint) -> list[DirectFile]:
-    """Opens every rank's file of states; the caller closes them. Raises `StoreError` if a file cannot be opened."""
-    files: list[DirectFile] = []
-    try:
-        for rank in range(found.manifest.world_size):
-            files.append(DirectFile(found.folder / states_file(rank), writable=False))
-    except IoError as error:
-        for file in files:
-            file.close()
-        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}") from error
-    return files

@@ -14,12 +14,12 @@ from torch import nn
 
 from offload.aio.protocols import Queue
 from offload.engine.checkpoint.compatibility import check_fits, check_progress
+from offload.engine.checkpoint.deepspeed.checkpoint import is_deepspeed, look_deepspeed
 from offload.engine.checkpoint.files import LATEST, check_folder, find
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
     FoundCheckpoint,
     LoadOptions,
-    check_bytes,
     fitting,
     look,
 )
@@ -85,7 +85,7 @@ class Checkpoints:
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})
-            folder = ranks.by_first(lambda: find(load_dir, tag))
+            folder = ranks.by_first(lambda: find(load_dir, tag, is_deepspeed))
             if folder is None:
                 logger.warning("no checkpoint was loaded: %s is not in %s", LATEST, load_dir)
                 return None
@@ -94,7 +94,7 @@ class Checkpoints:
                 notices: list[str] = []
                 ranks.settle(lambda: found.append(self._inspect(Path(folder), options)))
                 ranks.settle(
-                    lambda: check_bytes(found[0], options, queue, self._components.rank, self._components.world_size)
+                    lambda: found[0].check_bytes(options, queue, self._components.rank, self._components.world_size)
                 )
                 try:
                     # The engine changes only now, after the ranks have found all data of the load intact.
@@ -124,7 +124,11 @@ class Checkpoints:
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""
         self._components.unit_views.settle()
-        found = look(folder, self._components.rank, self._components.world_size, about(self._module)["tied"])
+        tied = about(self._module)["tied"]
+        if is_deepspeed(folder):
+            found: FoundCheckpoint = look_deepspeed(folder, options.states, tied)
+        else:
+            found = look(folder, self._components.rank, self._components.world_size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
         check_fits(found, self._components.shards, options, names, persistent_buffers(self._module))
         if not options.module_only:
@@ -153,14 +157,17 @@ class Checkpoints:
             else self._state.parameter_steps
         )
         progress = fitting(found.progress, persistent_buffers(self._module), steps, options.schedule)
-        notices: list[str] = []
+        if not progress.generators:
+            # Another program's checkpoint has none: those of this process go on.
+            progress = progress._replace(generators=self._state.take().generators)
+        notices = list(found.notices)
         if options.module_only:
             with torch.no_grad():
                 for name, buffer in persistent_buffers(self._module).items():
                     buffer.copy_(progress.buffers.get(name, buffer))
         else:
             notices += self._state.restore(progress, options.schedule)
-            if not found.own:
+            if not found.own and found.progress.generators:
                 notices.append(
                     f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, this run has "
                     f"{components.world_size}: each rank continues with the random generators of rank 0, so dropout "

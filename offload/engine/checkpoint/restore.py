@@ -13,11 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from offload.aio.protocols import Future, Queue
+from offload.aio.protocols import Future, Pending, Queue
 from offload.engine.checkpoint.conversion import convert, copy_bits
 from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.checkpoint.saved_states import SavedMoments, SavedStates
+from offload.engine.checkpoint.saved_states import SavedMoments
 from offload.engine.params.local_shards import LocalShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import WORD
@@ -55,7 +55,7 @@ class CheckpointRestorer:
         self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
         self._scale_runs = [scale_runs(layout, found.saved, shards.mode) for layout in shards.layouts]
         self._buffers = flow_buffers()
-        self._saved = SavedStates(found, queue)
+        self._saved = found.open(queue)
 
     def run(self) -> None:
         """Fills every partition and makes the written slots the newest in the store."""
@@ -278,7 +278,7 @@ class CheckpointRestorer:
         found = self._packed_runs if chunk.targets == (State.PACKED,) else self._runs
         return overlaps(found[chunk.unit], chunk.first, last)
 
-    def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+    def _begin(self, chunk: _Work, buffer: memoryview) -> Sequence[Pending]:
         """Begins to read a chunk from the checkpoint. Elements that it does not contain are read from the engine.
 
         Padding becomes zero, and so do the other states of weights that were frozen in the checkpoint.
@@ -296,7 +296,7 @@ class CheckpointRestorer:
         ):
             for memory in (*sources.values(), *targets.values()):
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
-        futures: list[Future] = []
+        futures: list[Pending] = []
         for run in found:
             start, numel = run.start - chunk.first, run.stop - run.start
             if run.saved is None:
@@ -372,7 +372,7 @@ class CheckpointRestorer:
             return set(units)
         differ: set[int] = set()
 
-        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Future]:
+        def begin(chunk: _Work, buffer: memoryview) -> Sequence[Pending]:
             now = self._regions(chunk, buffer[half:])[1][State.WEIGHT]
             return [*self._begin(chunk, buffer[:half]), *self._read_now(chunk, State.WEIGHT, now, 0, None)]
 

@@ -3,23 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from offload.aio import aligned_empty
-from offload.aio.protocols import Future, Queue
-from offload.engine.checkpoint.files import tensor_name
-from offload.engine.checkpoint.load import FoundCheckpoint, open_states
+from offload.aio import DirectFile, aligned_empty
+from offload.aio.protocols import Future, Pending, Queue
+from offload.engine.checkpoint.files import states_file, tensor_name
 from offload.engine.checkpoint.resharding import Run, shards_of_scales
+from offload.errors import IoError, StoreError
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.optimizers import moment_values
 from offload.states import State
 from offload.swapper.modes import MOMENT_BLOCK, Mode
 
+if TYPE_CHECKING:
+    from offload.engine.checkpoint.load import FoundCheckpoint
+
+
+class StateReader(Protocol):
+    """Reads of a checkpoint's states, whatever its files are."""
+
+    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
+        """Begins to read the elements of a run; see `SavedStates.read`."""
+        ...
+
+    def scales(self, unit: int) -> torch.Tensor:
+        """Returns the scales of moments in 8 bits; see `SavedStates.scales`."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+def open_states(found: FoundCheckpoint) -> list[DirectFile]:
+    """Opens every rank's file of states; the caller closes them. Raises `StoreError` if a file cannot be opened."""
+    files: list[DirectFile] = []
+    try:
+        for rank in range(found.manifest.world_size):
+            files.append(DirectFile(found.folder / states_file(rank), writable=False))
+    except IoError as error:
+        for file in files:
+            file.close()
+        raise StoreError(f"the checkpoint {found.folder} cannot be read: {error}") from error
+    return files
+
 
 class SavedStates:
-    """The files of a checkpoint's states, open until `close`."""
+    """The files of a checkpoint's states, open until `close`; implements `StateReader`."""
 
     def __init__(self, found: FoundCheckpoint, queue: Queue) -> None:
         self._found, self._queue = found, queue

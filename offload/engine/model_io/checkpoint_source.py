@@ -9,7 +9,8 @@ from pathlib import Path
 from offload.aio import crc32c_joined
 from offload.aio.protocols import Queue
 from offload.engine.checkpoint.files import states_file, tensor_name
-from offload.engine.checkpoint.load import look, open_states
+from offload.engine.checkpoint.load import look
+from offload.engine.checkpoint.saved_states import open_states
 from offload.engine.model_io.weight_source import Reading
 from offload.errors import IoError
 from offload.states import State
@@ -37,7 +38,8 @@ class CheckpointSource:
         self._files = open_states(self._found)
         self.description, self.about, self.step = manifest.layout, manifest.about, manifest.step
         self.frozen = manifest.frozen
-        self.buffers = self._found.progress.buffers
+        self.progress = self._found.progress
+        self.buffers, self.client_state = self.progress.buffers, self._found.client_state
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition; see `Source.read`."""

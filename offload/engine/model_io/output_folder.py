@@ -29,6 +29,8 @@ from offload.fileio import keep_mode_and_owner, sync_folder
 from offload.sizes import format_size
 
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_UNIVERSAL = re.compile(r"(fp32|exp_avg|exp_avg_sq|step|optimizer_state|\w+_model_states)\.pt|latest_universal")
+"""Files of a universal checkpoint of DeepSpeed."""
 _HEADS = (CONFIG, INDEX, SINGLE, "adapter_config.json")
 """Files by which loaders find the weights; without them the folder is no model."""
 TOKENIZER = (
@@ -136,7 +138,8 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
     """Removes leftovers of a killed save; raises `StoreError` if `partial` contains a foreign file."""
     left = [path for path in partial.rglob("*") if path.is_file()]
     known = (CONFIG, GENERATION, *TOKENIZER, *_ADAPTER)
-    foreign = [path.name for path in left if not (path.name in known or _WEIGHTS.fullmatch(path.name))]
+    ours = (_WEIGHTS, _UNIVERSAL)
+    foreign = [p.name for p in left if not (p.name in known or any(each.fullmatch(p.name) for each in ours))]
     if foreign:
         raise StoreError(
             f"{partial} contains {foreign[0]}, which was not left by a save; move that file away, or choose another "
@@ -148,6 +151,8 @@ def _clear(partial: Path, notice: Callable[[str], None]) -> None:
         notice(f"removed {partial}, {format_size(nbytes)} of an interrupted save or export")
     for path in left:
         path.unlink()
+    for path in sorted((path for path in partial.rglob("*") if path.is_dir()), reverse=True):
+        path.rmdir()
 
 
 def _keep_others(partial: Path, out: Path) -> None:

@@ -1,4 +1,8 @@
-"""Safetensors files of a model's folder, whose tensors are read one by one."""
+"""Weight files of a model's folder, whose tensors are read one by one: safetensors, or else those of torch.save.
+
+Files of `torch.save` (`pytorch_model.bin`) contain a pickle, of which nothing is executed: see
+`offload.fileio.torch_file`.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from offload.errors import IoError, StoreError
-from offload.fileio.safetensors_stream import TensorLocation, read_header
+from offload.fileio.safetensors_stream import Tensor, TensorLocation, read_header
 from offload.fileio.stamp import Stamp
+from offload.fileio.torch_file import StoredTensor, read_torch_file
 from offload.sizes import MIB
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLE, _PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _PIECE_NBYTES = MIB
 """Bytes of a chunk. Each chunk is copied to fp32; with larger copies the allocator was seen to keep a gigabyte."""
@@ -111,9 +117,10 @@ class Run(NamedTuple):
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Returns all tensors of a folder's safetensors files, or of one such file, by name. Reads only headers.
+    """Returns all tensors of a folder's weight files, or of one safetensors file, by name. Reads only headers.
 
-    The tensors of a folder are in `model.safetensors`, or else in the files that the index names.
+    The tensors of a folder are in `model.safetensors`, or else in the files that its index names; in a folder without
+    them in `pytorch_model.bin` or the files of that index.
 
     Raises:
         StoreError: If the folder contains neither, or a file is missing, incomplete or contradicts the index.
@@ -123,15 +130,17 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         return _of_file(folder)
     if not folder.is_dir():
         raise StoreError(f"there is no folder {folder}; give a folder that save_pretrained has written")
-    if (folder / SINGLE).is_file():
-        return _of_file(folder / SINGLE)
-    if not (folder / INDEX).is_file():
+    # Folders of the hub often contain both; safetensors have the same values.
+    single, index = (SINGLE, INDEX) if _has(folder, SINGLE, INDEX) else (_PICKLE, _PICKLE_INDEX)
+    if (folder / single).is_file():
+        return _of_file(folder / single)
+    if not (folder / index).is_file():
         raise StoreError(_what_is_there(folder))
-    places = _read_index(folder / INDEX)
+    places = _read_index(folder / index)
     found: dict[str, Stored] = {}
     for name in sorted(set(places.values())):
         if not (folder / name).is_file():
-            raise StoreError(f"{folder / INDEX} names {name}, which is missing; fetch all files of the model")
+            raise StoreError(f"{folder / index} names {name}, which is missing; fetch all files of the model")
         # Tensors of this file that the index assigns to another file are left out; tensors that the index does not
         # list are included.
         held = _of_file(folder / name)
@@ -139,7 +148,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     lost = next((tensor for tensor in places if tensor not in found), None)
     if lost is not None:
         raise StoreError(
-            f"{folder / INDEX} assigns {lost} to {places[lost]}, which does not contain this tensor; fetch all files "
+            f"{folder / index} assigns {lost} to {places[lost]}, which does not contain this tensor; fetch all files "
             "of the model"
         )
     return found
@@ -152,7 +161,27 @@ def _of_file(path: Path) -> dict[str, Stored]:
         stamp = Stamp.of(path.stat())
     except OSError as error:
         raise IoError(str(path), 0, 0, error.errno or errno.EIO, "look at") from error
-    return {name: Stored(name, path, place, stamp) for name, place in read_header(path)[0].items()}
+    places = _of_pickle(path) if path.suffix == ".bin" else read_header(path)[0]
+    return {name: Stored(name, path, place, stamp) for name, place in places.items()}
+
+
+def _of_pickle(path: Path) -> dict[str, TensorLocation]:
+    """Returns the location of each tensor in a file of `torch.save`; raises `StoreError` if it is no dict of them."""
+    content = read_torch_file(path)
+    found: dict[str, TensorLocation] = {}
+    for name, tensor in content.items() if isinstance(content, dict) else [("the object", content)]:
+        if not isinstance(tensor, StoredTensor) or not tensor.contiguous:
+            raise StoreError(
+                f"{path}: {name} is not a tensor whose values are stored one after the other; save the weights by "
+                "save_pretrained"
+            )
+        found[str(name)] = TensorLocation(Tensor(tensor.dtype, tensor.shape), tensor.offset)
+    return found
+
+
+def _has(folder: Path, *names: str) -> bool:
+    """Returns whether a folder contains a file of one of these names."""
+    return any((folder / name).is_file() for name in names)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -179,8 +208,8 @@ def _what_is_there(folder: Path) -> str:
         )
     if pickles:
         return (
-            f"{folder} contains {pickles[0]}, a pickle, and no {SINGLE}. Unpickling runs code and needs RAM for the "
-            "complete model, so pickles are not read; convert the model once with transformers: "
+            f"{folder} contains {pickles[0]}, a pickle, and neither {SINGLE} nor {_PICKLE}; a checkpoint of DeepSpeed "
+            "is loaded by engine.load_checkpoint, other pickles are converted once with transformers: "
             "AutoModel….from_pretrained(folder).save_pretrained(other)"
         )
     return f"{folder} contains neither {SINGLE} nor {INDEX}; give a folder that save_pretrained has written"

@@ -106,7 +106,8 @@ class StoreSource:
             first = _manifest(found[0])
             self.description, self.about = first.spec.fingerprint, first.spec.about
             self.step, self.frozen = self.commits[0].record.step, True
-            self.buffers = Snapshot.unpack(self.commits[0].contents).buffers
+            self.progress = Snapshot.unpack(self.commits[0].contents)
+            self.buffers, self.client_state = self.progress.buffers, self.progress.facts["client_state"]
         except BaseException:
             self._open.close()
             raise

@@ -159,8 +159,10 @@ class TrainingState:
             schedule: False to keep the schedule of `initialize` and, if there is one, all values of the groups.
         """
         facts, mine, notices = progress.facts, self._settings(), list[str]()
-        same_schedule = schedule and facts["settings"]["schedule"] == mine["schedule"]
-        then = {name: value for name, value in facts["settings"].items() if name in mine}
+        # A checkpoint of another program says neither, and is taken for one of the same schedule and optimizer.
+        then = {name: mine[name] for name in ("schedule", "optimizer")}
+        then |= {name: value for name, value in facts["settings"].items() if name in mine}
+        same_schedule = schedule and then["schedule"] == mine["schedule"]
         changed = [f"{name} {old} is now {mine[name]}" for name, old in then.items() if old != mine[name]]
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
             remark = " (a schedule continues from the former)"
@@ -198,14 +200,7 @@ class TrainingState:
         same_rule = then["optimizer"] == mine["optimizer"]
         self._due = facts if same_rule and (same_schedule or self.lr_scheduler is None) else None
         self.put_values()
-        generators = {name: t for name, t in progress.generators.items() if not name.startswith(_BEFORE_NEXT)}
-        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in progress.generators.items() if n not in generators}
-        self._at_end, self._before_next = None, None
-        if self.global_steps:
-            self._generators = generators
-            self._before_next = {**generators, **before}
-        else:
-            write_generators(generators, self._device)  # a new run takes its first snapshot at this point too
+        self._restore_generators(progress.generators)
         if self.loader is not None and facts["data"] is None and self.global_steps:
             notices.append("the run had no training_data: the training_data of this engine begins at its first pass")
         if self.loader is None:
@@ -218,6 +213,17 @@ class TrainingState:
             for name, value in progress.buffers.items():
                 buffers[name].copy_(value)
         return notices
+
+    def _restore_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Restores random generators at the next engine call or load of a batch; those of step 0 at once."""
+        generators = {name: t for name, t in states.items() if not name.startswith(_BEFORE_NEXT)}
+        before = {n.removeprefix(_BEFORE_NEXT): t for n, t in states.items() if n not in generators}
+        self._at_end, self._before_next = None, None
+        if self.global_steps:
+            self._generators = generators
+            self._before_next = {**generators, **before}
+        else:
+            write_generators(generators, self._device)  # a new run takes its first snapshot at this point too
 
     def enter(self) -> None:
         """Prepares an engine call: restores generators of a resumed run, and takes the state after a step, if due."""

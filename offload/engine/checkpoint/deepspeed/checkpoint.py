@@ -1,0 +1,282 @@
+"""A checkpoint of DeepSpeed in the form in which an engine loads checkpoints: each parameter is a unit of its own.
+
+Masters are in fp32 there, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An engine
+makes its own weights of them. Tensors stay in DeepSpeed's files until they are read, chunk by chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from offload.aio import DirectFile
+from offload.aio.protocols import Future, Pending, Queue
+from offload.engine.checkpoint.deepspeed.contents import DeepSpeedContents, Fragment, SavedParameter
+from offload.engine.checkpoint.deepspeed.progress import client_state, snapshot
+from offload.engine.checkpoint.deepspeed.universal import is_universal, read_universal
+from offload.engine.checkpoint.deepspeed.zero import is_zero, read_zero
+from offload.engine.checkpoint.files import Manifest
+from offload.engine.checkpoint.load import CLIENT_STATE, FoundCheckpoint, LoadOptions, with_first_names
+from offload.engine.checkpoint.resharding import Run, places
+from offload.engine.training.snapshot import as_bytes
+from offload.errors import IoError, StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.torch_file import Storage
+from offload.layout.fingerprint import describe
+from offload.layout.flat_layout import Segment, UnitLayout, arrange
+from offload.states import State
+from offload.swapper.modes import ADAM, LAMB, MOMENTS, Mode, make_mode
+
+_PRECISION = "fp32"
+_OPEN = 64
+"""Files that are open at a time: a universal checkpoint has three of each parameter."""
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Returns whether `folder` is one checkpoint of DeepSpeed."""
+    return is_zero(folder) or is_universal(folder)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedCheckpoint(FoundCheckpoint):
+    """A checkpoint of DeepSpeed whose files were checked, except for the bytes of its tensors."""
+
+    parameters: Sequence[SavedParameter]
+    """The parameter of each unit."""
+
+    def open(self, queue: Queue) -> DeepSpeedStates:
+        """Opens the files of states; see `FoundCheckpoint.open`."""
+        return DeepSpeedStates(self.parameters, queue)
+
+    def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
+        """Compares this rank's share of the storages that any rank will read with their checksums.
+
+        For the arguments see `FoundCheckpoint.check_bytes`.
+
+        Raises:
+            StoreError: If bytes are damaged or cannot be read.
+        """
+        storages = dict.fromkeys(
+            part.storage
+            for parameter in self.parameters
+            for state, parts in parameter.states.items()
+            if options.states or state is State.WEIGHT
+            for part in parts
+        )
+        try:
+            compare_storages(list(storages)[rank::world_size], queue)
+        except IoError as error:
+            raise StoreError(
+                f"the checkpoint {self.folder} cannot be read: {error}; load another checkpoint"
+            ) from error
+
+
+def look_deepspeed(folder: Path, states: bool, tied_here: Mapping[str, str]) -> DeepSpeedCheckpoint:
+    """Reads all of a checkpoint of DeepSpeed except its tensors. Nothing in it is executed.
+
+    Args:
+        folder: The checkpoint.
+        states: False if optimizer states are not needed.
+        tied_here: First name of each tied parameter of this model, by its other names.
+
+    Raises:
+        StoreError: If something is missing, damaged or not supported.
+    """
+    try:
+        contents = (read_universal if is_universal(folder) else read_zero)(folder, states)
+        mode = _mode(contents, folder, states)
+        layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
+        progress = snapshot(contents)
+    # A file of torch.save may contain anything under the names that are expected.
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise StoreError(
+            f"{folder} does not have the contents of a checkpoint of DeepSpeed: {type(error).__name__}: {error}"
+        ) from error
+    theirs, lost = client_state(contents.model)
+    about = {"class": "DeepSpeed's", "config": None, "tied": dict(contents.tied)}
+    manifest = Manifest(progress.facts["global_steps"], "", True, describe(layouts, mode, 1), about, {})
+    return DeepSpeedCheckpoint(
+        folder=folder,
+        manifest=manifest,
+        layouts=layouts,
+        mode=mode,
+        saved=with_first_names(places(layouts, contents.tied, True), tied_here),
+        places=(),
+        progress=progress,
+        contents={CLIENT_STATE: as_bytes(json.dumps(theirs).encode())},
+        own=True,
+        notices=_notices(folder, contents, lost),
+        parameters=tuple(contents.parameters.values()),
+    )
+
+
+def _layout(name: str, parameter: SavedParameter) -> UnitLayout:
+    """Returns the layout of a unit that is one parameter."""
+    return arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
+
+
+def _mode(contents: DeepSpeedContents, folder: Path, states: bool) -> Mode:
+    """Returns the mode that has the optimizer states of a checkpoint; raises `StoreError` if none has."""
+    if not states:
+        return make_mode(_PRECISION, ADAM)
+    # Adam and Lamb keep states of the same names, so that only the config tells them apart.
+    config = contents.model.get("ds_config")
+    kind = str(((config or {}).get("optimizer") or {}).get("type")).lower() if isinstance(config, dict) else ""
+    for name, moments in MOMENTS.items():
+        if frozenset(state.value for state in moments) == contents.moments and (name == LAMB) == ("lamb" in kind):
+            return make_mode(_PRECISION, name)
+    raise StoreError(
+        f"{folder} contains the optimizer states {', '.join(sorted(contents.moments))}, which no optimizer here has: "
+        "load the weights alone (load_module_only=True)"
+    )
+
+
+def _notices(folder: Path, contents: DeepSpeedContents, lost: Sequence[str]) -> tuple[str, ...]:
+    """Returns lines about what the checkpoint does not have, or has and is not loaded."""
+    found = [
+        f"{folder} is a checkpoint of DeepSpeed {contents.model.get('ds_version')}, which contains neither random "
+        "generators nor a position in the data: both go on from where they are"
+    ]
+    if lost:
+        found.append(f"the client state {', '.join(lost)} of {folder} consists of other than plain values: not loaded")
+    return tuple(found)
+
+
+# -- bytes --------------------------------------------------------------------------------------------
+
+
+class _Widened:
+    """A read of 16-bit values into the end of their memory, which the first `wait` makes fp32 in all of it."""
+
+    def __init__(self, future: Future, memory: memoryview, dtype: torch.dtype) -> None:
+        self._future, self._memory, self._dtype = future, memory, dtype
+        self._widened = False
+
+    def done(self) -> bool:
+        """Returns True if the read has ended; the values may not be widened yet."""
+        return self._future.done()
+
+    def wait(self) -> int:
+        """Waits for the read, widens its values, and returns the number of bytes read."""
+        nbytes = self._future.wait()
+        if not self._widened:
+            # Copied first: the wider values would overwrite those that are still to be read.
+            memory, dtype = self._memory, self._dtype
+            values = torch.frombuffer(memory, dtype=dtype, offset=len(memory) - nbytes).clone()
+            torch.frombuffer(memory, dtype=torch.float32).copy_(values)
+            self._widened = True
+        return nbytes
+
+
+class DeepSpeedStates:
+    """The files of a checkpoint's states, open until `close`; implements `StateReader`."""
+
+    def __init__(self, parameters: Sequence[SavedParameter], queue: Queue) -> None:
+        self._parameters, self._queue = parameters, queue
+        self._files: dict[Path, DirectFile] = {}
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def scales(self, unit: int) -> torch.Tensor:
+        """Raises `AssertionError`: moments of DeepSpeed have no scales, so nobody calls this."""
+        raise AssertionError(unit)
+
+    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
+        """Begins to read the elements of a run, from each file that contains some of them.
+
+        Args:
+            run: The run; the checkpoint contains it.
+            state: The state, whose values are fp32.
+            memory: Memory of the state for the whole chunk.
+            start: Element of `memory` at which the run begins.
+        """
+        source, itemsize = run.saved, torch.float32.itemsize
+        assert source is not None
+        first, last = source.start, source.start + run.stop - run.start
+        parts = self._parameters[source.unit].states.get(state, [])
+        if not parts:
+            # A parameter that had no gradient yet has no moments.
+            torch.frombuffer(memory, dtype=torch.float32)[start : start + last - first].zero_()
+        position = 0
+        for part in parts:
+            begin, end = max(position, first), min(position + part.numel, last)
+            if begin < end:
+                at = (start + begin - first) * itemsize
+                yield self._read(part, begin - position, memory[at : at + (end - begin) * itemsize])
+            position += part.numel
+
+    def _read(self, part: Fragment, start: int, memory: memoryview) -> Pending:
+        """Begins to read elements of a fragment, from `start` on, which fill `memory` as fp32."""
+        nbytes = len(memory) // torch.float32.itemsize * part.dtype.itemsize
+        # 16-bit values fill the second half of their memory, from where they are widened to all of it.
+        file, offset = self._open(part.storage.path), part.offset + start * part.dtype.itemsize
+        future = self._queue.read(file, offset, memory[len(memory) - nbytes :])
+        return future if part.dtype is torch.float32 else _Widened(future, memory, part.dtype)
+
+    def _open(self, path: Path) -> DirectFile:
+        """Returns an open file. Of many, the one that was opened first is closed; reads in flight end normally."""
+        if path not in self._files:
+            if len(self._files) >= _OPEN:
+                self._files.pop(next(iter(self._files))).close()
+            self._files[path] = DirectFile(path, writable=False)
+        return self._files[path]
+
+
+class _Chunk(NamedTuple):
+    """Bytes of a storage."""
+
+    storage: Storage
+    start: int
+    nbytes: int
+
+
+def compare_storages(storages: Iterable[Storage], queue: Queue) -> None:
+    """Compares storages with their checksums.
+
+    Args:
+        storages: The storages.
+        queue: Queue for the reads.
+
+    Raises:
+        IoError: If something cannot be read.
+        StoreError: If bytes are damaged.
+    """
+    sums: dict[Storage, int] = {}
+    files: dict[Path, DirectFile] = {}
+
+    def begin(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+        path = chunk.storage.path
+        if path not in files:
+            # Storages of a file follow one another, so the file before is done with but for reads in flight.
+            files.clear()
+            files[path] = DirectFile(path, writable=False)
+        return [queue.read(files[path], chunk.storage.offset + chunk.start, buffer[: chunk.nbytes])]
+
+    def end(chunk: _Chunk, buffer: memoryview) -> tuple[()]:
+        # Chunks end in order, so that the sum of a storage goes on from that of the chunk before.
+        total = zlib.crc32(buffer[: chunk.nbytes], sums.pop(chunk.storage, 0))
+        if chunk.start + chunk.nbytes < chunk.storage.nbytes:
+            sums[chunk.storage] = total
+        elif total != chunk.storage.crc32:
+            raise StoreError(
+                f"{chunk.storage.path} is damaged: the tensor at byte {chunk.storage.offset} does not match its "
+                "checksum; load another checkpoint"
+            )
+        return ()
+
+    def chunks() -> Iterator[_Chunk]:
+        for storage in storages:
+            for start in range(0, storage.nbytes, BUFFER_NBYTES):
+                yield _Chunk(storage, start, min(BUFFER_NBYTES, storage.nbytes - start))
+
+    flow(flow_buffers(), chunks(), begin, end, lambda *_: None)

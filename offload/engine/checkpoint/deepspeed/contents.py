@@ -1,0 +1,130 @@
+"""What a checkpoint of DeepSpeed contains, by parameter, whatever its files are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from offload.errors import StoreError
+from offload.fileio.torch_file import Record, Storage, StoredTensor, plain
+from offload.states import State
+
+MASTER = "fp32"
+"""Name of the masters in universal checkpoints; the moments have the names that torch gives them."""
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Fragment(NamedTuple):
+    """Consecutive elements of a parameter in a file."""
+
+    storage: Storage
+    offset: int
+    """First byte in the file."""
+    numel: int
+    dtype: torch.dtype
+
+
+class SavedParameter(NamedTuple):
+    """A parameter's weight or master, and its moments, as fragments in the order of their elements."""
+
+    shape: tuple[int, ...]
+    trainable: bool
+    states: Mapping[State, list[Fragment]]
+    """A state without fragments is zero."""
+    steps: int = 0
+    """Number of updates."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeepSpeedContents:
+    """A checkpoint of DeepSpeed, of which everything but tensors is in memory."""
+
+    parameters: Mapping[str, SavedParameter]
+    tied: Mapping[str, str]
+    """Name that holds the values of each tied parameter, by its other names."""
+    buffers: Mapping[str, StoredTensor]
+    model: Mapping[str, Any]
+    """The file of model states of rank 0: counters, schedule, config, and what the user has added."""
+    groups: Sequence[Mapping[str, Any]]
+    """Numbers of each group of the optimizer."""
+    loss_scaler: Any
+    moments: frozenset[str]
+    """Names of the optimizer's states, without the count of steps."""
+    ranks: int
+
+
+def fragment(tensor: Any, start: int, numel: int, what: str) -> Fragment:
+    """Returns elements of a flat or contiguous tensor.
+
+    Args:
+        tensor: The tensor.
+        start: First element.
+        numel: Number of elements.
+        what: The tensor, for messages.
+
+    Raises:
+        StoreError: If there is no such tensor, or the elements are not in it.
+    """
+    if not isinstance(tensor, StoredTensor) or tensor.dtype not in FLOATS or not tensor.contiguous:
+        raise StoreError(f"{what} is not stored as values in fp32, bf16 or fp16, one after the other")
+    # Files of different saves show here: their flat tensors have other lengths.
+    if not 0 <= start <= start + numel <= tensor.numel:
+        raise StoreError(
+            f"{what} has {tensor.numel} elements, expected {start + numel} at least: its files do not belong together"
+        )
+    return Fragment(tensor.storage, tensor.offset + start * tensor.dtype.itemsize, numel, tensor.dtype)
+
+
+def whole(tensor: Any, what: str) -> list[Fragment]:
+    """Returns all elements of a tensor; raises `StoreError` as `fragment` does."""
+    return [fragment(tensor, 0, tensor.numel if isinstance(tensor, StoredTensor) else 0, what)]
+
+
+def attributes(record: Any) -> Mapping[str, Any]:
+    """Returns the attributes of an object whose class DeepSpeed defines; none if it has none."""
+    return record.state if isinstance(record, Record) and isinstance(record.state, dict) else {}
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Returns a shape, which DeepSpeed saves as torch.Size."""
+    return tuple(int(size) for size in value)
+
+
+def count_of_steps(value: Any, default: int = 0) -> int:
+    """Returns the number of updates that an optimizer has counted, which is a number or a tensor of one."""
+    if isinstance(value, StoredTensor):
+        return int(value.read())
+    return default if value is None else int(value)
+
+
+def stage_of(states: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage of a file of optimizer states; that of bf16 without a partitioned gradient says none."""
+    return int(plain(states.get("zero_stage", 1)))
+
+
+def check_whole(parameters: Mapping[str, SavedParameter], folder: Path) -> None:
+    """Raises `StoreError` if the fragments of a parameter are not all of it."""
+    for name, parameter in parameters.items():
+        for state, parts in parameter.states.items():
+            found = sum(part.numel for part in parts)
+            # No fragment at all is a state that the optimizer has not made yet.
+            if parts and found != parameter.numel:
+                raise StoreError(
+                    f"{folder} contains {found} elements of {state.value} of {name}, expected {parameter.numel}: "
+                    "files of ranks are missing, or are of different saves"
+                )
+
+
+def moments_of(states: Iterable[Mapping[str, Any]]) -> frozenset[str]:
+    """Returns the names of an optimizer's states that have an element for each one of a parameter."""
+    return frozenset(key for each in states for key, value in each.items() if key != "step" and value is not None)

@@ -1,0 +1,249 @@
+"""Reads the files that DeepSpeed's ranks save in ZeRO stages 1, 2 and 3.
+
+    mp_rank_00_model_states.pt                        stages 1 and 2: names, counters, buffers, 16-bit weights
+    zero_pp_rank_<r>_mp_rank_00_model_states.pt       stage 3: the same of each rank, with its part of frozen weights
+    [bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt    masters and moments of rank r, in flat tensors
+
+In stages 1 and 2 a group of parameters is one flat tensor that is cut at any element, and a table says what each rank
+has of it. In stage 3 each parameter is cut into equal parts, the last of which are padded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from offload.engine.checkpoint.deepspeed.contents import (
+    DeepSpeedContents,
+    Fragment,
+    SavedParameter,
+    attributes,
+    check_whole,
+    count_of_steps,
+    fragment,
+    moments_of,
+    shape_of,
+    stage_of,
+    whole,
+)
+from offload.errors import StoreError
+from offload.fileio.torch_file import StoredTensor, read_torch_file
+from offload.states import State
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
+_PIPELINE, _EXPERTS = re.compile(r"layer_\d+-model_.*"), re.compile(r".*(expert_\d+|expp_rank)_.*")
+OFFLOADED = "offloaded_tensors"
+"""Folder of the swap files that DeepSpeed copies beside its own files."""
+
+
+def is_zero(folder: Path) -> bool:
+    """Returns whether DeepSpeed has saved a checkpoint into `folder`."""
+    return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def model_files(folder: Path) -> dict[int, Path]:
+    """Returns the files of model states by rank; one file, of rank 0, in stages 1 and 2.
+
+    Raises:
+        StoreError: If layers or tensors are divided among ranks.
+    """
+    names = sorted(path.name for path in folder.iterdir())
+    _refuse_parallel(folder, names)
+    found = (_MODEL.fullmatch(name) for name in names)
+    return {int(match[1] or 0): folder / match[0] for match in found if match}
+
+
+def read_zero(folder: Path, states: bool) -> DeepSpeedContents:
+    """Reads all but the tensors of a checkpoint.
+
+    Args:
+        folder: The folder of one checkpoint.
+        states: False if optimizer states are not needed.
+
+    Raises:
+        StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
+    """
+    models = model_files(folder)
+    found = (_OPTIMIZER.fullmatch(path.name) for path in folder.iterdir())
+    files = {int(match[1]): folder / match[0] for match in found if match}
+    model = read_torch_file(models[min(models)])
+    if not files:
+        raise StoreError(
+            f"{folder} contains no file of a rank's optimizer states, such as zero_pp_rank_0_mp_rank_00_optim_states.pt"
+            ": fetch all files of the checkpoint, or, if it was saved without ZeRO, save it with a stage of ZeRO"
+        )
+    # Every file names its tensors' places alone, so that those of hundreds of ranks fit in memory.
+    ranks = [read_torch_file(files[rank])["optimizer_state_dict"] for rank in sorted(files)]
+    stage = stage_of(ranks[0])
+    size = _check_ranks(folder, files, ranks[0], model, models if stage == 3 else None)
+    optimizer = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+    if stage == 3:
+        parameters = _stage_3(folder, model, ranks, states)
+        # Other ranks' model states differ from the first one's by their parts of frozen weights alone.
+        models_of_all = [model, *(read_torch_file(models[rank]) for rank in range(1, size) if _has_frozen(model))]
+        parameters |= _frozen_3(model, models_of_all)
+    else:
+        parameters = _stages_1_and_2(folder, model, ranks, states)
+        parameters |= _frozen_2(model, parameters)
+    check_whole(parameters, folder)
+    return DeepSpeedContents(
+        parameters=parameters,
+        tied=dict(model.get("shared_params") or {}),
+        buffers=buffers_of(model),
+        model=model,
+        groups=ranks[0][optimizer]["param_groups"],
+        loss_scaler=ranks[0].get("loss_scaler"),
+        moments=moments_of(ranks[0][optimizer]["state"].values()),
+        ranks=size,
+    )
+
+
+def buffers_of(model: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Returns the buffers among the weights of a file of model states."""
+    module = model.get("module") or {}
+    return {name: module[name] for name in model.get("buffer_names") or () if name in module}
+
+
+def _refuse_parallel(folder: Path, names: Sequence[str]) -> None:
+    """Raises `StoreError` for checkpoints of pipelines, of tensor parallelism and of experts over ranks."""
+    others = [match[2] for pattern in (_OPTIMIZER, _MODEL) for match in map(pattern.fullmatch, names) if match]
+    kinds = {
+        "pipeline parallelism": any(map(_PIPELINE.fullmatch, names)),
+        "experts divided among ranks": any(map(_EXPERTS.fullmatch, names)),
+        "tensor parallelism": any(int(rank) for rank in others),
+    }
+    for kind, there in kinds.items():
+        if there:
+            raise StoreError(
+                f"{folder} was saved with {kind}, which is not supported: make a model of whole layers of it with "
+                "DeepSpeed (ds_to_universal joins tensors), or with the tools of the program that saved it"
+            )
+
+
+def _check_ranks(
+    folder: Path, files: Mapping[int, Path], first: Mapping[str, Any], model: Any, models: Mapping[int, Path] | None
+) -> int:
+    """Returns the number of ranks; raises `StoreError` if a file of one is missing.
+
+    Args:
+        folder: The checkpoint.
+        files: Files of optimizer states by rank.
+        first: Optimizer states of the first one.
+        model: Model states of the first rank.
+        models: Files of model states by rank, if each rank has one.
+    """
+    # In stages 1 and 2 each group has a count of its own, which differ where experts are divided.
+    count = first["partition_count"]
+    size = max(count) if isinstance(count, list) else int(count)
+    for what, there in (("optimizer", files), ("model", models)):
+        missing = sorted(set(range(size)) - set(there)) if there is not None else []
+        if missing:
+            raise StoreError(
+                f"{folder} lacks the files of {what} states of rank {', '.join(map(str, missing))} of {size}: fetch "
+                "the files of all ranks into one folder"
+            )
+    if not isinstance(first.get("base_optimizer_state", {}), dict) or first.get("ds_zero_partition_groups"):
+        raise StoreError(
+            f"{folder} was saved with elastic_checkpoint, or with experts divided among ranks, which is not supported: "
+            "save it without"
+        )
+    if model.get("param_shapes") is None:
+        raise StoreError(f"{folder} has no shapes of parameters: it was not saved by ZeRO, or by DeepSpeed before 0.3")
+    return size
+
+
+# -- stages 1 and 2 -----------------------------------------------------------------------------------
+
+
+def _stages_1_and_2(
+    folder: Path, model: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], states: bool
+) -> dict[str, SavedParameter]:
+    """Returns the trained parameters, whose fragments lie in the flat tensors of the ranks, in the order of ranks."""
+    shapes = {name: shape_of(shape) for group in model["param_shapes"] for name, shape in group.items()}
+    parts: dict[str, dict[State, list[Fragment]]] = {name: {} for name in shapes}
+    steps = dict.fromkeys(shapes, 0)
+    for rank, saved in enumerate(ranks):
+        base = saved["base_optimizer_state"]
+        for group, mapping in enumerate(saved["param_slice_mappings"]):
+            kept = base["state"].get(group, {})
+            # FusedAdam counts the steps of a group, torch's optimizers those of each tensor.
+            count = count_of_steps(kept.get("step"), count_of_steps(base["param_groups"][group].get("step")))
+            flat = {State.WEIGHT: saved["single_partition_of_fp32_groups"][group]}
+            flat |= _moments(kept) if states else {}
+            # The table has the place in this rank's tensor. That in the parameter follows from the ranks before.
+            for name, place in mapping.items():
+                start, numel = (int(attributes(place)[key]) for key in ("start", "numel"))
+                for state, tensor in flat.items():
+                    what = f"{state.value} of rank {rank} in {folder}"
+                    parts[name].setdefault(state, []).append(fragment(tensor, start, numel, what))
+                steps[name] = count
+    return {name: SavedParameter(shape, True, parts[name], steps[name]) for name, shape in shapes.items()}
+
+
+def _moments(kept: Mapping[str, Any]) -> dict[State, Any]:
+    """Returns the moments among the states of an optimizer, by state."""
+    known = {state.value: state for state in State}
+    return {known[key]: value for key, value in kept.items() if key in known}
+
+
+def _frozen_2(model: Mapping[str, Any], trained: Mapping[str, SavedParameter]) -> Iterator[tuple[str, SavedParameter]]:
+    """Yields the frozen parameters by name: weights that are neither trained, nor buffers, nor tied to another."""
+    known = {*trained, *(model.get("buffer_names") or ()), *(model.get("shared_params") or ())}
+    for name, tensor in (model.get("module") or {}).items():
+        if name not in known:
+            yield name, SavedParameter(tensor.shape, False, {State.WEIGHT: whole(tensor, name)})
+
+
+# -- stage 3 ------------------------------------------------------------------------------------------
+
+
+def _stage_3(
+    folder: Path, model: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]], states: bool
+) -> dict[str, SavedParameter]:
+    """Returns the trained parameters: of each, every rank has an equal part in the flat tensor of its group."""
+    if (folder / OFFLOADED).is_dir():
+        raise StoreError(
+            f"{folder} was saved with the optimizer on NVMe, of which DeepSpeed copies swap files without a table of "
+            'them: load it in DeepSpeed with "offload_optimizer": {"device": "cpu"} and save it again, or load the '
+            "weights from save_16bit_model"
+        )
+    found: dict[str, SavedParameter] = {}
+    for group, shapes in enumerate(model["param_shapes"]):
+        kept = [saved["optimizer_state_dict"]["state"].get(group, {}) for saved in ranks]
+        flats = [
+            {State.WEIGHT: saved["fp32_flat_groups"][group], **(_moments(each) if states else {})}
+            for saved, each in zip(ranks, kept, strict=True)
+        ]
+        steps, start = count_of_steps(kept[0].get("step")), 0
+        for name, shape in shapes.items():
+            parameter = SavedParameter(shape_of(shape), True, {state: [] for state in flats[0]}, steps)
+            part = -(-parameter.numel // len(ranks))
+            # Small parameters end before the last ranks, whose parts are padding from the first element on.
+            for rank, flat in enumerate(flats):
+                numel = max(0, min(part, parameter.numel - rank * part))
+                for state, parts in parameter.states.items():
+                    what = f"{state.value} of rank {rank} in {folder}"
+                    parts.append(fragment(flat[state], start, numel, what))
+            found[name] = parameter
+            start += part
+    return found
+
+
+def _has_frozen(model: Mapping[str, Any]) -> bool:
+    """Returns whether model states contain frozen parameters."""
+    return bool(model.get("frozen_param_shapes"))
+
+
+def _frozen_3(model: Mapping[str, Any], models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, SavedParameter]]:
+    """Yields the frozen parameters by name; each rank has an equal part of each, flat."""
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        parameter = SavedParameter(shape_of(shape), False, {})
+        part = -(-parameter.numel // len(models))
+        parts = [
+            fragment(each["frozen_param_fragments"][name], 0, max(0, min(part, parameter.numel - rank * part)), name)
+            for rank, each in enumerate(models)
+        ]
+        yield name, parameter._replace(states={State.WEIGHT: parts})

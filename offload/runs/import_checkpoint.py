@@ -1,0 +1,187 @@
+"""Implementation of `offload import`: writes a checkpoint of DeepSpeed again, as one of ours.
+
+The files are read chunk by chunk, so memory does not depend on the model, and nothing in them is executed. The new
+checkpoint has masters and moments in fp32, each parameter as a unit of its own; an engine of any dtype, units and ranks
+loads it, and `offload verify`, `inspect` and `export` read it without the model's code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
+
+from offload.aio import DirectFile, crc32c, crc32c_joined
+from offload.aio.protocols import Future, Pending, Queue
+from offload.engine.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, is_deepspeed, look_deepspeed
+from offload.engine.checkpoint.directory import (
+    begin_folder,
+    drop_partial,
+    end_folder,
+    make_folder,
+    only_save,
+    write_new,
+)
+from offload.engine.checkpoint.files import (
+    MANIFEST,
+    Saved,
+    check_tag,
+    find,
+    progress_file,
+    states_file,
+    tensor_name,
+    tensors_of,
+)
+from offload.engine.checkpoint.load import LoadOptions
+from offload.engine.checkpoint.resharding import Run, Source
+from offload.engine.model_io.output_folder import check_room
+from offload.errors import StoreError
+from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
+from offload.fileio.safetensors_stream import Tensor, Writer
+from offload.states import State
+
+_ALL = LoadOptions(strict=True, states=True, schedule=True, module_only=False)
+_SLACK = 1 << 20
+"""Bytes reserved for the manifest and the progress."""
+
+
+class Imported(NamedTuple):
+    """Result of an import."""
+
+    path: Path
+    """The new checkpoint."""
+    step: int
+    parameters: int
+    nbytes: int
+    """Bytes of all states."""
+    notices: tuple[str, ...]
+
+
+def open_deepspeed(path: Path, tag: str | None) -> DeepSpeedCheckpoint:
+    """Returns a checkpoint of DeepSpeed, of which all but the tensors has been read.
+
+    Args:
+        path: Folder of checkpoints, or one of them.
+        tag: Tag of the checkpoint; None for the latest, or for `path` itself.
+
+    Raises:
+        StoreError: If there is none, or it is incomplete, damaged or not supported.
+        UsageError: If `tag` cannot name a folder.
+    """
+    folder = find(path, tag, is_deepspeed)
+    if folder is None or not is_deepspeed(Path(folder)):
+        raise StoreError(
+            f"{folder or path} contains no checkpoint of DeepSpeed (files such as mp_rank_00_model_states.pt, or a "
+            "folder zero): give the folder that save_checkpoint has written, or one of its tags with --tag"
+        )
+    return look_deepspeed(Path(folder), True, {})
+
+
+def nbytes_of(found: DeepSpeedCheckpoint) -> int:
+    """Returns the bytes of the states of an import."""
+    return sum(tensor.nbytes for tensor in _tensors(found).values())
+
+
+def import_checkpoint(
+    found: DeepSpeedCheckpoint, out: Path, queue: Queue, progress: Callable[[int], None] = lambda _: None
+) -> Imported:
+    """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
+
+    Args:
+        found: The checkpoint of DeepSpeed.
+        out: Folder of checkpoints, created if it does not exist. `latest` names the new one.
+        queue: Queue for reads and writes; owned by the caller.
+        progress: Called with the number of bytes after each write.
+
+    Raises:
+        StoreError: If bytes are damaged, there is not enough room, or a folder that is no checkpoint has the name.
+        IoError: If something cannot be read or written.
+    """
+    checkpoint = out / check_tag(found.folder.resolve().name)
+    # Read twice, as by a load: damage shows before anything is written.
+    found.check_bytes(_ALL, queue, 0, 1)
+    make_folder(out)
+    with only_save(out, checkpoint.name):
+        partial = begin_folder(checkpoint, True)
+        try:
+            check_room(partial, nbytes_of(found) + _SLACK, checkpoint)
+            files = {states_file(0): _write_states(found, partial / states_file(0), queue, progress)}
+            contents = safetensors.torch.save({**found.progress.pack(), **found.contents})
+            write_new(partial / progress_file(0), contents)
+            files[progress_file(0)] = Saved(len(contents), {"": crc32c(contents)})
+            now = datetime.now(timezone.utc).isoformat()
+            write_new(partial / MANIFEST, found.manifest._replace(created=now, files=files).pack())
+            end_folder(checkpoint, True)
+        except BaseException:
+            drop_partial(checkpoint)
+            raise
+    parameters = sum(segment.numel for layout in found.layouts for segment in layout.segments)
+    return Imported(checkpoint, found.manifest.step, parameters, nbytes_of(found), found.notices)
+
+
+def _tensors(found: DeepSpeedCheckpoint) -> dict[str, Tensor]:
+    """Returns the tensors of the new file of states."""
+    return tensors_of(found.layouts, found.mode, 0, 1, True)
+
+
+class _Chunk(NamedTuple):
+    """Elements [start, stop) of a unit, of one state."""
+
+    unit: int
+    state: State
+    start: int
+    stop: int
+
+    @property
+    def name(self) -> str:
+        """Name of the tensor."""
+        return tensor_name(self.unit, self.state)
+
+
+def _write_states(found: DeepSpeedCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
+    """Writes the file of states and returns its size and the checksum of each tensor."""
+    sums: dict[str, int] = {}
+    itemsize = torch.float32.itemsize
+    with (
+        contextlib.closing(found.open(queue)) as reader,
+        Writer(path, _tensors(found)) as writer,
+        DirectFile(path) as file,
+    ):
+
+        def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Pending]:
+            stop = min(chunk.stop, found.parameters[chunk.unit].numel)
+            # The rest of the chunk is padding.
+            torch.frombuffer(buffer, dtype=torch.float32)[max(0, stop - chunk.start) : chunk.stop - chunk.start].zero_()
+            if chunk.start < stop:
+                source = Source(chunk.unit, chunk.start, found.parameters[chunk.unit].trainable)
+                memory = buffer[: (stop - chunk.start) * itemsize]
+                yield from reader.read(Run(chunk.start, stop, source), chunk.state, memory, 0)
+
+        def end(chunk: _Chunk, buffer: memoryview) -> Sequence[Future]:
+            offset = writer.places[chunk.name].offset + chunk.start * itemsize
+            nbytes = (chunk.stop - chunk.start) * itemsize
+            return [queue.write(file, offset, buffer[:nbytes], checksum=True)]
+
+        def ended(chunk: _Chunk, writes: Sequence[Future]) -> None:
+            nbytes = (chunk.stop - chunk.start) * itemsize
+            sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), writes[0].crc32c(), nbytes)
+            progress(nbytes)
+
+        flow(flow_buffers(), _chunks(found), begin, end, ended)
+        return Saved(writer.nbytes, sums)
+
+
+def _chunks(found: DeepSpeedCheckpoint) -> Iterator[_Chunk]:
+    """Yields the chunks of all tensors, in their order."""
+    step = BUFFER_NBYTES // torch.float32.itemsize
+    for unit, layout in enumerate(found.layouts):
+        for state in found.mode.states:
+            # Of frozen parameters there is the weight alone.
+            numel = layout.numel if state is State.WEIGHT else layout.trainable_stop
+            for start in range(0, numel, step):
+                yield _Chunk(unit, state, start, min(start + step, numel))

@@ -1,0 +1,138 @@
+"""Files of `torch.save` are read as torch reads them, and nothing in them is imported, called or executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from offload.errors import StoreError
+from offload.fileio.safetensors_stream import Tensor
+from offload.fileio.torch_file import Record, StoredTensor, read_torch_file
+from offload.fileio.torch_file_writer import TorchFileWriter, write_torch_file
+
+
+def with_attributes() -> torch.Tensor:
+    """Returns a tensor that has an attribute, which torch saves in a way of its own."""
+    tensor = torch.ones(3)
+    tensor.mine = "value"  # type: ignore[attr-defined]
+    return tensor
+
+
+CONTENT: dict[str, Any] = {
+    "fp32": torch.arange(12.0).view(3, 4),
+    "bf16": torch.ones(3, dtype=torch.bfloat16),
+    "bool": torch.tensor([True, False]),
+    "scalar": torch.tensor(5),
+    "none": torch.empty(0, 3),
+    "view": torch.arange(10.0)[3:7],
+    "columns": torch.arange(6.0).view(2, 3).t(),
+    "parameter": nn.Parameter(torch.ones(2)),
+    "attributes": with_attributes(),
+}
+
+
+def test_tensors_are_those_that_torch_reads(tmp_path: Path) -> None:
+    torch.save(CONTENT, tmp_path / "file.pt")
+    found = read_torch_file(tmp_path / "file.pt")
+    for name, tensor in CONTENT.items():
+        stored = found[name]
+        assert isinstance(stored, StoredTensor) and stored.shape == tensor.shape and stored.dtype is tensor.dtype
+        assert torch.equal(stored.read(), tensor), name
+        assert stored.contiguous is tensor.is_contiguous(), name
+    assert found["view"].offset == found["view"].storage.offset + 12
+
+
+def test_plain_values_are_themselves_and_other_objects_are_records(tmp_path: Path) -> None:
+    plain = {"a": [1, 2.5, None, True], ("t",): {"set"}, "o": OrderedDict(x=1), "size": torch.Size([2, 3])}
+    torch.save([plain, nn.Linear(2, 2), torch.float32], tmp_path / "file.pt")
+    found, module, dtype = read_torch_file(tmp_path / "file.pt")
+    assert found == {**plain, "size": (2, 3)}
+    assert isinstance(module, Record) and module.name == "torch.nn.modules.linear.Linear"
+    assert module.state["in_features"] == 2 and issubclass(dtype, Record) and dtype.name == "torch.float32"
+
+
+class Calls:
+    """An object that an ordinary unpickler would make by a call."""
+
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    "function", [os.system, eval, exec, __import__, getattr, open, torch.load, pickle.loads], ids=lambda f: f.__name__
+)
+def test_a_call_is_a_record(function: Any, tmp_path: Path) -> None:
+    torch.save({"x": Calls(function, "no", "arguments")}, tmp_path / "file.pt")
+    found = read_torch_file(tmp_path / "file.pt")["x"]
+    assert isinstance(found, Record) and found.args == ("no", "arguments")
+
+
+def test_what_a_pickle_does_to_a_class_ends_with_its_file(tmp_path: Path) -> None:
+    """BUILD on the class that stands for a name, instead of on an object."""
+    program = b"\x80\x02cmine\nName\n}X\x04\x00\x00\x00evilI1\nsb."
+    for name in ("one.pt", "two.pt"):
+        with zipfile.ZipFile(tmp_path / name, "w") as archive:
+            archive.writestr("archive/data.pkl", program if name == "one.pt" else b"\x80\x02cmine\nName\n)R.")
+    with pytest.raises(StoreError, match="not a complete file"):
+        read_torch_file(tmp_path / "one.pt")
+    assert not hasattr(read_torch_file(tmp_path / "two.pt"), "evil") and not hasattr(Record, "evil")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda data: data[:-30], "not a complete file of torch.save"),
+        (lambda data: data[: len(data) // 2], "saved by a torch older than 1.6"),
+        (lambda data: b"\x80\x02]q\x00.", "saved by a torch older than 1.6"),
+        (lambda data: data.replace(b"FloatStorage", b"OtherStorage"), "not a complete file of torch.save"),
+        (lambda data: b"", "not a complete file of torch.save"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_an_error(spoil: Any, message: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(100.0)}, tmp_path / "file.pt")
+    (tmp_path / "file.pt").write_bytes(spoil((tmp_path / "file.pt").read_bytes()))
+    with pytest.raises(StoreError, match=message):
+        read_torch_file(tmp_path / "file.pt")
+
+
+def test_a_tensor_that_reaches_beyond_its_storage_is_an_error(tmp_path: Path) -> None:
+    torch.save({"a": torch.arange(99.0)}, tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive, zipfile.ZipFile(tmp_path / "longer.pt", "w") as longer:
+        for info in archive.infolist():
+            # A shape of (100,) in place of (99,): a pickle has such numbers as one byte.
+            longer.writestr(info.filename, archive.read(info).replace(b"K\x63\x85", b"K\x64\x85"))
+    with pytest.raises(StoreError, match="reaches beyond its storage"):
+        read_torch_file(tmp_path / "longer.pt")
+
+
+def test_a_file_written_in_chunks_is_what_torch_reads(tmp_path: Path) -> None:
+    values = torch.arange(1000.0)
+    writer = TorchFileWriter(tmp_path / "file.pt", {"param": Tensor(torch.float32, (10, 100)), "more": ["x"]})
+    writer.begin()
+    for start, stop in ((0, 300), (300, 999), (999, 1000)):
+        writer.write(memoryview(values[start:stop].numpy()).cast("B"))
+    writer.close()
+    for found in (torch.load(tmp_path / "file.pt", weights_only=True), read_torch_file(tmp_path / "file.pt")):
+        tensor = found["param"]
+        assert torch.equal(tensor.read() if isinstance(tensor, StoredTensor) else tensor, values.view(10, 100))
+        assert found["more"] == ["x"]
+
+
+def test_a_file_of_tensors_in_memory_is_what_torch_reads(tmp_path: Path) -> None:
+    plain = {name: tensor for name, tensor in CONTENT.items() if name not in ("parameter", "attributes")}
+    write_torch_file(tmp_path / "file.pt", {**plain, "size": torch.Size([2, 3])})
+    found = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert found["size"] == torch.Size([2, 3])
+    for name, tensor in plain.items():
+        assert torch.equal(found[name], tensor) and found[name].dtype is tensor.dtype, name
