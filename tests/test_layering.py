@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "bench": "__init__ aio config fileio finetune hardware kernels layout planner presets swapper",
     "hf": "config engine losses",
     "runs": "aio engine fileio layout swapper",
+    "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
     "cli": "__init__ aio bench config fileio finetune hardware planner presets report runs swapper",
     "__main__": "cli",
 }

@@ -17,6 +17,7 @@ from offload.cli.commands import inspection as cli_inspect
 from offload.cli.commands import machine as cli_machine
 from offload.cli.commands import plan as cli_plan
 from offload.cli.commands import report as cli_report
+from offload.cli.commands import run as cli_run
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
 
@@ -71,6 +72,7 @@ app.command()(cli_inspect.inspect)
 app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)
+cli_run.register(app)
 
 
 def main() -> None:
