@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from offload.deepspeed.ops.options import groups_of, refuse_options
+from offload.deepspeed.ops.options import SharedGroups, refuse_options
 from offload.engine.optim.algorithms import RULES
-from offload.engine.optim.optimizer import Optimizer
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
 
-class DeepSpeedCPUAdagrad(Optimizer):
+class DeepSpeedCPUAdagrad(SharedGroups):
     """Adagrad, which an engine steps. `step()` without an engine is an error."""
 
     def __init__(
@@ -39,4 +38,4 @@ class DeepSpeedCPUAdagrad(Optimizer):
         """
         refuse_options("DeepSpeedCPUAdagrad", amsgrad=amsgrad, fp32_optimizer_states=not fp32_optimizer_states)
         numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "lr_decay": 0.0}
-        super().__init__(groups_of(model_params), numbers, RULES["adagrad"])
+        super().__init__(model_params, numbers, RULES["adagrad"])

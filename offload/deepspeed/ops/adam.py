@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-from offload.deepspeed.ops.options import groups_of, refuse_options
-from offload.engine.optim.optimizer import Optimizer
+from offload.deepspeed.ops.options import SharedGroups, refuse_options
+from offload.engine.optim.algorithms import RULES
 from offload.kernels import CPUAdamW
+from offload.swapper.modes import ADAM
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
 
 
-class FusedAdam(Optimizer):
+class FusedAdam(SharedGroups):
     """AdamW, or Adam with `adam_w_mode=False`, which an engine steps. `step()` without an engine is an error."""
 
     def __init__(
@@ -48,7 +49,7 @@ class FusedAdam(Optimizer):
         """
         refuse_options(type(self).__name__, amsgrad=amsgrad, bias_correction=not bias_correction)
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": adam_w_mode}
-        super().__init__(groups_of(params), numbers)
+        super().__init__(params, numbers, RULES[ADAM])
 
 
 class DeepSpeedCPUAdam(FusedAdam):

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from offload.deepspeed.ops.options import groups_of, refuse_options
+from offload.deepspeed.ops.options import SharedGroups, refuse_options
 from offload.engine.optim.algorithms import RULES
-from offload.engine.optim.optimizer import Optimizer
 from offload.swapper.modes import LAMB
 
 __all__ = ["FusedLamb"]
 
 
-class FusedLamb(Optimizer):
+class FusedLamb(SharedGroups):
     """LAMB, which an engine steps. `step()` without an engine is an error."""
 
     def __init__(
@@ -57,4 +56,4 @@ class FusedLamb(Optimizer):
             max_grad_norm=bool(max_grad_norm),
         )
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        super().__init__(groups_of(params), {**numbers, "max_coeff": max_coeff, "min_coeff": min_coeff}, RULES[LAMB])
+        super().__init__(params, {**numbers, "max_coeff": max_coeff, "min_coeff": min_coeff}, RULES[LAMB])

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from offload.deepspeed.ops.options import groups_of, refuse_options
+from offload.deepspeed.ops.options import SharedGroups, refuse_options
 from offload.engine.optim.algorithms import RULES
-from offload.engine.optim.optimizer import Optimizer
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]
 
 
-class FusedLion(Optimizer):
+class FusedLion(SharedGroups):
     """Lion, which an engine steps. `step()` without an engine is an error."""
 
     def __init__(
@@ -34,7 +33,7 @@ class FusedLion(Optimizer):
         """
         # A scheduler may write into the group, so a list of the script's own must not be shared.
         numbers = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(groups_of(params), numbers, RULES["lion"])
+        super().__init__(params, numbers, RULES["lion"])
 
 
 class DeepSpeedCPULion(FusedLion):

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from offload.engine.optim.algorithms import Rule
+from offload.engine.optim.optimizer import Optimizer
 from offload.errors import ConfigError
 
 _ADVICE = {
@@ -18,16 +20,26 @@ _ADVICE = {
 }
 
 
-def groups_of(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Returns parameters or groups, as torch's optimizers take them, as groups.
+class SharedGroups(Optimizer):
+    """An optimizer for an engine, over the very dicts of groups that it receives, which torch's constructors keep too.
 
-    Args:
-        params: parameters, or dicts with "params".
+    accelerate makes such an optimizer from the groups of the user's, whose schedule still writes into them.
     """
-    given = [params] if isinstance(params, torch.Tensor) else list(params)
-    if given and isinstance(given[0], Mapping):
-        return [dict(group) for group in given]
-    return [{"params": given}]
+
+    def __init__(self, params: Iterable[Any], numbers: Mapping[str, Any], rule: Rule) -> None:
+        """Makes the optimizer.
+
+        Args:
+            params: parameters, or groups of them.
+            numbers: numbers for groups that lack them.
+            rule: the update rule.
+        """
+        given: list[Any] = [params] if isinstance(params, torch.Tensor) else list(params)
+        groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
+        super().__init__(groups, numbers, rule)
+        for group, mine in zip(groups, self.param_groups, strict=True):
+            group.update(mine)
+        self.param_groups[:] = groups
 
 
 def refuse_options(kind: str, **asked: bool) -> None:
