@@ -86,4 +86,5 @@ def test_the_commands_are_as_they_say_themselves() -> None:
         "run: python -m tests.support.command_line_page"
     )
     helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
-    assert [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words] == []
+    silent = [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words]
+    assert silent == [("run",)], "all but the one whose output is a script's"

@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "offline": "config engine finetune losses presets",
     "hf": "config engine losses",
     "runs": "aio engine fileio layout swapper",
+    "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
     "cli": "__init__ aio bench config fileio finetune hardware offline planner presets report runs swapper",
     "__main__": "cli",
 }

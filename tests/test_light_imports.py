@@ -122,7 +122,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
 
 
 def test_help_loads_nothing() -> None:
-    of = ("info", "probe", "plan", "tune", "train", "inspect", "verify", "export", "rm", "report")
+    of = ("info", "probe", "plan", "tune", "train", "inspect", "verify", "export", "rm", "report", "run")
     asked = [(), *((each,) for each in of), ("bench",), ("bench", "io"), ("bench", "adam"), ("bench", "swap")]
     for command, (code, output, found) in commands(*((*each, "--help") for each in asked), ("--version",)).items():
         assert (code, found) == (0, []), (command, output)

@@ -18,6 +18,7 @@ from offload.cli.commands import machine as cli_machine
 from offload.cli.commands import offline as cli_offline
 from offload.cli.commands import plan as cli_plan
 from offload.cli.commands import report as cli_report
+from offload.cli.commands import run as cli_run
 from offload.cli.commands import store as cli_store
 from offload.cli.commands import train as cli_train
 
@@ -73,6 +74,7 @@ app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)
 cli_offline.register(app)
+cli_run.register(app)
 
 
 def main() -> None:

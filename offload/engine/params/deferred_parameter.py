@@ -54,6 +54,8 @@ class _Building(threading.local):
     depth = 0
     model = False
     """True while a model is under construction, so that values written by its own code are kept."""
+    copies = False
+    """True in `keeping_copies`."""
 
 
 _building = _Building()
@@ -81,6 +83,20 @@ def building_a_model() -> Iterator[None]:
             yield
     finally:
         _building.model = outer
+
+
+@contextlib.contextmanager
+def keeping_copies() -> Iterator[None]:
+    """Extends `building_a_model` to a model that is built: values that anyone copies into a parameter are kept.
+
+    While a model is built, a copy by the code of transformers is left out, since its initializers repeat it.
+    """
+    outer, _building.copies = _building.copies, True
+    try:
+        with building_a_model():
+            yield
+    finally:
+        _building.copies = outer
 
 
 def is_building() -> bool:
@@ -260,6 +276,7 @@ def _real(tensor: DeferredParameter, name: str, where: str, all_of_it: bool) -> 
         raise _refused_part(name, where)
     empty = _plainly(torch.empty, whole.shape, dtype=whole.dtype, device="cpu")
     new = nn.Parameter(empty, whole.requires_grad)
+    vars(new).update(vars(whole))  # what code has set on the parameter, such as transformers' marks, stays there
     torch.utils.swap_tensors(whole, new)
     try:
         yield whole if tensor is whole else whole.data
@@ -340,7 +357,7 @@ def _copy(func: Any, tensor: DeferredParameter, source: Any, *args: Any, **kwarg
     if not is_building():
         raise _refusal("copy_")
     absent = isinstance(source, torch.Tensor) and source.is_meta
-    if _building.model and not absent and (by_hand := _writer()):
+    if _building.model and not absent and (by_hand := "GatheredParameters" if _building.copies else _writer()):
         with _real(tensor, "copy_", by_hand, all_of_it=True) as real:
             return func(real, source, *args, **kwargs)
     return _plainly(func, tensor, source, *args, **kwargs)

@@ -101,7 +101,7 @@ def initialize(
     meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
-        loaded = with_configured(load_config(_the_config(args, config, config_params)))
+        loaded = with_configured(load_config(chosen_config(args, config, config_params)))
         if not isinstance(model, nn.Module):
             raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
         check_data(training_data, collate_fn)
@@ -201,8 +201,8 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
     return tuple(line for holds, line in lines if holds)
 
 
-def _the_config(args: Any, config: Any, config_params: Any) -> Any:
-    """Returns the single config that was given; raises `ConfigError`."""
+def chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+    """Returns the single config of the arguments of `initialize`; raises `ConfigError`."""
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
     if len(given) != 1:
         raise ConfigError(

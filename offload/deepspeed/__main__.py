@@ -1,0 +1,52 @@
+"""`python -m offload.deepspeed train.py ...`: runs a script in which `import deepspeed` means this package.
+
+Under torchrun: `torchrun --nproc_per_node 2 -m offload.deepspeed train.py ...`.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import socket
+import sys
+from collections.abc import Sequence
+
+from offload.deepspeed import install
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs a script, or a module with `-m`, as `__main__`.
+
+    Args:
+        arguments: [`-m`,] the script, and its own arguments.
+    """
+    install()
+    _set_environment()
+    # As Python sets both for a script or a module that it starts itself.
+    is_module = arguments[0] == "-m"
+    target, *own = arguments[1:] if is_module else arguments
+    sys.argv = [target, *own]
+    if is_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = os.path.dirname(os.path.abspath(target))
+        runpy.run_path(target, run_name="__main__")
+
+
+def _set_environment() -> None:
+    """Sets what DeepSpeed's launcher sets for a process that trains alone, unless another launcher has."""
+    if "WORLD_SIZE" in os.environ:
+        return
+    # A fixed port would keep two runs from training beside each other.
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in alone.items()})
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("expected a script: python -m offload.deepspeed train.py [arguments]")
+    main(sys.argv[1:])

@@ -1,0 +1,7 @@
+"""`deepspeed.checkpoint`: what scripts import of it."""
+
+from __future__ import annotations
+
+from offload.deepspeed.submodules import submodules
+
+__getattr__ = submodules(__name__, "utils")

@@ -1,0 +1,153 @@
+"""`deepspeed.comm`: the collectives of torch.distributed, also in a process that no launcher has started.
+
+A process that trains alone gets a group of one with the first collective, so that each call has its ordinary result.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ReduceOp as ReduceOp
+
+from offload.engine.distributed.rendezvous import device_backend, meet_others
+from offload.swapper.memory.device_choice import accelerator_type
+
+_OF_THE_PROFILER = ("prof", "log_name", "debug")
+"""Keywords by which DeepSpeed measures a call, which torch's functions lack."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the ranks that the launcher has started, or makes a group of this process alone.
+
+    Does nothing if there is a process group already.
+
+    Args:
+        dist_backend: backend of torch.distributed; by default gloo, and beside it that of the accelerator.
+        auto_mpi_discovery: without effect: ranks come from torchrun's environment.
+        distributed_port: without effect: the launcher's MASTER_PORT counts.
+        verbose: without effect.
+        timeout: as in `torch.distributed.init_process_group`.
+        init_method: as in torch.
+        dist_init_required: False to do nothing.
+        config: without effect.
+        rank: as in torch.
+        world_size: as in torch.
+
+    Raises:
+        ConfigError: if the ranks of the launcher cannot meet.
+    """
+    if not dist.is_available() or dist.is_initialized() or dist_init_required is False:
+        return
+    # Who names a backend or a meeting place means torch's own call; else the engine's choice of both is taken.
+    if init_method is not None or rank >= 0 or (dist_backend is not None and _launched() > 1):
+        dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
+    elif _launched() > 1:
+        meet_others()
+    else:
+        # A store in memory: nothing listens on a port, so that processes beside this one cannot collide with it.
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(_backends(), store=store, rank=0, world_size=1)
+
+
+def _launched() -> int:
+    """Returns the number of ranks that a launcher has started."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _backends() -> str:
+    """Returns the backends for tensors on the CPU and on the accelerator."""
+    found = accelerator_type()
+    return "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}"
+
+
+def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of torch.distributed that makes the group first, and takes DeepSpeed's keywords too."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        init_distributed()
+        return function(*args, **{key: value for key, value in kwargs.items() if key not in _OF_THE_PROFILER})
+
+    return call
+
+
+all_gather = _with_group(dist.all_gather)
+all_gather_into_tensor = allgather_fn = _with_group(dist.all_gather_into_tensor)
+all_gather_object = _with_group(dist.all_gather_object)
+all_reduce = inference_all_reduce = _with_group(dist.all_reduce)
+all_to_all = _with_group(dist.all_to_all)
+all_to_all_single = _with_group(dist.all_to_all_single)
+barrier = _with_group(dist.barrier)
+broadcast = _with_group(dist.broadcast)
+broadcast_object_list = _with_group(dist.broadcast_object_list)
+gather = _with_group(dist.gather)
+get_all_ranks_from_group = _with_group(dist.get_process_group_ranks)
+irecv = _with_group(dist.irecv)
+isend = _with_group(dist.isend)
+monitored_barrier = _with_group(dist.monitored_barrier)
+new_group = _with_group(dist.new_group)
+recv = _with_group(dist.recv)
+reduce = _with_group(dist.reduce)
+reduce_scatter = _with_group(dist.reduce_scatter)
+reduce_scatter_tensor = reduce_scatter_fn = _with_group(dist.reduce_scatter_tensor)
+scatter = _with_group(dist.scatter)
+send = _with_group(dist.send)
+destroy_process_group = dist.destroy_process_group
+is_available = dist.is_available
+is_initialized = dist.is_initialized
+
+
+def get_world_group() -> Any:
+    """Returns the group of all ranks."""
+    init_distributed()
+    return dist.group.WORLD
+
+
+def get_rank(group: Any = None) -> int:
+    """Returns the rank of this process; that of the launcher before there is a group, 0 without one.
+
+    Args:
+        group: a group of ranks; None for all.
+    """
+    # A question makes no group: the script may be about to make one of its own.
+    return dist.get_rank(group) if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def get_world_size(group: Any = None) -> int:
+    """Returns the number of ranks; that of the launcher before there is a group, 1 without one.
+
+    Args:
+        group: a group of ranks; None for all.
+    """
+    return dist.get_world_size(group) if dist.is_initialized() else _launched()
+
+
+def get_local_rank() -> int:
+    """Returns the rank of this process on its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Returns the rank among all of a rank of a group.
+
+    Args:
+        group: a group of ranks; None for all.
+        group_rank: the rank in the group.
+    """
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)

@@ -1,0 +1,61 @@
+"""The config of a script of DeepSpeed, as this library reads it."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from offload.config import read_json
+
+_engines = itertools.count()
+"""Engines so far of this process whose config names no run."""
+
+
+def content_of(config: Any) -> dict[str, Any]:
+    """Returns a copy of a config that is given as a path, as text in base64 or as a mapping.
+
+    Args:
+        config: the config.
+
+    Raises:
+        ConfigError: if the config cannot be read.
+    """
+    content = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
+    # accelerate's word for no lines.
+    if content.get("steps_per_print") == math.inf:
+        del content["steps_per_print"]
+    return content
+
+
+def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool) -> dict[str, Any]:
+    """Returns a config with what a script of DeepSpeed leaves open.
+
+    Such a script saves checkpoints, and cannot resume from swap files: nothing is committed unless the config says so.
+    The second engine of a process has swap files beside those of the first.
+
+    Args:
+        content: the config.
+        leaves: names of the modules that `set_z3_leaf_modules` has marked.
+        trains: False for a model without an optimizer.
+    """
+    result = copy.deepcopy(dict(content))
+    # A schedule without an optimizer has nothing to set.
+    if not trains:
+        result.pop("scheduler", None)
+    block = dict(result.get("offload") or {})
+    # Commits would cost writes, and a killed run would be in the way of the next start.
+    if "durability" not in block and "resume" not in block:
+        block["durability"] = "none"
+    # Two engines cannot share swap files: a reference model of trl has its own.
+    if "run" not in block and (number := next(_engines)):
+        block["run"] = f"default{number + 1}"
+    result["offload"] = block
+    if marked := list(leaves):
+        zero = dict(result.get("zero_optimization") or {})
+        leaf = dict(zero.get("leaf_module") or {})
+        leaf["names"] = [*leaf.get("names", []), *marked]
+        result["zero_optimization"] = {**zero, "leaf_module": leaf}
+    return result

@@ -1,0 +1,122 @@
+"""`import deepspeed` as another name of `offload.deepspeed`, for scripts and libraries that are not modified.
+
+A finder at the front of `sys.meta_path` answers three questions: where a module `deepspeed` or `deepspeed.x.y` is (it
+is `offload.deepspeed.x.y` itself, not a second copy), whether there is such a package (`importlib.util.find_spec`), and
+what its version is (`importlib.metadata`, which transformers and accelerate ask). Nothing happens before `install`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from os import PathLike
+from pathlib import Path
+from types import ModuleType
+
+from offload.errors import UsageError
+
+VERSION = "0.19.8"
+"""The version of DeepSpeed whose names and signatures this package has."""
+
+_NAME, _OURS = "deepspeed", "offload.deepspeed"
+_ASK_ONCE = ("accelerate", "transformers.integrations.deepspeed")
+"""Modules that ask for DeepSpeed when they are imported, and never again."""
+_METADATA = f"""Metadata-Version: 2.1
+Name: {_NAME}
+Version: {VERSION}
+Summary: DeepSpeed's names over offload
+"""
+
+
+def install() -> None:
+    """Lets `import deepspeed` mean `offload.deepspeed` from now on, in this process. Calling it twice does no harm.
+
+    Call it before anything imports accelerate, or transformers' Trainer, which look for DeepSpeed when imported.
+
+    Raises:
+        UsageError: if DeepSpeed itself, or a library that has looked for it in vain, is imported already.
+    """
+    # Libraries and the command may both call it.
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if _NAME in sys.modules:
+        raise UsageError(
+            "DeepSpeed itself is imported already, so its name cannot mean offload.deepspeed: call install() before "
+            "anything imports deepspeed, or start the script by `offload run`"
+        )
+    for name in _ASK_ONCE:
+        if name in sys.modules:
+            raise UsageError(
+                f"{name} is imported already and has looked for deepspeed: call offload.deepspeed.install() before "
+                "anything imports it, or start the script by `offload run`"
+            )
+    # In front: the real package may be installed too, and must not be found.
+    sys.meta_path.insert(0, _Finder())
+
+
+class _Finder(DistributionFinder, MetaPathFinder):
+    """Finder of the modules and of the metadata of `deepspeed`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Returns the spec of a module of `deepspeed`; None for any other.
+
+        Raises:
+            ModuleNotFoundError: if DeepSpeed's module has no counterpart here.
+        """
+        if fullname.partition(".")[0] != _NAME:
+            return None
+        # Modules under another name only: a copy would have classes and states of its own.
+        ours = _OURS + fullname.removeprefix(_NAME)
+        found = find_spec(ours)
+        if found is None:
+            raise ModuleNotFoundError(
+                f"offload has no counterpart of {fullname}; docs/reference/deepspeed-names.md lists what there is, and "
+                "what is in place of the rest",
+                name=fullname,
+            )
+        return ModuleSpec(
+            fullname,
+            _Alias(ours),
+            origin=found.origin,
+            is_package=found.submodule_search_locations is not None,
+        )
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """Returns the distribution `deepspeed`, if the context asks for it or for all."""
+        name = None if context is None else context.name
+        return [_Distribution()] if name is None or name.lower() == _NAME else []
+
+
+class _Alias(Loader):
+    """Loader that gives a module of this package a second name."""
+
+    def __init__(self, ours: str) -> None:
+        """Keeps the name of the module."""
+        self._ours = ours
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Returns None: the module that Python makes is replaced as soon as it is loaded."""
+        return
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Puts the module of this package in the place of the new one; the import system returns what is there."""
+        sys.modules[module.__name__] = import_module(self._ours)
+
+
+class _Distribution(Distribution):
+    """Metadata of a package `deepspeed` of the version whose names these are."""
+
+    def read_text(self, filename: str) -> str | None:
+        """Returns the content of METADATA; None for any other file."""
+        return _METADATA if filename == "METADATA" else None
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        """Returns where a file of the package would be; there is none."""
+        return Path(path)

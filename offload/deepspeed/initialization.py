@@ -1,0 +1,107 @@
+"""`deepspeed.initialize` and `deepspeed.add_config_arguments`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from typing import Any
+
+from torch import nn
+
+from offload.config import load_config
+from offload.deepspeed.comm import init_distributed
+from offload.deepspeed.content import content_of, of_a_script
+from offload.deepspeed.parameters import mark
+from offload.deepspeed.runtime.engine import DeepSpeedEngine
+from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
+from offload.engine.setup.initialize import chosen_config
+from offload.engine.setup.initialize import initialize as _initialize
+
+logger = logging.getLogger("offload")
+
+_PORT = 29500
+"""DeepSpeed's default of `distributed_port`, which asks for nothing."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = _PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Returns an engine over `model`: (engine, optimizer, loader, lr_scheduler). See `offload.initialize`.
+
+    A model without an optimizer, neither here nor in the config, is for evaluation: its parameters are frozen, and the
+    optimizer that is returned is None. Nothing is committed to the swap files unless the "offload" block of the config
+    sets "durability" or "resume": a script of DeepSpeed saves checkpoints.
+
+    Args:
+        args: namespace whose `deepspeed_config` is read if no config is given.
+        model: the model.
+        optimizer: an optimizer of torch, or of `deepspeed.ops`, a callable that makes one from the parameters, or None
+            for the config's.
+        model_parameters: parameters or groups for the config's optimizer or the callable; None for all that train.
+        training_data: dataset to load batches from; without it the loader is None.
+        lr_scheduler: a schedule, a callable that makes one from the optimizer, or None for the config's.
+        distributed_port: without effect at its default; else the launcher's.
+        mpu: must be None.
+        dist_init_required: as in `init_distributed`.
+        collate_fn: makes a batch from samples.
+        config: path of the JSON, or its content as a dict.
+        mesh_param: must be None.
+        config_params: another name of `config`.
+
+    Raises:
+        ConfigError: if the config is wrong or does not fit the model.
+        UsageError: if a keyword asks for what is not supported, or the model is under an engine already.
+    """
+    content = content_of(chosen_config(args, config, config_params))
+    # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
+    init_distributed(dist_init_required=dist_init_required)
+    leaves = [] if model is None else [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
+    trains = optimizer is not None or content.get("optimizer") is not None
+    content = of_a_script(content, leaves, trains)
+    if not trains and isinstance(model, nn.Module):
+        load_config(content)  # raises before the model is changed
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
+        # An engine without an optimizer has no place for gradients.
+        model.requires_grad_(False)
+    engine, used, loader, schedule = _initialize(
+        None,
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        collate_fn,
+        content,
+        mpu=mpu,
+        dist_init_required=dist_init_required,
+        distributed_port=None if distributed_port == _PORT else distributed_port,
+        mesh_param=mesh_param,
+    )
+    # At the end: until here a parameter may have become another object's content.
+    mark(engine.module.parameters())
+    return DeepSpeedEngine(engine), used if trains else None, loader, schedule
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds DeepSpeed's options to a parser, `--deepspeed` and `--deepspeed_config`, and returns the parser.
+
+    Args:
+        parser: the parser of a script.
+    """
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="use DeepSpeed, if the script asks for this option")
+    group.add_argument("--deepspeed_config", default=None, help="path of DeepSpeed's JSON file")
+    return parser

@@ -1,0 +1,3 @@
+"""`deepspeed.launcher.runner`: the name of the file in which accelerate leaves environment variables."""
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"

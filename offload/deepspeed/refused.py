@@ -1,0 +1,79 @@
+"""Names of DeepSpeed that have no counterpart here: each can be imported, and its use is an error that says why.
+
+A class stays a class, so that `isinstance(model, deepspeed.PipelineModule)` is False and not an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from offload.errors import UsageError
+
+_PIPELINES = (
+    "layers are not divided over ranks: every rank pages the whole model. Give deepspeed.initialize the model as "
+    "torch.nn.Sequential, and call engine.train_batch(data_iter)"
+)
+_TENSORS = "weights are paged, and not divided within a layer: leave the call out, and set the budgets"
+_INFERENCE = (
+    "pass the model to deepspeed.initialize without an optimizer, as for ZeRO-Inference: weights are paged, and "
+    "engine.generate is the model's"
+)
+_LAYERS = "layers are the model's own: leave the call out"
+_EXPERTS = "experts are not divided over ranks: use the model's own, which are paged one by one"
+_COMPRESSED = 'optimizers that compress what ranks exchange are not supported: use "AdamW"'
+
+
+def refused_class(name: str, instead: str) -> Any:
+    """Returns a class whose construction is an error."""
+
+    def __init__(self: object, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _error(name, instead)
+
+    # Made by `type`, since each differs from the others by its name and words alone.
+    return type(name, (), {"__init__": __init__, "__doc__": f"Not supported: {instead}.", "__module__": __name__})
+
+
+def function(name: str, instead: str) -> Any:
+    """Returns a function that raises an error."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _error(name, instead)
+
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__doc__ = f"Raises `UsageError`: {instead}."
+    return refuse
+
+
+def _error(name: str, instead: str) -> UsageError:
+    """Returns the error for a use of `name`."""
+    return UsageError(f"deepspeed's {name} has no counterpart here: {instead}")
+
+
+# -- models over ranks ---------------------------------------------------------------------------------
+
+PipelineModule = refused_class("PipelineModule", _PIPELINES)
+PipelineEngine = refused_class("PipelineEngine", _PIPELINES)
+LayerSpec = refused_class("LayerSpec", _PIPELINES)
+TiedLayerSpec = refused_class("TiedLayerSpec", _PIPELINES)
+
+# -- inference -----------------------------------------------------------------------------------------
+
+init_inference = function("init_inference", _INFERENCE)
+default_inference_config = function("default_inference_config", _INFERENCE)
+InferenceEngine = refused_class("InferenceEngine", _INFERENCE)
+DeepSpeedInferenceConfig = refused_class("DeepSpeedInferenceConfig", _INFERENCE)
+DeepSpeedHybridEngine = refused_class("DeepSpeedHybridEngine", _INFERENCE)
+
+tp_model_init = function("tp_model_init", _TENSORS)
+set_autotp_mode = function("set_autotp_mode", _TENSORS)
+
+# -- layers and optimizers -----------------------------------------------------------------------------
+
+DeepSpeedTransformerLayer = refused_class("DeepSpeedTransformerLayer", _LAYERS)
+DeepSpeedTransformerConfig = refused_class("DeepSpeedTransformerConfig", _LAYERS)
+replace_transformer_layer = function("replace_transformer_layer", _LAYERS)
+
+MoE = refused_class("MoE", _EXPERTS)
+OnebitAdam = refused_class("OnebitAdam", _COMPRESSED)
+OnebitLamb = refused_class("OnebitLamb", _COMPRESSED)
+ZeroOneAdam = refused_class("ZeroOneAdam", _COMPRESSED)

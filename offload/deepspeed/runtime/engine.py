@@ -1,0 +1,163 @@
+"""`deepspeed.runtime.engine`: the engine, with the methods that only DeepSpeed's has."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offload.engine.engine import Engine
+from offload.engine.optim.optimizer import Optimizer
+from offload.engine.training import train_batch as batch
+from offload.errors import UsageError
+
+__all__ = ["DeepSpeedEngine", "DeepSpeedOptimizer", "DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable"]
+
+DeepSpeedOptimizer = Optimizer
+DeepSpeedOptimizerCallable = Callable[[Any], torch.optim.Optimizer]
+DeepSpeedSchedulerCallable = Callable[[torch.optim.Optimizer], Any]
+
+
+class DeepSpeedEngine(Engine):
+    """An `offload.Engine` with the methods that only DeepSpeed's engine has. Created by `deepspeed.initialize`."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Takes the place of an engine: both act on the same components.
+
+        Args:
+            engine: result of `offload.initialize`.
+        """
+        # The core holds all state; an engine is its methods.
+        super().__init__(engine._core, engine.notices)
+
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> torch.Tensor:
+        """Returns the mean loss of some micro-batches, without gradients and in evaluation mode.
+
+        Args:
+            data_iter: an iterator of micro-batches, as for `train_batch`.
+            num_micro_batches: number of micro-batches; by default as many as a step has.
+
+        Returns:
+            () fp32, on the device of the losses, of this rank.
+
+        Raises:
+            UsageError: if `data_iter` is no iterator, or the model returns no loss of one element.
+            StopIteration: if the data end before.
+        """
+        batch.check_batches(data_iter)
+        # Behind an error the model trains on in the mode that it had.
+        mode = self.module.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
+                losses = [batch.run(self, next(data_iter)) for _ in range(count)]
+        finally:
+            self.train(mode)
+        return torch.stack([loss.float() for loss in losses]).mean()
+
+    @property
+    def _modules(self) -> dict[str, torch.nn.Module]:
+        """The model under the name of a wrapper's submodule: accelerate reads it to look for compiled regions."""
+        return {"module": self.module}
+
+    # -- weights in one place -----------------------------------------------------------------------
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Returns the result of `module_state_dict` on rank 0, and None on other ranks; for transformers' Trainer."""
+        return self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the weights in the compute dtype into one file: safetensors, or a pickle as DeepSpeed does.
+
+        Args:
+            save_dir: the folder of the file, created if it does not exist.
+            save_filename: name of the file. A name that ends with ".safetensors" is streamed, as by `offload.Engine`;
+                for any other, such as the default, all weights are in memory at one time.
+            exclude_frozen_parameters: True to leave out frozen parameters.
+
+        Returns:
+            False, after a warning, if the config sets stage3_gather_16bit_weights_on_model_save to false in stage 3;
+            True otherwise.
+
+        Raises:
+            BudgetError: if the weights of a pickle do not fit into the RAM.
+        """
+        # The parent warns where nothing is written, and streams what has a name of its own.
+        gathers = self.zero_gather_16bit_weights_on_model_save() or self.zero_optimization_stage() != 3
+        if save_filename.endswith(".safetensors") or not gathers:
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        # One rank may read weights alone.
+        if self.global_rank == 0:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.module_state_dict(exclude_frozen_parameters), folder / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # -- the config ---------------------------------------------------------------------------------
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Returns the samples of a step, those of a micro-batch on this rank, and the micro-batches of a step."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def gradient_clipping(self) -> float:
+        """Returns the largest norm of a step's gradient; 0 for no clip."""
+        return self._settings.clip
+
+    def zero_optimization(self) -> bool:
+        """Returns True if the config names a stage of ZeRO above 0."""
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Returns True from stage 2 on."""
+        return self.zero_optimization_stage() >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Returns True in stage 3."""
+        return self.zero_optimization_stage() >= 3
+
+    def optimizer_name(self) -> str:
+        """Returns the name of the first group's optimizer."""
+        return self.get_type()[0]
+
+    def dynamic_loss_scale(self) -> bool:
+        """Returns True if the loss scale adapts, as in fp16 without a fixed one."""
+        return self.fp16_enabled() and not self._settings.config.fp16.loss_scale
+
+    def get_data_parallel_rank(self) -> int:
+        """Returns the rank of this process: all ranks are data-parallel."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """Returns 0: layers are not divided over ranks."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    # -- not here -----------------------------------------------------------------------------------
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Raises `UsageError`: activations were planned for the micro-batch of the config.
+
+        Args:
+            micro_batch_size: ignored.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            f"the micro-batch size cannot become {micro_batch_size}: it is that of the config; change the number of "
+            "micro-batches by set_train_batch_size"
+        )

@@ -1,0 +1,96 @@
+"""`import deepspeed` means `offload.deepspeed` once it is installed, and libraries find it; not before, nor beside it.
+
+The scripts are unmodified scripts of DeepSpeed, each in a process of its own, which `offload run` starts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import warm_process
+
+pytest.importorskip("accelerate")
+
+_QUESTIONS = """
+import importlib.metadata, importlib.util, os, pickle, sys
+import offload.deepspeed
+assert importlib.util.find_spec("deepspeed") is None
+try:
+    offload.deepspeed.install()
+except offload.UsageError as error:
+    assert "transformers.integrations.deepspeed is imported already" in str(error) or "accelerate" in str(error), error
+else:
+    raise AssertionError("transformers has asked already")
+for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "transformers")]:
+    del sys.modules[name]
+offload.deepspeed.install()
+offload.deepspeed.install()
+assert importlib.util.find_spec("deepspeed") is not None and "deepspeed" not in sys.modules
+assert importlib.metadata.version("deepspeed") == "0.19.8" and importlib.metadata.version("torch")
+import deepspeed
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
+import deepspeed.runtime.zero.partition_parameters as parameters
+assert deepspeed is offload.deepspeed and deepspeed.__version_minor__ == 19
+assert parameters.Init is deepspeed.zero.Init and pickle.loads(pickle.dumps(FusedAdam)) is FusedAdam
+try:
+    import deepspeed.profiling
+except ModuleNotFoundError as error:
+    assert "has no counterpart of deepspeed.profiling; docs/reference/deepspeed-names.md" in str(error)
+else:
+    raise AssertionError("deepspeed.profiling")
+print("right")
+"""
+
+_BESIDE = """
+import sys, types
+sys.modules["deepspeed"] = types.ModuleType("deepspeed")
+import offload.deepspeed
+try:
+    offload.deepspeed.install()
+except offload.UsageError as error:
+    assert "DeepSpeed itself is imported already" in str(error)
+    print("right")
+"""
+
+_ARGUMENTS = """
+import os, sys
+import deepspeed
+print([*sys.argv, __name__, os.environ["RANK"], os.environ["WORLD_SIZE"], deepspeed.__version__])
+sys.exit(7)
+"""
+
+
+def test_the_name_is_given_once_asked_for_and_is_the_package_itself() -> None:
+    for code in (_QUESTIONS, _BESIDE):
+        done = warm_process.python(code)
+        assert done.stdout == "right\n", done.stderr
+
+
+def test_a_script_has_its_arguments_its_name_and_its_exit_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_ARGUMENTS)
+    done = subprocess.run(
+        [sys.executable, "-m", "offload", "run", str(script), "--lr", "1", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stdout == f"{[str(script), '--lr', '1', '--help', '__main__', '0', '1', '0.19.8']}\n"
+    missing = warm_process.run(["-m", "offload", "run", str(tmp_path / "absent.py")])
+    assert missing.returncode == 2 and "is no file: expected a script" in missing.stderr
+
+
+@pytest.mark.numeric
+@pytest.mark.works("Trainers", '`Trainer` with `TrainingArguments(deepspeed="ds.json")`, in `offload run`', "right")
+@pytest.mark.works("Trainers", "accelerate with a `DeepSpeedPlugin`, in `offload run`", "right")
+def test_libraries_train_save_and_resume_as_without_deepspeed(tmp_path: Path) -> None:
+    """The scripts compare what they have trained."""
+    command = [sys.executable, "-m", "offload.deepspeed", "-m", "tests.support.deepspeed_scripts", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0 and done.stdout.endswith("right\n"), done.stdout[-2000:] + done.stderr[-6000:]

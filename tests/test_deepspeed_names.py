@@ -1,0 +1,60 @@
+"""Each public name of DeepSpeed's documentation is here with its arguments, refused, or absent, as its page says."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from offload.errors import UsageError
+from tests.support import deepspeed_names
+from tests.support.deepspeed_names import ABSENT, NAMES, REFUSED, RIGHT
+
+
+def found(path: str) -> Any:
+    """What a dotted name is, by attributes as a script writes it, or by imports; raises where it is nothing."""
+    value: Any = importlib.import_module("offload.deepspeed")
+    for part in path.split("."):
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            if not isinstance(value, ModuleType):
+                raise
+            value = importlib.import_module(f"{value.__name__}.{part}")
+    return value
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.outcome == RIGHT], ids=lambda name: name.path)
+def test_a_name_is_here_with_deepspeeds_arguments_in_their_order(name: deepspeed_names.Name) -> None:
+    value = found(name.path)
+    wanted = name.parameters.split()
+    assert not wanted or [each for each in inspect.signature(value).parameters][: len(wanted)] == wanted
+    if callable(value) and not isinstance(value, type):
+        assert inspect.getdoc(value)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.outcome == REFUSED], ids=lambda name: name.path)
+def test_a_refused_name_can_be_imported_and_its_use_says_what_to_do(name: deepspeed_names.Name) -> None:
+    with pytest.raises(UsageError, match=r": \w.{15}"):
+        found(name.path)(None, None)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.outcome == ABSENT], ids=lambda name: name.path)
+def test_an_absent_name_is_an_error_of_python_and_the_page_says_why(name: deepspeed_names.Name) -> None:
+    with pytest.raises((AttributeError, ImportError)):
+        found(name.path)
+    assert name.words
+
+
+def test_each_name_is_listed_once() -> None:
+    paths = [name.path for name in NAMES]
+    assert len(paths) > 200 and len(set(paths)) == len(paths)
+
+
+def test_the_page_is_of_this_table() -> None:
+    assert deepspeed_names.PAGE.read_text(encoding="utf-8") == deepspeed_names.document(), (
+        "run: python -m tests.support.deepspeed_names"
+    )
