@@ -34,7 +34,6 @@ from offload.engine.metrics.span_relay import Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
-from offload.engine.params.experts.implementation import take_one_by_one
 from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.dtype_choice import warn_if_slow
@@ -276,7 +275,6 @@ def _build(plan: Plan, model: nn.Module, optimizer: Optimizer, lr_scheduler: Any
 
         def components(callbacks: EngineCallbacks) -> EngineComponents:
             found = RunFiles(queue=queue, store=store, make=files.make, written=written)
-            take_one_by_one(model, plan.units.experts)
             parts = assemble(plan, model, optimizer, found, progress is not None, recorders, callbacks)
             # The timeline begins once the components are built: the filling of the tiers is not shown.
             timeline.start()
