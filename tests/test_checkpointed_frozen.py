@@ -22,12 +22,12 @@ from tests.support.oracle import Job, assert_same, run
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
 
 
-def adapted(model: nn.Module, reentrant: bool | None, **adapters: Any) -> nn.Module:
+def adapted(model: Any, reentrant: bool | None, **adapters: Any) -> nn.Module:
     """Returns a model with adapters, which checkpoints its layers unless `reentrant` is None."""
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    wanted = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapters}
+    wanted: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapters}
     return peft.get_peft_model(model, peft.LoraConfig(**wanted))
 
 

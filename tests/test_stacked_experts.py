@@ -19,7 +19,7 @@ from offload.planner.activations.load import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import drawn, from_name, from_training
-from offload.planner.recommend import plan
+from offload.planner.recommend import Planned, plan
 from offload.planner.report import heading
 from offload.states import State
 from tests.support import mixtures, models
@@ -454,7 +454,8 @@ def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
     assert len(units[0]) == len(units[1]) == len(units[2]) - 2 * (16 - round(of_one)) and units[0] != units[1]
     assert sum(use.flops for use in few.uses) == pytest.approx(sum(use.flops for use in shape.uses))
     assert sum(use.saved for use in few.uses) == sum(use.saved for use in shape.uses)
-    machine, moved = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")]), {}
+    machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
+    moved: dict[str, Planned] = {}
     for kind in ("each", "visited"):
         content = settings("nvme", "nvme", batch=1)
         content["offload"]["experts"] = kind
