@@ -8,6 +8,7 @@ Forms with a "master" have bf16 weights by the kernels, with 16 or 8 more bits o
 the values of these weights, in fp32.
 
     python -m bench.moments --steps 500 --seeds 5
+    python -m bench.moments --forms fp32 int8 --draws 5     int8 five times for each seed, with other random bits
 """
 
 from __future__ import annotations
@@ -40,13 +41,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--forms", nargs="*", default=list(FORMS))
+    parser.add_argument("--draws", type=int, default=1, help="runs of int8 for each seed, each rounded by other bits")
     given = parser.parse_args(arguments)
     text = corpus()
     losses: dict[str, list[float]] = {form: [] for form in given.forms}
+    draws: list[list[float]] = []
     for seed in range(given.seeds):  # in turns, so that a run that is ended early has all forms
         for form in given.forms:
             losses[form].append(final_loss(form, seed, given, text))
             print(form, seed, round(losses[form][-1], 4), flush=True)
+        if "int8" in given.forms:
+            others = [final_loss("int8", seed, given, text, draw) for draw in range(1, given.draws)]
+            draws.append([losses["int8"][-1], *others])
+            print("int8", seed, "by draw", [round(each, 4) for each in draws[-1]], flush=True)
     report(
         "moments",
         {
@@ -55,6 +62,9 @@ def main(arguments: list[str] | None = None) -> None:
             "layers": given.layers,
             "losses": losses,
             "means": {form: statistics.mean(each) for form, each in losses.items()},
+            # Of each seed: only the random bits of the rounding differ.
+            "int8_by_draw": draws,
+            "deviations_of_draws": [statistics.pstdev(each) for each in draws],
             "deviations": {form: statistics.pstdev(each) for form, each in losses.items()},
             # Of the same seed: the data, the initial weights and so most of the spread are the same.
             "above_first": {
@@ -71,14 +81,14 @@ def corpus() -> torch.Tensor:
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
 
-def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tensor) -> float:
-    """Trains a model and returns its loss on text that it has not seen."""
+def final_loss(form: str, seed: int, given: argparse.Namespace, text: torch.Tensor, draw: int = 0) -> float:
+    """Trains a model and returns its loss on text that it has not seen; `draw` changes the rounding of int8 alone."""
     torch.manual_seed(seed)
     sizes = {"n_layer": given.layers, "n_embd": given.width, "n_head": 4, "vocab_size": 256, "n_positions": 128}
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(**sizes, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
-    optimizer = optimizer_of(form, model, seed)
+    optimizer = optimizer_of(form, model, seed + 1000 * draw)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=given.steps, cycle_momentum=False)
     chance = torch.Generator().manual_seed(seed)
     border = len(text) * 9 // 10

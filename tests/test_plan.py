@@ -377,7 +377,7 @@ def test_what_is_added_up_on_a_gpu_leaves_it_with_the_last_micro_batch() -> None
         totals = dict(planned.memory.placement.added)
         assert len(totals) == len(small.layouts) and totals[3] == 4 * numel
         first = passes.forward(small, slow, Load(1))
-        *some, last = step_order.step_of(small, first, planned.memory, slow, planned.load)[1::2]
+        *some, last = step_order.step_of(small, [first] * 4, planned.memory, slow, planned.load)[1::2]
         assert len(some) == 3 and some[0] == some[1] == some[2]
         mine = next(index for index, each in enumerate(alone) if each.unit == 3)
         added = alone[mine].seconds + 10 * numel / machine.elementwise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -159,6 +160,18 @@ def test_nobody_writes_quantized_weights(values: Path, tmp_path: Path) -> None:
     engine.destroy(remove=True)
     with pytest.raises(UsageError, match="its engine was destroyed"):
         weight.clone()
+
+
+def test_weights_are_packed_for_the_cpu_again_once_the_engine_has_ended(values: Path, tmp_path: Path) -> None:
+    this = job(values, "nf4")
+    model = this.model()
+    layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "support_avx512bf16_for_cpu")]
+    for layer in layers:
+        layer.support_avx512bf16_for_cpu = True  # as bitsandbytes finds it on a processor with these instructions
+    engine = start(this._replace(model=lambda: model), DISK, tmp_path)
+    assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
+    engine.destroy(remove=True)
+    assert all(layer.support_avx512bf16_for_cpu for layer in layers)
 
 
 def test_a_model_that_is_not_quantized_yet_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,12 @@ from offload.config import load_config
 from offload.errors import StoreError, UsageError
 from offload.layout.experts.division import Division, division_of
 from offload.layout.experts.stacks import cut_stacks, find_stacks
-from offload.planner.model_shape import from_name, from_training
+from offload.planner.activations.load import Load
+from offload.planner.hardware import described, parse_drive
+from offload.planner.memory import settings
+from offload.planner.model_shape import drawn, from_name, from_training
+from offload.planner.recommend import Planned, plan
+from offload.planner.report import heading
 from offload.states import State
 from tests.support import mixtures, models
 from tests.support.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits
@@ -315,12 +320,16 @@ def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: 
 
 
 def test_the_loop_takes_the_place_of_an_implementation_that_needs_all(tmp_path: Path) -> None:
+    """Until the engine ends, and of no other model with the same config."""
     model = mixtral()
     model.set_experts_implementation("grouped_mm")
     engine = start(Job(lambda: model, models.language_loss), DISK, tmp_path)
     assert any('16 experts are units of their own, in a loop in place of "grouped_mm"' in n for n in engine.notices)
-    assert model.config._experts_implementation == "eager"
+    stacks = stacks_of(model).values()
+    assert {stack.config._experts_implementation for stack in stacks} == {"eager"}
+    assert model.config._experts_implementation == "grouped_mm"
     engine.destroy(remove=True)
+    assert all(stack.config is model.config for stack in stacks)
 
 
 @pytest.mark.parametrize("rule", ["LAMB", "Muon"])
@@ -414,7 +423,7 @@ def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
         train_step(engine, job, 0)
         used = [unit for unit in engine._core.components.pager.end_step()]
         engine.destroy(remove=True)
-        planned = [use.unit for use in shape.uses]
+        planned = [use.unit for use in drawn(shape, 10_000, 0).uses]
         assert len(planned) == len(set(planned)), "each unit is used once in a forward"
         assert set(used) <= set(planned)
         assert any(shape.layouts[unit].name.endswith("]") for unit in planned) == experts
@@ -431,3 +440,29 @@ def test_a_plan_of_experts_needs_less_device_memory(tmp_path: Path) -> None:
     assert (
         max(layout.device_numel for layout in each.layouts) < max(layout.device_numel for layout in whole.layouts) / 4
     )
+
+
+def test_a_plan_counts_the_experts_that_so_many_tokens_visit() -> None:
+    """By expectation, with a router that prefers none; states of the others do not move if a step skips them."""
+    shape = from_training(qwen(16), 4, torch.bfloat16, Division(), {})
+    of_one = 16 * (1 - (1 - 2 / 16) ** 4)
+    assert shape.visited(1) == 4 and shape.visited(4) == pytest.approx(2 * of_one)
+    few, others, all_of_them = drawn(shape, 4, 0), drawn(shape, 4, 1), drawn(shape, 10_000, 0)
+    units = [{use.unit for use in each.uses} for each in (few, others, all_of_them)]
+    experts = [use for use in few.uses if use.choice.units]
+    assert [use.unit for use in experts] == [use.choice.units[0] for use in experts] and len(experts) == 2
+    assert len(units[0]) == len(units[1]) == len(units[2]) - 2 * (16 - round(of_one)) and units[0] != units[1]
+    assert sum(use.flops for use in few.uses) == pytest.approx(sum(use.flops for use in shape.uses))
+    assert sum(use.saved for use in few.uses) == sum(use.saved for use in shape.uses)
+    machine = described("24GB", 1 << 34, [parse_drive("7GB/s,5GB/s")])
+    moved: dict[str, Planned] = {}
+    for kind in ("each", "visited"):
+        content = settings("nvme", "nvme", batch=1)
+        content["offload"]["experts"] = kind
+        moved[kind] = plan(shape, machine, Load(1, speculate=False), content)
+    numel = [layout.trainable_stop for layout in shape.layouts]
+    share = sum(numel[unit] for unit in units[0]) / sum(numel)
+    written = [each.timing.moved.written for each in moved.values()]
+    assert written[1] / written[0] == pytest.approx(share, rel=0.02)
+    assert moved["visited"].timing.moved.read < moved["each"].timing.moved.read
+    assert "experts: a micro-batch visits 13.24 of 32, by expectation" in " ".join(heading(moved["visited"]))

@@ -13,12 +13,12 @@ import torch
 from offload.sizes import PAGE
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
-from offload.swapper.memory.viewed_memory import Cut, ViewedMemory
+from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
 from offload.torch_internals import StorageUsers
 from tests.support import models
 from tests.support.oracle import assert_same, room_for, run
 
-CUT = Cut(dtype=torch.bfloat16, pieces=(((2, 3), (3, 1), 0), ((4,), (1,), 8)))
+PLACES = ViewPlaces(dtype=torch.bfloat16, tensors=(((2, 3), (3, 1), 0), ((4,), (1,), 8)))
 counts = pytest.mark.skipif(not StorageUsers.counted(), reason="this build of torch does not count")
 
 
@@ -44,7 +44,7 @@ def counting(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     ids=["alias", "row", "transposed", "storage", "numpy", "dlpack", "graph"],
 )
 def test_what_holds_the_memory_is_noticed_until_it_ends(counting: bool, hold: Callable[[torch.Tensor], Any]) -> None:
-    memory = ViewedMemory(torch.zeros(PAGE, dtype=torch.uint8), CUT)
+    memory = ViewedMemory(torch.zeros(PAGE, dtype=torch.uint8), PLACES)
     parameter = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16))
     parameter.data = memory.views[0]  # as a unit is bound, and released
     held = hold(parameter.detach())
@@ -58,11 +58,11 @@ def test_what_holds_the_memory_is_noticed_until_it_ends(counting: bool, hold: Ca
 def test_a_unit_that_returns_to_its_place_finds_its_storage(counting: bool) -> None:
     arena = DeviceArena(4 * PAGE, Device(torch.device("cpu")))
     buffer = arena.take_at(PAGE, PAGE)
-    first = arena.viewed(arena.view(buffer), CUT)
+    first = arena.viewed(arena.view(buffer), PLACES)
     arena.give(buffer, DONE, DONE)
-    again = arena.viewed(arena.view(arena.take_at(PAGE, PAGE)), CUT)
+    again = arena.viewed(arena.view(arena.take_at(PAGE, PAGE)), PLACES)
     assert (again is first) == counting and again.address == first.address
-    other = Cut(dtype=torch.bfloat16, pieces=CUT.pieces[:1])
+    other = ViewPlaces(dtype=torch.bfloat16, tensors=PLACES.tensors[:1])
     assert len(arena.viewed(again.memory, other).views) == 1, "another unit has other parameters"
 
 
@@ -70,7 +70,7 @@ def test_grown_memory_is_free_once_it_is_given_back(counting: bool) -> None:
     arena = DeviceArena(PAGE, Device(torch.device("cpu")))
     start, _ = arena.grow(PAGE)
     buffer = arena.take_at(start, PAGE)
-    viewed = arena.viewed(arena.view(buffer), CUT)
+    viewed = arena.viewed(arena.view(buffer), PLACES)
     viewed.let_go()
     grown = weakref.ref(viewed)
     arena.give(buffer, DONE, DONE)

@@ -125,6 +125,12 @@ class ParamOwner(Protocol):
     def turn_to(self, unit: int) -> bool:
         """Does as `fetch` for an expert's unit, which is released when the next expert's is fetched in this way."""
 
+    def frozen_view(self, unit: int, position: int) -> torch.Tensor:
+        """Returns the weights of a frozen parameter that `fetch` has left a placeholder, as in a recomputation.
+
+        The view pins the unit for as long as it lives.
+        """
+
     def runs_now(self) -> bool:
         """Returns True if a hooked module or a backward is running."""
 

@@ -24,11 +24,13 @@ import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from offload.layout.opaque_state import StateField, packed_nbytes
 from offload.layout.units import Unit, Units
 from offload.sizes import PAGE, align_up
+from offload.swapper.memory.viewed_memory import ViewPlaces
 from offload.swapper.modes import MOMENT_BLOCK, Mode
 
 _ALIGNMENT = 32
@@ -376,3 +378,14 @@ def home(layout: UnitLayout, world_size: int, segment: Segment) -> int:
     most = max((shard.numel for shard in shards), default=0)
     ranks = [shard.rank for shard in shards if shard.numel == most] or [0]
     return ranks[zlib.crc32(segment.name.encode()) % len(ranks)]
+
+
+def view_places(layout: UnitLayout, dtype: torch.dtype) -> ViewPlaces:
+    """Returns the place of each parameter in a unit's device buffer."""
+    # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
+    tensors = [
+        (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
+        for segment, start in zip(layout.segments, layout.device_starts, strict=True)
+        if not segment.inner
+    ]
+    return ViewPlaces(dtype=dtype, tensors=tuple(tensors))

@@ -22,7 +22,7 @@ from offload.layout.experts.division import Division
 from offload.planner.activations.budgets import activations
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, Measured
-from offload.planner.model_shape import Shape, config_of, from_name, model_of
+from offload.planner.model_shape import Shape, config_of, drawn, from_name, model_of
 from offload.planner.step_time.passes import forward
 from offload.planner.step_time.step_order import backward
 from offload.presets import error_message
@@ -90,7 +90,7 @@ def measured(
 def compute_seconds(shape: Shape, hardware: Hardware, batch: int) -> float:
     """Returns the predicted seconds of a forward and backward of the model alone, without any copy of gradients."""
     alone = replace(hardware, handed_seconds=0.0)
-    first = forward(shape, alone, Load(batch))
+    first = forward(drawn(shape, batch * shape.sequence, 0), alone, Load(batch))
     second = backward(first, [0] * len(shape.layouts), alone, recompute=False)
     return sum(each.seconds for each in first) + sum(use.seconds for use in second)
 

@@ -26,8 +26,6 @@ _NAMES = {
     "weights kept (cache)": "weights in the cache",
     "gradients on their way": "gradients in transit",
 }
-
-
 _SCHEDULES: dict[str, str] = {LAYER_MAJOR: "layer-major", MICRO_BATCH_MAJOR: "micro-batch-major"}
 
 
@@ -109,6 +107,7 @@ def _step_json(planned: Planned) -> dict[str, Any]:
         "chunked_loss": planned.load.chunked_loss,
         "tile_tokens": tile_tokens(shape, planned.load),
         "tokens": timing.tokens,
+        "experts": _experts_json(planned),
         "seconds": rounded(timing.seconds),
         "tokens_per_second": rounded(timing.tokens_per_second),
         # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
@@ -149,8 +148,30 @@ def heading(planned: Planned) -> list[str]:
         f"{', layer-major' if load.alive > 1 else ''}"
         f"{', activations recomputed' if load.recompute else ''}{', loss in chunks' if load.chunked_loss else ''}"
         f"{f', MLPs in tiles of {tile_tokens(shape, load)} tokens' if is_tiled(shape, load) else ''}",
+        *_describe_experts(planned),
         *planned.memory.notices,
     ]
+
+
+def _describe_experts(planned: Planned) -> list[str]:
+    """Returns a line on the experts that a step visits; none if experts are no units."""
+    found = _experts_json(planned)
+    if found is None:
+        return []
+    beside = f", a step {found['step']:.4g}" if planned.load.accumulation > 1 else ""
+    return [
+        f"experts: a micro-batch visits {found['micro_batch']:.4g} of {found['of']:,}{beside}, by expectation with a "
+        f"router that prefers none; {'only those' if found['skips'] else 'all'} are updated"
+    ]
+
+
+def _experts_json(planned: Planned) -> dict[str, Any] | None:
+    """Returns how many experts of all layers a micro-batch and a step visit; None if experts are no units."""
+    shape, load = planned.shape, planned.load
+    every = sum(len(each.units) for each in shape.experts)
+    visited = {"micro_batch": load.batch * shape.sequence, "step": load.tokens(shape)}
+    found = {name: shape.visited(tokens) for name, tokens in visited.items()}
+    return {"of": every, **found, "skips": planned.memory.config.offload.experts == "visited"} if every else None
 
 
 def table(planned: Planned) -> list[tuple[str, ...]]:

@@ -300,6 +300,20 @@ MUTANTS = (
         "tests/test_agreement.py",
     ),
     Mutant(
+        "give a recomputation frozen parameters themselves, and take their memory later",
+        "offload.engine.params.unit_views",
+        "elif unit.whole and not unit.kept_whole and unit.frozen:",
+        "elif False:",
+        "tests/test_checkpointed_frozen.py",
+    ),
+    Mutant(
+        "hold each layer with frozen weights that is computed again to the end of the backward",
+        "offload.engine.params.module_hooks",
+        "whole=stays or bool(self._local.frames)",
+        "whole=True",
+        "tests/test_checkpointed_frozen.py",
+    ),
+    Mutant(
         "go back through a graph of old weights",
         "offload.engine.params.unit_views",
         "if self._pager.updates(saved.unit) != saved.updates:",

@@ -175,7 +175,8 @@ class ModuleHooks:
         Args:
             unit: index of the unit.
             stays: True to hold the unit until the innermost site ends. If it is False, or if a backward runs outside of
-                any site, the unit may be released when memory is needed.
+                any site, the unit may be released when memory is needed. If both, in a recomputation of a checkpoint,
+                frozen parameters remain placeholders, see `UnitViews.keep`.
 
         Returns:
             False if neither a forward nor a backward runs.
@@ -186,7 +187,7 @@ class ModuleHooks:
             self._unit_views.use(unit)
             self._local.frames[-1].units.append(unit)
         else:
-            self._unit_views.keep(unit)
+            self._unit_views.keep(unit, whole=stays or bool(self._local.frames))
         return True
 
     @uninterrupted
@@ -197,7 +198,7 @@ class ModuleHooks:
             False if neither a forward nor a backward runs.
         """
         if not self.runs_now() or not self._local.frames or self._pager.stays(unit):
-            return self.fetch(unit, stays=True)
+            return self.fetch(unit)
         held = self._local.frames[-1].units
         if unit in held:
             self._pager.wait_upload(unit)

@@ -208,8 +208,10 @@ class ParamHandle:
         return self.engine.fetch(self.unit, stays)
 
     def here(self) -> torch.Tensor | None:
-        """Returns the parameter, materialized, if a hooked module or a backward is running; None otherwise."""
-        return self.parameter if self.fetch() else None
+        """Returns the parameter, or a view of it, if a hooked module or a backward is running; None otherwise."""
+        if not self.fetch():
+            return None
+        return self.parameter if self.materialized else self.engine.frozen_view(self.unit, self.position)
 
     def read(self) -> torch.Tensor:
         """Returns a copy of the newest weights, on the compute device."""

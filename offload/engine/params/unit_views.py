@@ -32,61 +32,23 @@ from offload.engine._native import Handle, view_of
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
 from offload.interrupts import uninterrupted
-from offload.layout.flat_layout import UnitLayout
-from offload.swapper.memory.viewed_memory import Cut, ViewedMemory
+from offload.layout.flat_layout import UnitLayout, view_places
+from offload.swapper.memory.viewed_memory import Binding, ViewPlaces
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_modes
-
-
-class Binding:
-    """One pin of a unit, and the storage over the unit's device buffer."""
-
-    __slots__ = ("flat", "memory", "unit", "updates", "waits")
-
-    def __init__(self, unit: int, memory: ViewedMemory, updates: int | None, waits: bool) -> None:
-        """Begins a use of the memory.
-
-        Args:
-            unit: the unit.
-            memory: its device buffer, in a storage of its own.
-            updates: how often the weights have changed; None for a unit that stays, whose weights change in place.
-            waits: True if streams must wait for the upload of the unit.
-        """
-        self.unit, self.memory, self.updates, self.waits = unit, memory, updates, waits
-        self.flat = memory.flat
-        """All weights of the unit in a row; None once this object needs them no more."""
-
-    def let_go(self) -> None:
-        """Ends this object's own need of the weights: from now on views alone keep the binding alive."""
-        self.flat = None
-        self.memory.let_go()
-
-    @property
-    def alive(self) -> bool:
-        """True while a view of the storage exists."""
-        return self.flat is not None or self.memory.viewed
 
 
 class _Unit:
     """State of one unit: its parameters, and the reasons for which they are materialized."""
 
-    def __init__(self, cut: Cut, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
-        self.cut, self.name, self.handles, self.stays = cut, name or "the root", list(handles), stays
+    def __init__(self, places: ViewPlaces, name: str, handles: Sequence[ParamHandle], stays: bool) -> None:
+        self.places, self.name, self.handles, self.stays = places, name or "the root", list(handles), stays
         self.frozen = [handle for handle in handles if not handle.trainable]
         self.uses = 0
-        self.kept = False
+        self.kept = self.kept_whole = False
+        self.whole = False
+        """True if frozen parameters are materialized too, while the unit has a binding."""
         self.binding: Binding | None = None
-
-
-def _cut(layout: UnitLayout, dtype: torch.dtype) -> Cut:
-    """Returns the place of each parameter in a unit's device buffer."""
-    # What is stored as bytes has tensors of its own, which are never placeholders: `PagedTensor`.
-    pieces = [
-        (segment.shape, torch.empty(segment.shape, device="meta").stride(), start)
-        for segment, start in zip(layout.segments, layout.device_starts, strict=True)
-        if not segment.inner
-    ]
-    return Cut(dtype=dtype, pieces=tuple(pieces))
 
 
 class UnitViews:
@@ -107,12 +69,13 @@ class UnitViews:
         # Forward hooks and autograd's threads bind and release units at the same time.
         self.lock = threading.RLock()
         """Guards everything here."""
-        cuts: dict[Cut, Cut] = {}  # equal ones are one object: blocks of a model share their places on the device
+        # Equal ones are one object: blocks of a model share their places on the device.
+        known: dict[ViewPlaces, ViewPlaces] = {}
         self._units = []
         for index, (layout, every) in enumerate(zip(layouts, handles, strict=True)):
             mine = [handle for segment, handle in zip(layout.segments, every, strict=True) if not segment.inner]
-            cut = _cut(layout, dtype)
-            self._units.append(_Unit(cuts.setdefault(cut, cut), layout.name, mine, pager.stays(index)))
+            places = view_places(layout, dtype)
+            self._units.append(_Unit(known.setdefault(places, places), layout.name, mine, pager.stays(index)))
             ParamHandle.release(mine)
         self.shown: set[int] = set()
         """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
@@ -150,15 +113,30 @@ class UnitViews:
 
     @outside_of_modes
     @uninterrupted
-    def keep(self, index: int) -> None:
-        """Materializes the parameters of a unit until `end_kept`, or until the memory is needed."""
+    def keep(self, index: int, whole: bool = True) -> None:
+        """Materializes the parameters of a unit until `end_kept`, or until the memory is needed.
+
+        A recomputation may keep a frozen parameter itself, not a view of it, and the unit could not be released any
+        more. Without `whole` frozen parameters remain placeholders, whose weights `frozen_view` gives.
+        """
         unit = self._units[index]
         with self.lock:
             if unit.stays:
                 self._show(index)
                 return
-            self._bind(index)
+            self._bind(index, whole)
             unit.kept = True
+            unit.kept_whole |= whole
+
+    @outside_of_modes
+    @uninterrupted
+    def frozen_view(self, index: int, position: int) -> torch.Tensor:
+        """Returns the weights of a parameter, whose unit is kept, as a view that pins the unit while it lives."""
+        unit = self._units[index]
+        with self.lock:
+            assert unit.binding is not None, "fetched just now, on this thread"
+            pairs = zip(unit.handles, unit.binding.memory.views, strict=True)
+            return next(view for handle, view in pairs if handle.position == position).detach()
 
     @outside_of_modes
     @uninterrupted
@@ -169,7 +147,7 @@ class UnitViews:
             self._hide()
             for unit in self._units:
                 if unit.kept:
-                    unit.kept = False
+                    unit.kept = unit.kept_whole = False
                     self._unbind_idle(unit)
             self._sweep()
 
@@ -247,7 +225,7 @@ class UnitViews:
             self._hide()
             for unit in self._units:
                 if not unit.stays and (unit.binding is not None or unit.uses or unit.kept):
-                    unit.uses, unit.kept = 0, False
+                    unit.uses, unit.kept, unit.kept_whole = 0, False, False
                     self._unbind(unit)
             self._let_go_of_recent()
             # A view that the user still holds keeps its pin: see [Note: lingering].
@@ -276,16 +254,30 @@ class UnitViews:
 
     # -- under the lock -----------------------------------------------------------------------------
 
-    def _bind(self, index: int) -> None:
-        """Materializes a unit's parameters over a pinned device buffer, unless they are materialized already."""
+    def _bind(self, index: int, whole: bool = True) -> None:
+        """Materializes a unit's parameters over a pinned device buffer; without `whole` those that train alone."""
         unit = self._units[index]
         if unit.binding is not None:
             self._pager.wait_upload(index)
+            if whole and not unit.whole:
+                self._materialize(unit, frozen=True)
+                unit.whole = True
             return
         _check_not_gathered(unit)
         binding = self._take(index)
-        unit.binding = binding
-        ParamHandle.materialize(unit.handles, binding.memory.views)
+        unit.binding, unit.whole = binding, whole or not unit.frozen
+        if unit.whole:
+            ParamHandle.materialize(unit.handles, binding.memory.views)
+        else:
+            self._materialize(unit, frozen=False)
+
+    @staticmethod
+    def _materialize(unit: _Unit, frozen: bool) -> None:
+        """Materializes the frozen parameters of a unit, or those that train."""
+        assert unit.binding is not None
+        pairs = zip(unit.handles, unit.binding.memory.views, strict=True)
+        mine = [(handle, view) for handle, view in pairs if handle.trainable is not frozen]
+        ParamHandle.materialize([handle for handle, _ in mine], [view for _, view in mine])
 
     def _show(self, index: int) -> None:
         """Makes the parameters of a unit that stays ordinary ones: a change of their class, once they have memory."""
@@ -296,7 +288,7 @@ class UnitViews:
         self._pager.use_in_place(index)
         self.shown.add(index)
         if unit.binding is None:
-            memory = self._pager.arena.viewed(self._pager.acquire(index, ahead=False), unit.cut)
+            memory = self._pager.arena.viewed(self._pager.acquire(index, ahead=False), unit.places)
             self._pager.release(index)  # the memory is the unit's as long as the engine lives
             unit.binding = self.bindings[memory.address] = Binding(index, memory, None, True)
             for weights, handle in zip(memory.views, unit.handles, strict=True):
@@ -324,7 +316,7 @@ class UnitViews:
                 if not self._give_way():
                     raise
         pager = self._pager
-        viewed = pager.arena.viewed(memory, self._units[index].cut)
+        viewed = pager.arena.viewed(memory, self._units[index].places)
         binding = self.bindings[viewed.address] = Binding(index, viewed, pager.updates(index), pager.waits(index))
         self._live.append(binding)
         return binding
@@ -342,18 +334,23 @@ class UnitViews:
             self._sweep()
             return True
         for unit in self._units:
-            # A recomputation may keep a frozen parameter itself, not a view: such a parameter must remain materialized.
-            if unit.kept and not unit.uses and all(handle.trainable for handle in unit.handles):
+            # See `keep`: a frozen parameter that was materialized for one that keeps it must remain so.
+            if unit.kept and not unit.uses and not (unit.kept_whole and unit.frozen):
                 unit.kept = False
                 self._unbind_idle(unit)
                 return True
         return False
 
     def _unbind_idle(self, unit: _Unit) -> None:
-        """Releases a unit that is neither used nor kept."""
-        if not unit.uses and not unit.kept:
+        """Releases a unit that is neither used nor kept, or the frozen parameters of one that is kept without them."""
+        if unit.uses:
+            return
+        if not unit.kept:
             self._unbind(unit)
             self._sweep()
+        elif unit.whole and not unit.kept_whole and unit.frozen:
+            unit.whole = False
+            self._refuse(ParamHandle.release(unit.frozen), [handle for handle in unit.frozen if handle.thawed])
 
     def _unbind(self, unit: _Unit) -> None:
         """Makes a unit's parameters placeholders, and gives up the storage.

@@ -24,7 +24,7 @@ from offload.engine.callbacks import Edit, EngineCallbacks
 from offload.engine.params.experts.stack_handle import StackHandle
 from offload.engine.params.module_hooks import ModuleHooks
 from offload.engine.params.opaque.paged_tensor import PagedTensor, ParameterBytes
-from offload.engine.params.opaque.takeover import ordinary
+from offload.engine.params.opaque.takeover import keep_unpacked, ordinary
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.unit_views import UnitViews
 from offload.errors import BudgetError, UsageError
@@ -104,9 +104,10 @@ class WeightEdits:
         self._opaque = opaque
         for source in opaque:
             source.owner = self
+        self._removers.append(keep_unpacked(model, [source.name for source in opaque]))
 
     def remove(self) -> None:
-        """Removes the hooks. Afterwards the placeholders have no owner, and so no weights."""
+        """Removes the hooks, and lets modules pack weights again. Placeholders then have no owner and no weights."""
         for remover in self._removers:
             remover()
         for handle in self._served:
@@ -119,6 +120,10 @@ class WeightEdits:
     def fetch(self, unit: int, stays: bool = False) -> bool:
         """Materializes `unit` if a hooked module or a backward is running, and returns True if one is."""
         return self._hooks.fetch(unit, stays)
+
+    def frozen_view(self, unit: int, position: int) -> torch.Tensor:
+        """Returns the weights of a frozen parameter, whose unit was fetched in a recomputation; see `ParamOwner`."""
+        return self._unit_views.frozen_view(unit, position)
 
     def turn_to(self, unit: int) -> bool:
         """Materializes an expert's `unit` in place of the one before, as `fetch`."""

@@ -23,7 +23,6 @@ from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.optimizer import Optimizer
-from offload.engine.params.experts.implementation import take_one_by_one
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
 from offload.engine.setup.resume import check_fits
@@ -141,7 +140,6 @@ def _components(
     callbacks: EngineCallbacks,
 ) -> EngineComponents:
     """Returns the components; for the arguments see `assemble`."""
-    take_one_by_one(model, plan.units.experts)
     parts = assemble(plan, model, optimizer, files, resume, recorders, callbacks)
     # The timeline begins once the components are built: the filling of the tiers is not shown.
     recorders.timeline.start()

@@ -6,16 +6,20 @@ needs no model.
 
 from __future__ import annotations
 
+from offload.planner.model_shape.experts import drawn
 from offload.planner.model_shape.from_count import from_count
 from offload.planner.model_shape.from_model import Adapters, config_of, from_adapted, from_name, from_training, model_of
-from offload.planner.model_shape.shape import Block, Shape, Use
+from offload.planner.model_shape.shape import Block, Choice, Experts, Shape, Use
 
 __all__ = [
     "Adapters",
     "Block",
+    "Choice",
+    "Experts",
     "Shape",
     "Use",
     "config_of",
+    "drawn",
     "from_adapted",
     "from_count",
     "from_name",

@@ -1,53 +1,65 @@
-"""Uses of the experts of a layer in a plan: each is used in each forward, one after the other.
+"""Uses of the experts of a layer in a plan: those that a micro-batch visits, one after the other.
 
-A forward on fake tensors has no router's choice, so all tokens go through one expert, which takes the place of all. A
-batch of some thousand tokens visits nearly all of them; a plan for fewer tokens reads more than the run.
+A forward on fake tensors has no router's choice, so all tokens go through one expert, which takes the place of all.
+With E experts of a layer, k of them for each token, and a router that prefers none, t tokens visit E * (1 - (1 -
+k/E)**t) by expectation. A plan draws so many of each layer for each micro-batch of each step, by chance. Several
+micro-batches then visit as many together as all their tokens, by expectation.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import random
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from offload.layout.experts.stacks import find_stacks
-from offload.planner.model_shape.shape import Use
+from offload.planner.model_shape.shape import Choice, Shape, Use
 
 _IMPLEMENTATION = "offload_plan"
 """Name under which transformers finds `_through_one`."""
 
 
 @contextlib.contextmanager
-def without_choice(model: nn.Module) -> Iterator[None]:
-    """Makes stacked experts compute without the router's choice inside of the context, as much as with it."""
+def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Makes stacked experts compute without the router's choice inside of the context, as much as with it.
+
+    Yields:
+        The number of experts of each token, by the id of the experts' module, once that has run.
+    """
+    per_token: dict[int, int] = {}
     configs: list[Any] = [model.get_submodule(stack.module).config for stack in find_stacks(model)]
     if configs:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, _through_one)
+        ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, partial(_through_one, per_token))
     before = [each._experts_implementation for each in configs]
     for each in configs:
         each._experts_implementation = _IMPLEMENTATION
     try:
-        yield
+        yield per_token
     finally:
         for each, used in zip(configs, before, strict=True):
             each._experts_implementation = used
 
 
-def _through_one(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def _through_one(
+    per_token: dict[int, int], experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, scores: torch.Tensor
+) -> torch.Tensor:
     """Returns the output of a module of stacked experts if all tokens chose its first one.
 
     Args:
+        per_token: receives the number of experts of each token.
         experts: the module, as transformers decorates it.
         hidden: (tokens, features).
         chosen: (tokens, n), the experts of each token.
         scores: of the same shape, their weights.
     """
-    count = chosen.shape[-1]
+    count = per_token[id(experts)] = chosen.shape[-1]
     rows = hidden.repeat_interleave(count, dim=0)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     inner = _product(experts, name, rows)
@@ -66,21 +78,31 @@ def _product(experts: Any, name: str, rows: torch.Tensor) -> torch.Tensor:
     return product
 
 
-def by_expert(uses: Iterable[Use], experts: Mapping[str, range]) -> tuple[Use, ...]:
-    """Returns the uses of a forward in which each use of a first expert stands for those of all.
+def drawn(shape: Shape, tokens: int, draw: int) -> Shape:
+    """Returns the shape of a micro-batch that visits as many experts of each layer as expected.
 
     Args:
-        uses: the uses in order.
-        experts: units of each module of stacked experts.
+        shape: the model; its uses are those of a micro-batch that visits all of a layer's experts at once.
+        tokens: tokens of the micro-batch.
+        draw: number of the micro-batch, which decides by chance which experts it visits.
     """
-    stack_of = {units[0]: units for units in experts.values()}
-    return tuple(each for use in uses for each in _divided(use, stack_of.get(use.unit, range(use.unit, use.unit + 1))))
+    if not shape.experts:
+        return shape
+    chance = random.Random(draw)
+    choices = {
+        each.units[0]: Choice(tuple(sorted(chance.sample(each.units, round(each.visited(tokens))))), each.units)
+        for each in shape.experts
+    }
+    uses = tuple(
+        part for use in shape.uses for part in (_divided(use, choices[use.unit]) if use.unit in choices else (use,))
+    )
+    return shape._replace(uses=uses)
 
 
-def _divided(use: Use, units: range) -> Iterator[Use]:
-    """Yields an equal part of a use for each of `units`."""
-    count = len(units)
-    for position, unit in enumerate(units):
+def _divided(use: Use, choice: Choice) -> Iterator[Use]:
+    """Yields an equal part of a use for each expert that is chosen."""
+    count = len(choice.units)
+    for position, unit in enumerate(choice.units):
         # The first has what an integer division leaves over.
         rest = {
             name: getattr(use, name) // count + (getattr(use, name) % count if position == 0 else 0)
@@ -92,5 +114,6 @@ def _divided(use: Use, units: range) -> Iterator[Use]:
             nbytes=use.nbytes / count,
             attention=use.attention / count,
             mlp_flops=use.mlp_flops / count,
+            choice=choice if position == 0 else Choice(),
             **rest,
         )

@@ -23,8 +23,8 @@ from offload.layout.frozen.choice import stored_weights
 from offload.layout.frozen.opaque import opaque_parameters
 from offload.layout.optimizers.matrices import matrices_of
 from offload.planner.model_shape.counter import Counter
-from offload.planner.model_shape.experts import by_expert, without_choice
-from offload.planner.model_shape.shape import Shape
+from offload.planner.model_shape.experts import without_choice
+from offload.planner.model_shape.shape import Experts, Shape
 from offload.presets import (
     PRESETS,
     check_folder,
@@ -304,7 +304,7 @@ def _counted(
             ]
     try:
         with (
-            without_choice(model),
+            without_choice(model) as per_token,
             counter,
             torch.autograd.graph.saved_tensors_hooks(counter.save, lambda packed: packed),
         ):
@@ -317,12 +317,17 @@ def _counted(
     return Shape(
         name,
         layouts_of(model, units, stored=stored),
-        by_expert(counter.uses(), units.experts),
+        tuple(counter.uses()),
         counter.largest,
         sequence,
         None if text is None else positions_of(text),
         itemsize,
         matrices_of(model),
+        tuple(
+            Experts(every, per_token[module])
+            for name, every in units.experts.items()
+            if (module := id(model.get_submodule(name))) in per_token
+        ),
     )
 
 

@@ -12,8 +12,33 @@ _BLOCK = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 """Name of a repeated block at the start of a unit's name: up to the first number, as "model.layers.3"."""
 
 
+class Experts(NamedTuple):
+    """The experts of a layer, each of which is a unit of its own."""
+
+    units: range
+    per_token: int
+    """Experts that the router chooses for a token."""
+
+    def visited(self, tokens: int) -> float:
+        """Returns how many experts so many tokens visit by expectation, if the router prefers none."""
+        count = len(self.units)
+        return count * (1 - (1 - self.per_token / count) ** tokens)
+
+
+class Choice(NamedTuple):
+    """The experts of a layer that a router has chosen, in their order."""
+
+    units: tuple[int, ...] = ()
+    """Empty for no choice."""
+    of: range = range(0)
+    """All experts of the layer."""
+
+
 class Use(NamedTuple):
-    """A use of a unit in the forward of one sequence."""
+    """A use of a unit in the forward of one sequence.
+
+    A use of the first of a layer's experts stands for those of all that are visited, until `drawn` divides it.
+    """
 
     unit: int
     flops: float
@@ -36,6 +61,8 @@ class Use(NamedTuple):
     """Bytes that the block's MLP saves, its input among them; a part of `saved`."""
     mlp_largest: int = 0
     """Bytes of the largest tensor that the block's MLP creates."""
+    choice: Choice = Choice()
+    """The choice of the router that is made before the use."""
 
 
 class Block(NamedTuple):
@@ -63,6 +90,8 @@ class Shape(NamedTuple):
     """Bytes of an element of weights and activations."""
     matrices: frozenset[str] = frozenset()
     """Names of the parameters that Muon and SinkGD step as matrices."""
+    experts: tuple[Experts, ...] = ()
+    """The experts of each layer of which they are units."""
 
     @property
     def parameters(self) -> int:
@@ -78,6 +107,10 @@ class Shape(NamedTuple):
             if name is not None:
                 found.append(Block(name, range(first, first + 1 + len(others))))
         return tuple(found)
+
+    def visited(self, tokens: int) -> float:
+        """Returns how many experts of all layers so many tokens visit by expectation."""
+        return sum(each.visited(tokens) for each in self.experts)
 
     def at(self, sequence: int) -> Shape:
         """Returns the shape for sequences of another length.

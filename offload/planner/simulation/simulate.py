@@ -15,7 +15,7 @@ waits for the end of each use, so a GPU's host never runs ahead of the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,6 +27,14 @@ from offload.planner.simulation.updater import SimulatedUpdater, UpdateCost
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.policy import Limits
 from offload.swapper.unit_table import UnitSize
+
+
+class Expected(NamedTuple):
+    """Units of a group that are used next, one after the other; see `AccessOrder.expect`."""
+
+    units: tuple[int, ...] = ()
+    """Empty if nothing is known."""
+    group: Collection[int] = ()
 
 
 class Use(NamedTuple):
@@ -43,6 +51,8 @@ class Use(NamedTuple):
     """An input that has to be on the device when the use computes."""
     completes: tuple[int, ...] = ()
     """Units whose gradients of the step are complete after the use. A unit that no use names has its last use."""
+    expects: Expected = Expected()
+    """Units that are known before the use to be used from here on."""
 
 
 class Budgets(NamedTuple):
@@ -90,8 +100,9 @@ def simulate(
     speculate: bool = False,
     counted: int = 1,
     tile_buffers: int | None = None,
+    later: Sequence[Sequence[Use]] = (),
 ) -> Simulation:
-    """Simulates steps that all make the same uses, and returns the result for the last ones.
+    """Simulates steps and returns the result for the last ones.
 
     Args:
         uses: uses of one step, in order.
@@ -107,6 +118,8 @@ def simulate(
         speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
         tile_buffers: most tiles of the update worker in flight; None for those of most optimizers.
         counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
+        later: uses of each further step; by default all steps make the same uses. At each position they send and
+            receive the same inputs.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
@@ -114,8 +127,8 @@ def simulate(
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
     updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap, tile_buffers)
-    loop = _Loop(uses, overlap, pager, updater, machine)
-    loop.run(steps)
+    loop = _Loop((uses, *later) if later else (uses,) * steps, overlap, pager, updater, machine)
+    loop.run()
     # Counters only grow, so the last steps are the differences of the last marks.
     *_, before, after = loop.marks
     first = loop.marks[-1 - counted]
@@ -156,19 +169,23 @@ class _Loop:
     """The model's thread, and the scheduler of all actors."""
 
     def __init__(
-        self, uses: Sequence[Use], overlap: bool, pager: SimulatedPager, updater: SimulatedUpdater, machine: Machine
+        self,
+        steps: Sequence[Sequence[Use]],
+        overlap: bool,
+        pager: SimulatedPager,
+        updater: SimulatedUpdater,
+        machine: Machine,
     ) -> None:
-        self._uses, self._overlap = uses, overlap
+        self._steps, self._overlap = steps, overlap
         self._pager, self._updater, self._machine = pager, updater, machine
-        self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in uses], machine)
-        self._completed = _completed(uses)
+        self._inputs = SimulatedInputs([(use.unit, use.sends, use.receives) for use in steps[0]], machine)
         self._computing = False
         self.marks = [self._figures()]
         """Counters at the start and at each return of `step()`."""
 
-    def run(self, steps: int) -> None:
-        """Runs `steps` steps. The turn of the other actors comes while the model's thread computes or waits."""
-        model, worker, callbacks = self._model(steps), self._updater.act(), self._pager.deliver()
+    def run(self) -> None:
+        """Runs all steps. The turn of the other actors comes while the model's thread computes or waits."""
+        model, worker, callbacks = self._model(), self._updater.act(), self._pager.deliver()
         ready: Callable[[], bool] | None = next(model, None)
         worker_ready, read_ended = next(worker), next(callbacks)
         while ready is not None:
@@ -195,18 +212,22 @@ class _Loop:
             machine.worked,
         )
 
-    def _model(self, steps: int) -> Acting[None]:
+    def _model(self) -> Acting[None]:
         """Acts as the model's thread: uses, releases and `step()`."""
-        for _ in range(steps):
+        for uses in self._steps:
+            completed = _completed(uses)
             # Units to release, by the position of the use before which they are released.
             ends: dict[int, list[int]] = {}
-            for position, use in enumerate(self._uses):
+            for position, use in enumerate(uses):
                 self._pager.release(ends.pop(position, ()))
+                if use.expects.units:
+                    self._pager.access_order.expect(*use.expects)
+                    yield from self._pager.prefetch()
                 yield from self._pager.acquire(use.unit)
                 ends.setdefault(position + use.held, []).append(use.unit)
                 yield from self._inputs.before(position)
                 yield from self._compute(use)
-                for unit in self._completed.get(position, ()):
+                for unit in completed.get(position, ()):
                     self._updater.complete(unit)
             self._pager.release(unit for units in ends.values() for unit in units)
             yield from self._step()

@@ -37,6 +37,8 @@ class UpdateCost(NamedTuple):
     """True if the store keeps the states from before the update, so that the update may be done again or dropped."""
     stops: tuple[int, ...] = ()
     """Ends of tiles, in elements; empty for tiles of one size. Each element counts as many bytes as the mean one."""
+    if_used: bool = False
+    """True if a step that does not use the unit does not update it either."""
 
 
 class _Job:
@@ -120,7 +122,11 @@ class SimulatedUpdater:
         """Enqueues the updates of a step that have not begun yet, in the order of the units' next use."""
         # Reversed, so that the first position of each unit remains.
         first_use = {unit: position for position, unit in reversed(list(enumerate(order)))}
-        units = [unit for unit, cost in enumerate(self._costs) if cost is not None and unit not in self._begun]
+        units = [
+            unit
+            for unit, cost in enumerate(self._costs)
+            if cost is not None and unit not in self._begun and (unit in first_use or not cost.if_used)
+        ]
         units.sort(key=lambda unit: (first_use.get(unit, len(order)), unit))
         self._complete.clear()
         self._begun.clear()

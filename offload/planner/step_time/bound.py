@@ -16,7 +16,7 @@ starts, and the writes of the last few tiles, which may overlap the use of the u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from offload.planner.memory import Memory
@@ -71,8 +71,8 @@ def least(
         tile_numel: elements of a tile of the update worker.
         speculates: True if a unit may be updated as soon as its gradient is complete.
     """
-    costs = _as_read(costs, memory)
-    again, buffer_nbytes = _again(memory), _buffers_of_updates(memory, speculates)
+    costs, used = _as_read(costs, memory), {use.unit for use in first}
+    again, buffer_nbytes = _again(memory, used), _buffers_of_updates(memory, speculates)
     # The last tiles of an update may still be written while its unit is used, so `order` must not wait for them.
     tiles = memory.placement.tile_buffers * max(tile_numel, memory.parts.whole.tile)
     unwritten = max((tiles * cost.written_nbytes / cost.numel for cost in costs if cost is not None), default=0.0)
@@ -98,7 +98,7 @@ def least(
         order = max(order, before + left + whole)
         left -= use.seconds
     compute = sum(use.seconds for one in (first, *others) for use in one)
-    return max(order, _work(compute, least_moved(memory, costs, 1 + len(others), speculates), costs, rates))
+    return max(order, _work(compute, least_moved(memory, costs, 1 + len(others), speculates, used), costs, rates))
 
 
 def _completed(others: Sequence[Sequence[Use]]) -> dict[int, float]:
@@ -120,7 +120,11 @@ def _as_read(costs: Sequence[UpdateCost | None], memory: Memory) -> list[UpdateC
 
 
 def least_moved(
-    memory: Memory, costs: Sequence[UpdateCost | None], passes: int, speculates: bool = False
+    memory: Memory,
+    costs: Sequence[UpdateCost | None],
+    passes: int,
+    speculates: bool = False,
+    used: Collection[int] | None = None,
 ) -> tuple[int, int]:
     """Returns the fewest bytes that the drives read and write in a step, but for inputs of blocks.
 
@@ -132,18 +136,19 @@ def least_moved(
         costs: one entry per unit; None for a unit without trainable parameters.
         passes: times that all weights have to be on the device: forwards and backwards, or 2 if layer-major.
         speculates: True if a unit may be updated as soon as its gradient is complete.
+        used: units that each pass uses; None for all.
     """
     every = _Updates()
     for cost in _as_read(costs, memory):
         every = every.plus(cost)
     weights = max(0, every.weights - _buffers_of_updates(memory, speculates))
-    return every.read + weights + _again(memory) * (passes - 1), every.written + every.spilled
+    return every.read + weights + _again(memory, used) * (passes - 1), every.written + every.spilled
 
 
-def _again(memory: Memory) -> int:
+def _again(memory: Memory, used: Collection[int] | None) -> int:
     """Returns the bytes of weights that neither host buffers nor the device can keep from one pass to the next."""
     kept = buffer_budgets(memory.parts, memory.placement).host + memory.placement.moving_nbytes
-    return max(0, _weights_on_disk(memory) - kept)
+    return max(0, _weights_on_disk(memory, used) - kept)
 
 
 def _buffers_of_updates(memory: Memory, speculates: bool) -> int:
@@ -174,7 +179,11 @@ def _drive_seconds(read: float, written: float, rates: Rates) -> float:
     return min(read / rates.read + written / rates.written, rates.drive_seconds(read, written))
 
 
-def _weights_on_disk(memory: Memory) -> int:
-    """Returns the bytes of all weights whose tier is DISK."""
-    tiers = zip(memory.parts.nbytes, memory.placement.tiers, strict=True)
-    return sum(row[State.WEIGHT] for row, by_state in tiers if by_state[State.WEIGHT] is Tier.DISK)
+def _weights_on_disk(memory: Memory, used: Collection[int] | None) -> int:
+    """Returns the bytes of all weights whose tier is DISK, of units that are `used`; None for all."""
+    rows = enumerate(zip(memory.parts.nbytes, memory.placement.tiers, strict=True))
+    return sum(
+        nbytes[State.WEIGHT]
+        for unit, (nbytes, tiers) in rows
+        if tiers[State.WEIGHT] is Tier.DISK and (used is None or unit in used)
+    )

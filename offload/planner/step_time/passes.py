@@ -24,7 +24,7 @@ from offload.planner.activations.formulas import Moving, moving, recomputed
 from offload.planner.activations.load import Load
 from offload.planner.activations.seconds import of_chunks, of_tiles
 from offload.planner.hardware import Hardware
-from offload.planner.model_shape import Shape
+from offload.planner.model_shape import Choice, Shape
 
 
 class Pass(NamedTuple):
@@ -41,6 +41,8 @@ class Pass(NamedTuple):
     """Input of the block before, which leaves the device in the forward meanwhile."""
     receives: Moving = Moving()
     """Input of the use's block, which has to be on the device before the backward of the use."""
+    choice: Choice = Choice()
+    """The router's choice of experts before the use."""
 
 
 def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] = ()) -> list[Pass]:
@@ -62,7 +64,7 @@ def forward(shape: Shape, hardware: Hardware, load: Load, stay: Collection[int] 
             back += of_chunks(shape, load, hardware)
         handed = hardware.handed(use.unit in stay)
         seconds, back = (_with_host(each, handed, hardware.on_cpu) for each in (products + other, back))
-        found.append(Pass(use.unit, seconds, back, use.lookup, position in inside))
+        found.append(Pass(use.unit, seconds, back, use.lookup, position in inside, choice=use.choice))
     return _with_inputs(found, shape, load)
 
 
@@ -95,8 +97,8 @@ NO_SUMS = Sums()
 
 
 def backward_seconds(
-    first: Sequence[Pass],
-    position: int,
+    each: Pass,
+    completes: bool,
     parts_numel: Sequence[int],
     hardware: Hardware,
     recompute: bool,
@@ -107,16 +109,15 @@ def backward_seconds(
     A gradient is complete with the last use of its unit in the backward, which is the first one in the forward.
 
     Args:
-        first: uses of the micro-batch's forward.
-        position: the use.
+        each: the use, in the forward.
+        completes: True if the unit's gradient of the micro-batch is complete then; see `completing`.
         parts_numel: trainable elements of this rank's partition, per unit.
         hardware: the machine.
         recompute: True if the backward computes the forward again.
         sums: gradients that accumulate on the device.
     """
-    each = first[position]
     seconds = each.backward + (each.seconds if recompute and each.block else 0.0)
-    if position != completing(first)[each.unit]:
+    if not completes:
         return seconds
     numel = parts_numel[each.unit]
     if each.unit not in sums.nbytes:

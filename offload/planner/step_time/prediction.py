@@ -21,7 +21,7 @@ from offload.layout.optimizers.whole import cuts
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
-from offload.planner.model_shape import Shape
+from offload.planner.model_shape import Shape, drawn
 from offload.planner.simulation import machine as simulate_machine
 from offload.planner.simulation.inputs import buffer_budgets, staying, update_costs
 from offload.planner.simulation.machine import Moved, Waited
@@ -153,13 +153,16 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     Raises:
         BudgetError: units in use at the same time have no room on the device.
     """
-    passes = _passes(memory, shape, hardware, load)
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
-    costs = _costs(memory)
     rates = rates_of(memory, hardware)
     early = speculates(memory, load)
+    steps = _SPECULATIVE_STEPS if early else _STEPS
+    # Only the choice of experts differs from step to step.
+    each = [_passes(memory, shape, hardware, load, step) for step in range(steps if shape.experts else 1)]
+    uses, *later = [[use for one in passes for use in one] for passes in each]
+    passes, costs = each[-1], _costs(memory, shape)
     found = simulate(
-        [use for one in passes for use in one],
+        uses,
         unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
         costs,
         buffer_budgets(memory.parts, memory.placement),
@@ -167,11 +170,13 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         rates,
         memory.config.offload.debug.overlap,
         _tile_numel(memory),
-        _SPECULATIVE_STEPS if early else _STEPS,
+        steps,
         early,
         _COUNTED if early else 1,
         memory.placement.tile_buffers,
+        later,
     )
+    costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
     # If both are the same sum, rounding may differ.
     bound = min(_least(passes, memory, costs, rates, load), found.seconds)
@@ -191,10 +196,20 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     )
 
 
-def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> tuple[list[Use], ...]:
-    """Returns the uses of a step, pass by pass."""
-    first = forward(shape, hardware, load, staying(memory.parts, memory.placement))
-    return step_of(shape, first, memory, hardware, load)
+def _passes(memory: Memory, shape: Shape, hardware: Hardware, load: Load, step: int = 0) -> tuple[list[Use], ...]:
+    """Returns the uses of a step, pass by pass; the step's number decides which experts each micro-batch visits."""
+    stay, count = staying(memory.parts, memory.placement), load.accumulation
+    # Without experts all micro-batches are alike.
+    draws = range(step * count, (step + 1) * count) if shape.experts else range(1)
+    shapes = [drawn(shape, load.batch * shape.sequence, draw) for draw in draws]
+    firsts = [forward(each, hardware, load, stay) for each in shapes]
+    return step_of(shapes[0], firsts if shape.experts else firsts * count, memory, hardware, load)
+
+
+def _of_step(costs: Sequence[UpdateCost | None], passes: Sequence[Sequence[Use]]) -> list[UpdateCost | None]:
+    """Returns the costs of the updates that a step of these uses makes; None for all other units."""
+    used = {use.unit for one in passes for use in one}
+    return [None if cost is None or (cost.if_used and unit not in used) else cost for unit, cost in enumerate(costs)]
 
 
 def speculates(memory: Memory, load: Load) -> bool:
@@ -250,9 +265,13 @@ def _limit(found: Simulation, compute: float, on_cpu: bool) -> tuple[str, float]
     return max(spent.items(), key=lambda each: each[1])
 
 
-def _costs(memory: Memory) -> list[UpdateCost | None]:
+def _costs(memory: Memory, shape: Shape) -> list[UpdateCost | None]:
     """Returns the cost of each unit's update, with the ends of tiles where these are borders of matrices."""
     costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
+    if memory.config.offload.experts == "visited":
+        for unit in (unit for each in shape.experts for unit in each.units):
+            cost = costs[unit]
+            costs[unit] = None if cost is None else cost._replace(if_used=True)
     if not memory.mode.matrix_rule:
         return costs
     tiles = (cuts(layout, memory.mode, layout.trainable(0, 1), True, _tile_numel(memory)) for layout in memory.layouts)
@@ -281,8 +300,8 @@ def _least(
 
 def lower_bound(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> float:
     """Returns the lower bound of a step's seconds; arguments as of `predict`."""
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
-    return _least(_passes(memory, shape, hardware, load), memory, costs, rates_of(memory, hardware), load)
+    passes = _passes(memory, shape, hardware, load)
+    return _least(passes, memory, _of_step(_costs(memory, shape), passes), rates_of(memory, hardware), load)
 
 
 def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> int | None:
@@ -290,11 +309,11 @@ def hiding_tokens(memory: Memory, shape: Shape, hardware: Hardware, load: Load) 
 
     The placement stays that of `memory`. Returns None if no number up to 2**24 tokens suffices.
     """
-    costs = update_costs(memory.parts, memory.placement, memory.slots, memory.mode)
-    rates = rates_of(memory, hardware)
+    every, rates = _costs(memory, shape), rates_of(memory, hardware)
 
     def hidden(batch: int) -> bool:
         passes = _passes(memory, shape, hardware, load._replace(batch=batch))
+        costs = _of_step(every, passes)
         compute = sum(use.seconds for one in passes for use in one)
         # The bound spares most simulations.
         least = _least(passes, memory, costs, rates, load)

@@ -19,13 +19,13 @@ from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
 from offload.planner.simulation.kept_inputs import Input
-from offload.planner.simulation.simulate import Use
+from offload.planner.simulation.simulate import Expected, Use
 from offload.planner.step_time.passes import NO_SUMS, Pass, Sums, backward_seconds, completing
 from offload.states import State
 
 
 def step_of(
-    shape: Shape, first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load
+    shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
 ) -> tuple[list[Use], ...]:
     """Returns the uses of a step in passes: those up to the end of the first forward, then those of each other pass.
 
@@ -33,19 +33,35 @@ def step_of(
     forward with the first micro-batch's head, and the rest.
 
     Args:
-        shape: the model.
-        first: uses of a micro-batch's forward.
+        shape: the model, as one of the micro-batches uses it.
+        firsts: uses of each micro-batch's forward. They may be of other experts, as many of each layer.
         memory: the placement.
         hardware: the machine.
         load: work of a step, with its schedule.
     """
     if load.schedule == LAYER_MAJOR:
-        return _layer_major(shape, first, memory, hardware, load)
-    ahead, totals = [_forward(each) for each in first], dict(memory.placement.added)
-    numels, last = memory.parts.trainable_numel, load.accumulation - 1
-    some = backward(first, numels, hardware, load.recompute, Sums(totals, leave=False), completes=False) if last else []
-    whole = backward(first, numels, hardware, load.recompute, Sums(totals))
-    return (ahead, *(each for _ in range(last) for each in (some, ahead)), whole)
+        return _with_the_rest(*_layer_major(shape, firsts, memory, hardware, load))
+    numels, totals = memory.parts.trainable_numel, dict(memory.placement.added)
+    made: dict[tuple[int, bool], tuple[list[Use], list[Use]]] = {}
+    found: list[list[Use]] = []
+    for number, first in enumerate(firsts, 1):
+        key = (id(first), last := number == len(firsts))
+        if key not in made:  # micro-batches without experts are one object
+            back = backward(first, numels, hardware, load.recompute, Sums(totals, leave=last), completes=last)
+            made[key] = [_forward(each) for each in first], back
+        found += made[key]
+    return _with_the_rest(*found)
+
+
+def _with_the_rest(*passes: list[Use]) -> tuple[list[Use], ...]:
+    """Returns the passes of a step; units that its last micro-batch does not use are complete at the step's end."""
+    every, named = set[int](), set[int]()
+    for use in (use for one in passes for use in one):
+        every.add(use.unit)
+        named.update(use.completes)
+    last = passes[-1][-1]
+    passes[-1][-1] = last._replace(completes=(*last.completes, *sorted(every - named)))
+    return passes
 
 
 def backward(
@@ -70,8 +86,9 @@ def backward(
     ends = completing(first)
     for position in reversed(range(len(first))):
         each = first[position]
-        seconds = backward_seconds(first, position, parts_numel, hardware, recompute, sums)
-        _append(found, each, seconds, (each.unit,) if completes and ends[each.unit] == position else ())
+        ended = ends[each.unit] == position
+        seconds = backward_seconds(each, ended, parts_numel, hardware, recompute, sums)
+        _append(found, each, seconds, (each.unit,) if completes and ended else ())
     return found
 
 
@@ -95,26 +112,27 @@ def chain(shape: Shape) -> int:
 
 
 def _layer_major(
-    shape: Shape, first: Sequence[Pass], memory: Memory, hardware: Hardware, load: Load
+    shape: Shape, firsts: Sequence[Sequence[Pass]], memory: Memory, hardware: Hardware, load: Load
 ) -> tuple[list[Use], ...]:
     """Returns the two passes of a layer-major step."""
     *body, tail = segments(shape)
-    numels, ends = memory.parts.trainable_numel, completing(first)
+    numels, ends = memory.parts.trainable_numel, [completing(first) for first in firsts]
     totals = {unit: nbytes.get(State.GRAD, 0) for unit, nbytes in enumerate(memory.parts.nbytes)}
     count = load.accumulation
 
     def back(into: list[Use], positions: Iterable[int], number: int) -> None:
-        last = number == count - 1
+        first, last = firsts[number], number == count - 1
         for position in positions:
             each, sums = first[position], Sums(totals if count > 1 else {}, leave=last)
-            seconds = backward_seconds(first, position, numels, hardware, load.recompute, sums)
-            _append(into, each, seconds, (each.unit,) if last and ends[each.unit] == position else ())
+            ended = ends[number][each.unit] == position
+            seconds = backward_seconds(each, ended, numels, hardware, load.recompute, sums)
+            _append(into, each, seconds, (each.unit,) if last and ended else ())
 
-    opening = [_forward(first[position]) for segment in body for _ in range(count) for position in segment]
+    opening = [_forward(first[position]) for segment in body for first in firsts for position in segment]
     rest: list[Use] = []
     for number in range(count):
         # The first head belongs to the first pass: the updates of its units have to end before it, too.
-        (rest if number else opening).extend(_forward(first[position]) for position in tail)
+        (rest if number else opening).extend(_forward(firsts[number][position]) for position in tail)
         back(rest, reversed(tail), number)
     for segment in reversed(body):
         for number in range(count):
@@ -124,7 +142,7 @@ def _layer_major(
 
 def _forward(each: Pass) -> Use:
     """Returns a use of a forward."""
-    return Use(each.unit, each.seconds, sends=Input(*each.sends))
+    return Use(each.unit, each.seconds, sends=Input(*each.sends), expects=Expected(*each.choice))
 
 
 def _append(found: list[Use], each: Pass, seconds: float, completes: tuple[int, ...]) -> None:

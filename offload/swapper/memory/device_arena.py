@@ -11,7 +11,7 @@ from offload.errors import BudgetError
 from offload.sizes import format_size
 from offload.swapper.memory.allocator import Allocator
 from offload.swapper.memory.device import Device, Event
-from offload.swapper.memory.viewed_memory import Cut, ViewedMemory
+from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
 from offload.torch_internals import without_modes
 
 _VIEWS = 4096
@@ -170,16 +170,16 @@ class DeviceArena:
             views[offset, nbytes] = found
         return found
 
-    def viewed(self, memory: torch.Tensor, cut: Cut) -> ViewedMemory:
+    def viewed(self, memory: torch.Tensor, places: ViewPlaces) -> ViewedMemory:
         """Returns a buffer's memory, a result of `view`, in a storage of its own. One thread at a time may call it.
 
         Where torch counts the tensors in a storage, it is the storage of the last use of that memory.
         """
         # A unit returns to few places, and for one of nine parameters torch takes 30 µs to make storage and views.
-        key, kept = (id(memory), id(cut)), self._viewed
+        key, kept = (id(memory), id(places)), self._viewed
         found = kept.get(key)
         if found is None:
-            found = ViewedMemory(memory, cut)
+            found = ViewedMemory(memory, places)
             if found.counted:
                 if len(kept) >= _VIEWS:
                     kept.clear()

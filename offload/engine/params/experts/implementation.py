@@ -1,8 +1,9 @@
-"""Setting of the models of transformers whose experts are units: the loop that takes one expert after the other."""
+"""Setting of the modules of transformers whose experts are units: the loop that takes one expert after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -10,14 +11,25 @@ from torch import nn
 from offload.layout.experts.stacks import LOOP
 
 
-def take_one_by_one(model: nn.Module, modules: Iterable[str]) -> None:
-    """Makes the forwards of modules of stacked experts use one expert after the other; other ones need all at once.
+def take_one_by_one(module: nn.Module) -> Callable[[], None]:
+    """Makes the forward of a module of stacked experts use one expert after the other; others need all at once.
+
+    The module gets a config of its own, since other models may share the one that it has.
 
     Args:
-        model: the model.
-        modules: names of the modules.
+        module: the module.
+
+    Returns:
+        A function that gives the module its config back.
     """
-    for name in modules:
-        config: Any = getattr(model.get_submodule(name), "config", None)
-        if getattr(config, "_experts_implementation", LOOP) != LOOP:
-            config._experts_implementation = LOOP
+    theirs: Any = getattr(module, "config", None)
+    if getattr(theirs, "_experts_implementation", LOOP) == LOOP:
+        return lambda: None
+    own = copy.deepcopy(theirs)
+    own._experts_implementation = LOOP
+    module.config = own
+
+    def give_back() -> None:
+        module.config = theirs
+
+    return give_back

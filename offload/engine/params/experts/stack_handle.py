@@ -60,7 +60,7 @@ class StackHandle(ParamHandle):
         for row in self.rows:
             row.detach()
 
-    def row(self, index: Any) -> nn.Parameter | None:
+    def row(self, index: Any) -> torch.Tensor | None:
         """Returns one row, on the device until the next one is asked for; None unless a module or a backward runs.
 
         Args:
@@ -75,6 +75,8 @@ class StackHandle(ParamHandle):
         row = self.rows[index]
         if not self.engine.turn_to(row.unit):
             return None
+        if not row.materialized:  # frozen, in a recomputation
+            return row.engine.frozen_view(row.unit, row.position)
         parameter = row.parameter
         with plain_tensors():  # the stack is a placeholder, which would look for a rule
             trains = self.parameter.requires_grad
@@ -88,18 +90,21 @@ class StackHandle(ParamHandle):
         Raises:
             BudgetError: if they do not fit on the device together.
         """
-        if not all([self.engine.fetch(row.unit) for row in self.rows]):
+        found = [values for row in self.rows if (values := row.here()) is not None]
+        if len(found) < len(self.rows):
             return None
         with plain_tensors():
             trains = self.parameter.requires_grad
-        for row in self.rows:
+        for row, values in zip(self.rows, found, strict=True):
+            if values is not row.parameter:  # a view of a frozen one, which pins its unit
+                continue
             if not row.materialized:
                 raise BudgetError(
                     f"all experts of {self.name} are used at once, and they do not fit on the device together; raise "
                     '"device_memory" in the "offload" block, or use an implementation that takes them one by one'
                 )
             row.parameter.requires_grad_(trains)
-        return torch.stack([row.parameter for row in self.rows])
+        return torch.stack(found)
 
     def fetch(self, stays: bool = False) -> bool:
         """Returns False if neither a module nor a backward runs: otherwise a stack has no memory of its own.

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.engine.params.experts.implementation import take_one_by_one
 from offload.interrupts import uninterrupted
 from offload.swapper.pager import Pager
 from offload.torch_internals import outside_of_compiled_code
 
 
 class ExpertTurns:
-    """The hooks on the modules of stacked experts, which tell the pager the router's choice."""
+    """The hooks on the modules of stacked experts, which tell the pager the router's choice, and their loops."""
 
     def __init__(self, modules: Mapping[str, nn.Module], experts: Mapping[str, range], pager: Pager) -> None:
         """Stores what `install` needs.
@@ -30,8 +31,12 @@ class ExpertTurns:
         """All experts."""
 
     def install(self) -> list[Callable[[], None]]:
-        """Hooks the modules, behind the hooks that make them sites; returns functions that remove the hooks."""
-        return [self._hook(module, units) for module, units in self._sites]
+        """Hooks the modules, behind the hooks that make them sites, and makes their forwards loops over experts.
+
+        Returns:
+            Functions that remove the hooks, and give the modules their own way back.
+        """
+        return [undo for module, units in self._sites for undo in (self._hook(module, units), take_one_by_one(module))]
 
     def _hook(self, module: nn.Module, units: range) -> Callable[[], None]:
         """Hooks one module and returns the function that removes the hook."""

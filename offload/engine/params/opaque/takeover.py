@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from offload.layout.frozen.opaque import (
     tensors_of,
 )
 from offload.torch_internals import inner_tensors
+
+_PACKS = "support_avx512bf16_for_cpu"
+"""Attribute of a Linear4bit: True if it packs its weight for the CPU."""
 
 
 def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> None:
@@ -63,12 +67,30 @@ def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None
     for prefix, holder in list(holders(parameter, owner)):
         for name in tensors_of(holder):
             setattr(holder, name, made(f"{prefix}{name}"))
-    # A Linear4bit on the CPU that evaluates would pack its weight anew for that processor.
-    if getattr(owner, "support_avx512bf16_for_cpu", False):
-        owner.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
     standin = made(OWN, paged_kind(getattr(parameter, "original", None) or type(parameter)))
     standin.__dict__.update({name: value for name, value in vars(parameter).items() if name not in vars(standin)})
     torch.utils.swap_tensors(parameter, standin)
+
+
+def keep_unpacked(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
+    """Stops modules of bitsandbytes from packing weights anew for the CPU, as a Linear4bit does that evaluates there.
+
+    Args:
+        model: the model.
+        names: names of parameters of the modules.
+
+    Returns:
+        A function that lets the modules pack again that did before.
+    """
+    owners: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    packing = [owner for owner in owners if getattr(owner, _PACKS, False)]
+
+    def switch(on: bool) -> None:
+        for owner in packing:
+            setattr(owner, _PACKS, on)
+
+    switch(False)
+    return partial(switch, True)
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
