@@ -14,10 +14,7 @@ _PIPELINES = (
     "torch.nn.Sequential, and call engine.train_batch(data_iter)"
 )
 _TENSORS = "weights are paged, and not divided within a layer: leave the call out, and set the budgets"
-_INFERENCE = (
-    "pass the model to deepspeed.initialize without an optimizer, as for ZeRO-Inference: weights are paged, and "
-    "engine.generate is the model's"
-)
+_INFERENCE = "call deepspeed.init_inference(model, config) with the config as a dict: weights are paged"
 _LAYERS = "layers are the model's own: leave the call out"
 _EXPERTS = "experts are not divided over ranks: use the model's own, which are paged one by one"
 _COMPRESSED = 'optimizers that compress what ranks exchange are not supported: use "AdamW"'
@@ -58,9 +55,7 @@ TiedLayerSpec = refused_class("TiedLayerSpec", _PIPELINES)
 
 # -- inference -----------------------------------------------------------------------------------------
 
-init_inference = function("init_inference", _INFERENCE)
 default_inference_config = function("default_inference_config", _INFERENCE)
-InferenceEngine = refused_class("InferenceEngine", _INFERENCE)
 DeepSpeedInferenceConfig = refused_class("DeepSpeedInferenceConfig", _INFERENCE)
 DeepSpeedHybridEngine = refused_class("DeepSpeedHybridEngine", _INFERENCE)
 

@@ -35,7 +35,7 @@ _WITHOUT = "none of it here"
 _PIPELINE = "layers are not divided over ranks; `torch.nn.Sequential` and `engine.train_batch`"
 _COMPRESSED = "`AdamW`: what ranks exchange is not compressed"
 _MEGATRON = "there is no model parallelism"
-_INFERENCE = "`initialize` without an optimizer pages the weights; `engine.generate` is the model's"
+_INFERENCE = "`init_inference` takes the config as a dict"
 _LAYERS = "layers are the model's own"
 _SCHEDULE = "with the differences of [learning rates](deepspeed-compatibility.md#learning-rates)"
 _BUDGETS = "memory is [two budgets](../guides/set-the-budgets.md), which are kept"
@@ -71,9 +71,15 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name("version", RIGHT),
         Name("logger", RIGHT),
         Name("log_dist", RIGHT, "", "message ranks level"),
-        Name("init_inference", REFUSED, _INFERENCE),
+        Name(
+            "init_inference",
+            RIGHT,
+            "[`offload.inference`](../guides/score-and-generate.md): `dtype` and `zero`; keys about DeepSpeed's own "
+            "layers have no effect, tensor parallelism is an error",
+            "model config",
+        ),
         Name("default_inference_config", REFUSED, _INFERENCE),
-        Name("InferenceEngine", REFUSED, _INFERENCE),
+        Name("InferenceEngine", RIGHT, "for `isinstance`"),
         Name("DeepSpeedInferenceConfig", REFUSED, _INFERENCE),
         Name("DeepSpeedHybridEngine", REFUSED, _INFERENCE),
         Name("tp_model_init", REFUSED, "weights are paged, not divided within a layer"),
