@@ -13,7 +13,6 @@ from typer.core import TyperGroup
 
 import offload
 from offload.cli import console as cli_console
-from offload.cli.commands import inspection as cli_inspect
 from offload.cli.commands import machine as cli_machine
 from offload.cli.commands import offline as cli_offline
 from offload.cli.commands import plan as cli_plan
@@ -69,7 +68,6 @@ app = typer.Typer(
 # The order of registration is the order in the help.
 cli_machine.register(app)
 cli_plan.register(app)
-app.command()(cli_inspect.inspect)
 app.command()(cli_report.report)
 cli_store.register(app)
 cli_train.register(app)

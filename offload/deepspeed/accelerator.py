@@ -66,6 +66,7 @@ class DeepSpeedAccelerator:
 
     def current_device(self) -> int:
         """Returns the number of the current device; 0 on the CPU."""
+        # Scripts count devices from it, also where there is one.
         return 0 if self._name == "cpu" else int(self._module.current_device())
 
     def current_device_name(self) -> str:

@@ -87,6 +87,7 @@ def _with_group(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# Some have two names in DeepSpeed, and scripts use both.
 all_gather = _with_group(dist.all_gather)
 all_gather_into_tensor = allgather_fn = _with_group(dist.all_gather_into_tensor)
 all_gather_object = _with_group(dist.all_gather_object)
@@ -108,6 +109,7 @@ reduce_scatter = _with_group(dist.reduce_scatter)
 reduce_scatter_tensor = reduce_scatter_fn = _with_group(dist.reduce_scatter_tensor)
 scatter = _with_group(dist.scatter)
 send = _with_group(dist.send)
+# Neither an end nor a question makes a group.
 destroy_process_group = dist.destroy_process_group
 is_available = dist.is_available
 is_initialized = dist.is_initialized
@@ -140,6 +142,7 @@ def get_world_size(group: Any = None) -> int:
 
 def get_local_rank() -> int:
     """Returns the rank of this process on its machine."""
+    # The launcher alone knows machines.
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

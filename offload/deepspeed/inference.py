@@ -58,6 +58,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
     ours: dict[str, Any] = {}
     without_effect = []
     for name, value in content.items():
+        # Without it the weights keep their dtype, where DeepSpeed would cast them to fp16.
         if name == "dtype":
             ours |= _dtype_block(value)
         elif name == "zero":
@@ -65,6 +66,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
         elif name in ("tensor_parallel", "tp", "mp_size"):
             _check_one_rank(name, value)
         elif name in _REFUSED:
+            # Configs turn a key off by false, or by a block that says so.
             if value and not (isinstance(value, Mapping) and not value.get("enabled", True)):
                 raise UsageError(f"init_inference does not support {name}: {_REFUSED[name]}")
         elif name in _SPEED:
@@ -72,6 +74,7 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
                 without_effect.append(name)
         else:
             ours[name] = value  # a key of ours, such as "offload"; another one is an error of the config
+    # Once for all, so that one line says what to delete.
     if without_effect:
         announce(f"init_inference uses the model's own layers; without effect: {', '.join(without_effect)}")
     return inference(model, ours)

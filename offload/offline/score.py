@@ -95,6 +95,7 @@ class _Open:
 
     def score(self, rewards: bool) -> Score:
         """Returns the score of the complete record."""
+        # A reward is of the whole record, and no token of it counts.
         counted = 0 if rewards else sum(row.counted for row in self.rows)
         # Each window of a text but the first begins with a token of the window before.
         tokens = sum(len(row.ids) for row in self.rows) - max(len(self.rows) - 1, 0)

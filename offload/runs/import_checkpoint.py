@@ -113,6 +113,7 @@ def import_checkpoint(
             files = {states_file(0): _write_states(found, partial / states_file(0), queue, progress)}
             contents = safetensors.torch.save({**found.progress.pack(), **found.contents})
             write_new(partial / progress_file(0), contents)
+            # Small, so its sum is made in memory.
             files[progress_file(0)] = Saved(len(contents), {"": crc32c(contents)})
             now = datetime.now(timezone.utc).isoformat()
             write_new(partial / MANIFEST, found.manifest._replace(created=now, files=files).pack())
@@ -169,6 +170,7 @@ def _write_states(found: DeepSpeedCheckpoint, path: Path, queue: Queue, progress
 
         def ended(chunk: _Chunk, writes: Sequence[Future]) -> None:
             nbytes = (chunk.stop - chunk.start) * itemsize
+            # Chunks of a tensor end in order, so that their sums can be joined as they come.
             sums[chunk.name] = crc32c_joined(sums.get(chunk.name, 0), writes[0].crc32c(), nbytes)
             progress(nbytes)
 

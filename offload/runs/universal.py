@@ -95,6 +95,7 @@ def plan_universal(source: TrainedSource, path: Path) -> UniversalPlan:
     """
     mode = MODES[source.description["mode"]]
     layouts = described_layouts(source.description)
+    # DeepSpeed names the files by Adam's moments, and reads no others.
     if mode.optimizer != ADAM or mode.in_blocks:
         raise StoreError(
             f"{path} is in mode {mode.name}; a universal checkpoint has the moments of AdamW in fp32: convert moments "
@@ -110,6 +111,7 @@ def plan_universal(source: TrainedSource, path: Path) -> UniversalPlan:
                     "checkpoint has no form: export its weights, without --format"
                 )
             if segment.trainable or source.frozen:
+                # Counted: each row of stacked experts is a segment of its own.
                 rows = shapes.get(segment.parameter, (0,))[0] + 1
                 shapes[segment.parameter] = (rows, *segment.shape) if segment.stack else segment.shape
             if segment.trainable:
@@ -148,6 +150,7 @@ def export_universal(
         write_torch_file(folder / tag / PARAMETERS / OPTIMIZER_STATE, _optimizer_state(source, plan))
         for name in _MODEL_FILES:
             write_torch_file(folder / tag / name, _model_states(source, plan))
+        # Last, since it makes the folder a checkpoint to DeepSpeed.
         (folder / "latest_universal").write_text(tag)
     return Exported(
         out,
@@ -333,6 +336,7 @@ class _StateFiles:
 
     def close(self) -> None:
         """Closes what an error has left open."""
+        # Behind an error: a file that is complete has closed itself.
         for writer, _ in self._open.values():
             writer.close()
         self._open.clear()

@@ -147,7 +147,7 @@ MUTANTS = (
     _reads(
         "the weights of a unit",
         "offload.engine.params.unit_views",
-        "        ParamHandle.materialize(unit.handles, binding.memory.views)",
+        "            ParamHandle.materialize(unit.handles, binding.memory.views)",
         "binding.flat",
     ),
     _reads(

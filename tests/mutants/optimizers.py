@@ -29,7 +29,7 @@ MUTANTS = (
     Mutant(
         "the low bits of a matrix stay behind",
         "offload.engine.optim.matrices.updates",
-        "            split(master, states)",
+        "            split(master, states, segment.noise)",
         "            states[State.WEIGHT].copy_(master)",
         "tests/test_muon.py",
     ),

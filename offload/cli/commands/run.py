@@ -16,7 +16,7 @@ from offload.errors import UsageError
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
     # Options behind the script are the script's.
-    app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(run)
+    app.command(context_settings={"allow_interspersed_args": False})(run)
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Commands for existing swap files and checkpoints: `offload verify`, `import`, `export`, `convert` and `rm`."""
+"""Commands for swap files and checkpoints: `offload inspect`, `verify`, `import`, `export`, `convert` and `rm`."""
 
 from __future__ import annotations
 
@@ -41,10 +41,38 @@ Saved = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Adds these commands to `app`."""
+    app.command()(inspect)
     app.command()(verify)
     app.command("import")(import_)
     for command in (export, convert, rm):
         app.command()(command)
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(help="A run, one rank of it, an nvme path with runs; a checkpoint, or a folder of them."),
+    ],
+    json_output: Json = False,
+) -> None:
+    """List what a folder of swap files or checkpoints holds: model, commits, sizes, who uses it, what is damaged.
+
+    Changes nothing, and may look at a run that trains. Example: offload inspect /mnt/nvme
+    """
+    from offload.runs.inspection import inspect as look
+
+    with errors(BAD_INPUT):
+        found = look(path)
+    if json_output:
+        print(json.dumps(found))
+        return
+    from rich.console import Console
+
+    from offload.cli.commands.inspect_tables import tables
+
+    console = Console(highlight=False, soft_wrap=True)
+    for table in tables(found):
+        console.print(table)
 
 
 def verify(path: Saved, json_output: Json = False) -> None:

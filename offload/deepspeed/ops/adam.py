@@ -47,6 +47,7 @@ class FusedAdam(SharedGroups):
         Raises:
             ConfigError: if an option has no kernel.
         """
+        # Without a kernel it would change results silently.
         refuse_options(type(self).__name__, amsgrad=amsgrad, bias_correction=not bias_correction)
         numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "decoupled": adam_w_mode}
         super().__init__(params, numbers, RULES[ADAM])
@@ -86,6 +87,7 @@ class DeepSpeedCPUAdam(FusedAdam):
         Raises:
             ConfigError: if an option has no kernel.
         """
+        # The config's "moments" decides on their dtype, for each optimizer alike.
         refuse_options(type(self).__name__, fp32_optimizer_states=not fp32_optimizer_states)
         super().__init__(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)
 
@@ -116,6 +118,7 @@ class DeepSpeedCPUAdam(FusedAdam):
             set_to_none: as in torch; without effect with an engine.
         """
         if self.states is None:
+            # Past the parent's, which asks an engine.
             torch.optim.Optimizer.zero_grad(self, set_to_none)
         else:
             super().zero_grad(set_to_none)

@@ -53,6 +53,7 @@ class DeepSpeedEngine(Engine):
         self.eval()
         try:
             with torch.no_grad():
+                # As many as a step has, so that the two losses compare.
                 count = self.gradient_accumulation_steps() if num_micro_batches is None else num_micro_batches
                 losses = [batch.run(self, next(data_iter)) for _ in range(count)]
         finally:

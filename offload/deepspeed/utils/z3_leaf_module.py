@@ -108,6 +108,7 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def _set_by_class(model: nn.Module, classes: Sequence[type | str], flag: bool, must_exist: bool) -> list[nn.Module]:
+    # By class or by name: a script need not import a class of remote code.
     kinds = tuple(each for each in classes if isinstance(each, type))
     names = {each for each in classes if isinstance(each, str)}
     found = [

@@ -67,6 +67,7 @@ def load_state_dict_from_zero_checkpoint(
         StoreError: if there is no such checkpoint, or it is damaged.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    # As DeepSpeed does: the weights that come are there.
     model = model.cpu()
     model.load_state_dict(state, strict=False)
     return model
@@ -147,6 +148,7 @@ def _state_dict(
     with _opened(checkpoint_dir, tag) as (source, _):
         # A file with a name of its own has every name of a tied weight, as `load_state_dict` expects.
         plan = make_plan(source, dtype, 1, not exclude_frozen, name=_FILE)
+        # The stream that also writes the files of `offload export`: both read a checkpoint alike.
         memory = _Memory(plan)
         stream(source, plan, memory)
         return {**memory.tensors(), **{name: value.clone() for name, value in source.buffers.items()}}
@@ -183,6 +185,7 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
     """Writes tensors as `pytorch_model.bin`, or as several such files with an index."""
     out.mkdir(parents=True, exist_ok=True)
     cut = shard({name: Tensor(value.dtype, tuple(value.shape)) for name, value in state.items()}, limit)
+    # The names by which `from_pretrained` finds them.
     names = ["pytorch_model.bin"]
     if len(cut) > 1:
         names = [f"pytorch_model-{number + 1:05d}-of-{len(cut):05d}.bin" for number in range(len(cut))]

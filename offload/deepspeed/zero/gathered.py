@@ -53,6 +53,7 @@ class GatheredParameters:
         self._params = list({id(each): each for each in listed if isinstance(each, nn.Parameter)}.values())
         self._open = contextlib.ExitStack()
         if enabled and fwd_module is not None:
+            # The forward of that module reads the parameter without being its owner.
             for parameter in self._params:
                 register_external_parameter(fwd_module, parameter)
 
@@ -97,9 +98,9 @@ def _gathered(params: list[Any], modifier_rank: int | None) -> Iterator[None]:
 def _share(parameter: nn.Parameter) -> None:
     """Gives a parameter of `zero.Init` on every rank the values that it has on rank 0, if it has any there."""
     # Rank 0 alone knows whether the code has set the parameter: on other ranks it stays as it was.
-    given = [not is_deferred(parameter)]
-    dist.broadcast_object_list(given, src=0)
-    if not given[0]:
+    given = torch.tensor([not is_deferred(parameter)])
+    dist.broadcast(given, src=0)
+    if not given:
         return
     values = parameter.detach() if dist.get_rank() == 0 else torch.empty(parameter.shape, dtype=parameter.dtype)
     dist.broadcast(values, src=0)

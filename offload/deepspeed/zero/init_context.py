@@ -98,6 +98,7 @@ class Init:
         self._config = None if chosen is None else content_of(chosen)
         self._enabled = enabled
         self._open = contextlib.ExitStack()
+        # Scripts name the dtype in both places; two answers would train in one that somebody did not mean.
         if enabled and dtype is not None and self._config is not None:
             _check_dtype(dtype, self._config)
         if enabled and module is not None:

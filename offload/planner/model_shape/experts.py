@@ -34,9 +34,11 @@ def without_choice(model: nn.Module) -> Iterator[dict[int, int]]:
     per_token: dict[int, int] = {}
     configs: list[Any] = [model.get_submodule(stack.module).config for stack in find_stacks(model)]
     if configs:
+        # Late, since a plan of a model without experts needs no transformers.
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         ALL_EXPERTS_FUNCTIONS.register(_IMPLEMENTATION, partial(_through_one, per_token))
+    # Models may share a config, so it is put back to what it was.
     before = [each._experts_implementation for each in configs]
     for each in configs:
         each._experts_implementation = _IMPLEMENTATION
@@ -59,6 +61,7 @@ def _through_one(
         chosen: (tokens, n), the experts of each token.
         scores: of the same shape, their weights.
     """
+    # The work is that of the real choice: as many rows, through weights of the same shape.
     count = per_token[id(experts)] = chosen.shape[-1]
     rows = hidden.repeat_interleave(count, dim=0)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
