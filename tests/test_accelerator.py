@@ -115,7 +115,8 @@ def test_auto_is_the_accelerator_that_torch_finds(
         ("xpu", "cuda", '"device" is cuda, but torch finds no CUDA device'),
         (None, "tpu", "there is no device 'tpu': \"device\" may be auto, cpu, cuda$"),
         ("xpu", "meta", "there is no device 'meta': \"device\" may be auto, cpu, cuda, xpu$"),
-        ("cuda", "cuda:1", "there is no device 'cuda:1': \"device\" may be auto, cpu, cuda$"),
+        ("cuda", "cuda:1", "there is no device 'cuda:1': .*cuda; CUDA_VISIBLE_DEVICES=1 chooses one of several$"),
+        ("cuda", "hip", "there is no device 'hip': \"device\" may be auto, cpu, cuda; ROCm is cuda to torch$"),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(

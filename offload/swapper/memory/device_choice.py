@@ -18,6 +18,9 @@ from offload.swapper.memory.host_side import HostSide, TorchHostSide
 HOST_SIDES: dict[str, Callable[[torch.device], HostSide]] = {"cuda": CudaHostSide}
 """Constructors of the host's side, by torch's name of the device type, for types that have a side of their own."""
 
+_ROCM = ("hip", "rocm")
+"""Names of AMD's GPUs that torch does not go by."""
+
 
 def accelerator_type() -> str | None:
     """Returns the type of the accelerator that torch finds, such as "cuda" (ROCm too) or "xpu"; None without one."""
@@ -39,9 +42,9 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
     """
     found = None if name == "cpu" else accelerator_type()
     if name not in ("auto", "cpu", found):
-        if not _is_type(name):
+        if not _is_type(name) or name in _ROCM:
             known = "" if found in (None, "cuda") else f", {found}"
-            raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}")
+            raise ConfigError(f"there is no device {name!r}: {setting} may be auto, cpu, cuda{known}{_hint(name)}")
         raise ConfigError(f'{setting} is {name}, but torch finds no {name.upper()} device; set it to "auto" or "cpu"')
     if found is None:
         return torch.device("cpu")
@@ -54,6 +57,15 @@ def compute_device(name: str, setting: str = '"device"') -> torch.device:
             )
         set_index(local)
     return torch.device(found, current_index())
+
+
+def _hint(name: str) -> str:
+    """Returns what somebody who has given such a name is looking for."""
+    if name in _ROCM:
+        return "; ROCm is cuda to torch"
+    kind, colon, index = name.partition(":")
+    # One process computes on one device, which it sees as the first.
+    return f"; CUDA_VISIBLE_DEVICES={index} chooses one of several" if colon and kind == "cuda" else ""
 
 
 def _is_type(name: str) -> bool:
