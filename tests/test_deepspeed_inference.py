@@ -41,6 +41,7 @@ def test_a_key_about_deepspeeds_layers_is_named_as_without_effect(caplog: pytest
         ({"mp_size": 4}, "mp_size is 4"),
         ({"dtype": torch.int8}, "got torch.int8"),
         ({"enable_cuda_graph": True}, "CUDA graphs"),
+        ({"dtyp": "fp16"}, "has no key 'dtyp'"),
         ({"checkpoint": "files.json"}, "the folder of the model"),
         ({"config": {"dtype": "fp16"}, "dtype": "bf16"}, "'fp16' in config and 'bf16' as a keyword"),
     ],

@@ -74,11 +74,16 @@ def test_the_name_is_given_once_asked_for_and_is_the_package_itself() -> None:
 def test_a_script_has_its_arguments_its_name_and_its_exit_code(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(_ARGUMENTS)
+    # A script's own folder is on its path, the working folder is not: this module hides none of Python's.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "socket.py").write_text("raise SystemExit('imported from the working folder')")
     done = subprocess.run(
-        [sys.executable, "-m", "offload", "run", str(script), "--lr", "1", "--help"],
+        [Path(sys.executable).with_name("offload"), "run", str(script), "--lr", "1", "--help"],
         capture_output=True,
         text=True,
         check=False,
+        cwd=elsewhere,
     )
     assert done.returncode == 7, done.stderr
     assert done.stdout == f"{[str(script), '--lr', '1', '--help', '__main__', '0', '1', '0.19.8']}\n"

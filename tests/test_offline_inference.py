@@ -107,6 +107,17 @@ def test_score_gives_the_logits_of_a_classifier(folder: Path, tmp_path: Path) ->
     assert again.exit_code == 2 and "exists already" in again.stderr
 
 
+def test_too_many_tokens_are_refused_at_the_start_and_leave_no_file(folder: Path, tmp_path: Path) -> None:
+    write_lines(tmp_path / "data.jsonl", [{"text": "short"}])
+    out = ("--data", tmp_path / "data.jsonl", "--output", tmp_path / "out.jsonl")
+    long = call("score", folder, *out, "--seq-len", "100000")
+    assert long.exit_code == 2 and "--seq-len 100000 is more than the" in long.stderr
+    write_lines(tmp_path / "data.jsonl", [{"prompt": "q" * 5000}])
+    result = call("generate", folder, *out)
+    assert result.exit_code == 2 and "data.jsonl:1 is a prompt of" in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 @pytest.mark.works("Without training", "`offload generate`: prompts and chats", "right")
 def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: Path) -> None:
     prompts = [{"prompt": "one, two, "}, CHAT, {"text": "def"}]

@@ -28,6 +28,8 @@ _SPEED = frozenset(
     "replace_method".split()
 )
 """Keys about DeepSpeed's own layers, in whose place the model's are used. They change no result."""
+_OURS = frozenset(("aio", "bf16", "fp16", "offload", "zero_optimization"))
+"""Keys of a config of `offload.inference`, which are passed on."""
 _REFUSED = {
     "enable_cuda_graph": "CUDA graphs record addresses, and weights move: leave the key out",
     "quant": 'set "frozen": "int8" or "nf4" in the "offload" block of an offload.inference config',
@@ -72,8 +74,13 @@ def init_inference(model: Any, config: Any = None, **kwargs: Any) -> InferenceEn
         elif name in _SPEED:
             if value:
                 without_effect.append(name)
+        elif name in _OURS:
+            ours[name] = value
         else:
-            ours[name] = value  # a key of ours, such as "offload"; another one is an error of the config
+            raise UsageError(
+                f"init_inference has no key {name!r}: expected dtype, zero, a key about DeepSpeed's layers, or one of "
+                f"{', '.join(sorted(_OURS))}"
+            )
     # Once for all, so that one line says what to delete.
     if without_effect:
         announce(f"init_inference uses the model's own layers; without effect: {', '.join(without_effect)}")

@@ -15,6 +15,7 @@ from offload.finetune.corpus.packing import encode_prompt
 from offload.finetune.model import check_model
 from offload.offline.open_model import OpenModel
 from offload.offline.rows import in_groups, padded
+from offload.presets import positions_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,12 @@ def completions(
             rows.append(encode_prompt(prompt, tokenizer))
             if not len(rows[-1]):
                 raise ConfigError(f"{prompt.place} is an empty prompt, which a model cannot continue; leave it out")
+            longest = positions_of(model.config)
+            if longest is not None and len(rows[-1]) > longest:
+                raise ConfigError(
+                    f"{prompt.place} is a prompt of {len(rows[-1])} tokens, more than the {longest} positions of this "
+                    "model; shorten it, or leave it out"
+                )
             check_model(module, len(rows[-1]), int(rows[-1].max()))
         # Left of the prompt, so that every prompt ends where its completion begins.
         ids = padded(rows, pad, left=True)

@@ -15,7 +15,7 @@ from offload.engine.inference.inference import inference, read_model
 from offload.errors import ConfigError, UsageError
 from offload.finetune.model import read_tokenizer
 from offload.losses import chunk_loss_of
-from offload.presets import check_folder, error_message, positions_of, require_transformers
+from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 
 _LONGEST = 1024
 """Default of the longest row, for models that have more positions."""
@@ -65,7 +65,14 @@ class OpenModel:
         return self.engine.module.config
 
     def longest(self, wanted: int | None) -> int:
-        """Returns the most tokens of a row: as wanted, else the model's positions, at most 1024."""
+        """Returns the most tokens of a row: as wanted, else the model's positions, at most 1024.
+
+        Raises:
+            ConfigError: The model has fewer positions than wanted.
+        """
+        # At the start: a longer row may come after hours.
+        if wanted is not None:
+            check_positions(self.config, wanted)
         return wanted or min(positions_of(self.config) or _LONGEST, _LONGEST)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import typer
 
@@ -285,13 +285,21 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
     if output is None:
         yield kept.append if in_one_object else _print_json, kept
         return
-    try:
-        # "x": scores that took hours are never overwritten by a second call.
-        file = output.open("x", encoding="utf-8")
-    except FileExistsError:
-        raise ConfigError(f"{output} exists already; give --output another name, or delete the file") from None
-    with file:
-        yield lambda content: print(json_line(content), file=file, flush=True), kept
+    if output.exists():
+        raise ConfigError(f"{output} exists already; give --output another name, or delete the file")
+    with contextlib.ExitStack() as opened:
+        file: TextIO | None = None
+
+        def write(content: Any) -> None:
+            nonlocal file
+            # Opened by the first line, so that a start that fails is not in the way of the next one. "x": scores that
+            # took hours are never overwritten by a second call.
+            file = file or opened.enter_context(output.open("x", encoding="utf-8"))
+            print(json_line(content), file=file, flush=True)
+
+        yield write, kept
+        if file is None:
+            output.touch()
 
 
 def _print_json(content: Any) -> None:

@@ -12,6 +12,12 @@ import typer
 from offload.cli.console import BAD_INPUT, errors
 from offload.errors import UsageError
 
+_START = """import sys
+sys.path[0] = sys.path[1]
+from offload.deepspeed.__main__ import main
+main(sys.argv[1:])"""
+"""Starts the stand-in without the working folder on the path, whose modules would hide Python's and ours."""
+
 
 def register(app: typer.Typer) -> None:
     """Adds the command to `app`."""
@@ -34,5 +40,5 @@ def run(
             raise UsageError(f"{script} is no file: expected a script of Python, or a module behind -m")
     # In the place of this process: signals, exit code and tracebacks are then those of the script alone.
     sys.stdout.flush()
-    command = [sys.executable, "-m", "offload.deepspeed", *(["-m"] if module else []), script, *(arguments or [])]
+    command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
     os.execv(sys.executable, command)

@@ -294,9 +294,16 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
     if not path.exists() and is_checkpoint(aside(path, "old")):
         return str(aside(path, "old"))
     if not path.is_dir():
-        there = ", ".join(checkpoints(folder)) or "none"
+        there = ", ".join(_tags(folder, is_other)) or "none"
         raise StoreError(f"there is no checkpoint {tag} in {folder}, which {named}; the folder contains: {there}")
     return str(path)
+
+
+def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
+    """Returns the tags of a folder's checkpoints, those of another program at the end."""
+    if not folder.is_dir():
+        return []
+    return [*checkpoints(folder), *sorted(each.name for each in folder.iterdir() if is_other(each))]
 
 
 def _read_latest(latest: Path) -> str:
