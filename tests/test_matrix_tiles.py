@@ -12,7 +12,7 @@ from torch import nn
 from offload.layout.flat_layout import UnitLayout, lay_out
 from offload.layout.optimizers.whole import cuts, whole_sizes
 from offload.planner.memory import Memory, Room, settings, settle
-from offload.planner.model_shape import from_training
+from offload.planner.model_shape import Shape, from_training
 from offload.planner.step_time import prediction
 from offload.states import State
 from offload.swapper.modes import make_mode
@@ -61,15 +61,15 @@ def test_of_several_ranks_each_has_its_parts_of_matrices_in_one_tile() -> None:
         assert of_matrices == [range(len(layout.rest(rank, 2)), len(part))]
 
 
-def _plan(optimizer: str) -> Memory:
+def _plan(optimizer: str) -> tuple[Memory, Shape]:
     shape = from_training(gpt2(), 16, torch.bfloat16, (), {})
     content = settings() | {"optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
-    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices)
+    return settle(shape.layouts, content, Room(host=8 << 30, device=0, disk=None), matrices=shape.matrices), shape
 
 
 def test_a_plan_plays_the_tiles_of_the_run() -> None:
-    memory = _plan("Muon")
-    for layout, cost in zip(memory.layouts, prediction._costs(memory), strict=True):
+    memory, shape = _plan("Muon")
+    for layout, cost in zip(memory.layouts, prediction._costs(memory, shape), strict=True):
         assert cost is not None
         tiles = cuts(layout, memory.mode, layout.trainable(0, 1), True, prediction._tile_numel(memory))
         assert cost.stops == tuple(tile.stop for tile in tiles) and cost.stops[-1] == layout.trainable_stop

@@ -20,7 +20,7 @@ from offload.errors import BudgetError
 from offload.planner.simulation.clock import Clock
 from offload.planner.simulation.kept_inputs import Input
 from offload.planner.simulation.machine import Machine, Moved, Rates, Waited
-from offload.planner.simulation.simulate import Budgets, Use, simulate
+from offload.planner.simulation.simulate import Budgets, Expected, Use, simulate
 from offload.planner.simulation.updater import UpdateCost
 from offload.states import Tier
 from offload.swapper.policy import Limits
@@ -47,7 +47,9 @@ def cases(draw: st.DrawFn, tiers: tuple[Tier, ...] = (Tier.DISK, Tier.DISK, Tier
     inputs = st.builds(Input, st.sampled_from((0, 0, PAGE, 5 * PAGE)), st.booleans())
     uses = draw(
         st.lists(
-            st.builds(Use, numbers, seconds, st.integers(1, 2), inputs, inputs, st.just(())), min_size=1, max_size=20
+            st.builds(Use, numbers, seconds, st.integers(1, 2), inputs, inputs, st.just(()), st.just(Expected())),
+            min_size=1,
+            max_size=20,
         )
     )
     spills = draw(st.booleans())
