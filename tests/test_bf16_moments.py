@@ -21,10 +21,8 @@ from offload.planner.model_shape import from_count
 from offload.planner.recommend import plan
 from offload.runs.inspection import inspect
 from offload.sizes import GIB
-from tests.support import models
-from tests.support.early_updates import finish_step_before
 from tests.support.kernel_inputs import default_settings
-from tests.support.narrow_states import JOB, RULES
+from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
@@ -90,25 +88,9 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """18 of disk traffic in bf16: 8 read, 8 written, and 2 for the weights that the backward reads again."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
-    moved = {}
-    for name, options in (("fp32", {}), ("bf16", BF16)):
-        engine = start(job, DISK, tmp_path / name, speculate=False, **options)
-        store = engine._core.components.store
-        assert store is not None
-        numel = sum(len(part) for part in engine._core.components.trainable)
-        queue = engine._core.components.queue
-        assert queue is not None
-        before = 0
-        for step in range(3):
-            train_step(engine, job, step)
-            finish_step_before(engine)
-            now = queue.read_bytes + queue.written_bytes
-            moved[name], before = (now - before) / numel, now
-        disk = store.spec.nbytes / numel
-        assert disk == {"fp32": 24, "bf16": 16}[name]
-        engine.destroy(remove=True)
-    assert moved["bf16"] <= 18.3 and moved["fp32"] - moved["bf16"] == pytest.approx(8, abs=0.1)
+    whole, narrow = bytes_of_a_parameter(tmp_path / "fp32"), bytes_of_a_parameter(tmp_path / "bf16", **BF16)
+    assert (whole.stored, narrow.stored) == (24, 16)
+    assert narrow.moved <= 18.3 and whole.moved - narrow.moved == pytest.approx(8, abs=0.1)
 
 
 def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from offload.planner.recommend import plan
 from offload.sizes import GIB
 from offload.states import State, Tier
 from tests.support import models
-from tests.support.early_updates import finish_step_before
-from tests.support.narrow_states import JOB, RULES
+from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     Result,
     assert_same,
@@ -101,20 +100,9 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """12 of disk traffic, and a sixteenth for the scales: 5 each way, and 2 as the backward reads weights."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
-    engine = start(job, DISK, tmp_path, speculate=False, **SMALL)
-    store, queue = engine._core.components.store, engine._core.components.queue
-    assert store is not None and queue is not None
-    numel = sum(len(part) for part in engine._core.components.trainable)
-    moved = before = 0
-    for step in range(3):
-        train_step(engine, job, step)
-        finish_step_before(engine)
-        now = queue.read_bytes + queue.written_bytes
-        moved, before = now - before, now
-    assert moved / numel <= 12.3
-    assert 10 < store.spec.nbytes / numel <= 10.1
-    engine.destroy(remove=True)
+    found = bytes_of_a_parameter(tmp_path, **SMALL)
+    assert found.moved <= 12.3
+    assert 10 < found.stored <= 10.1
 
 
 def test_masters_are_read_set_and_exported(tmp_path: Path) -> None:

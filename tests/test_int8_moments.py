@@ -28,9 +28,8 @@ from offload.runs.inspection import inspect
 from offload.sizes import GIB
 from offload.states import State
 from tests.support import models
-from tests.support.early_updates import finish_step_before
 from tests.support.kernel_inputs import default_settings
-from tests.support.narrow_states import JOB, RULES
+from tests.support.narrow_states import JOB, RULES, bytes_of_a_parameter
 from tests.support.oracle import (
     Job,
     Result,
@@ -119,20 +118,9 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """14 of disk traffic in bf16, and a sixteenth for the scales: 6 each way, and 2 as the backward reads weights."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
-    engine = start(job, DISK, tmp_path, speculate=False, **INT8)
-    store, queue = engine._core.components.store, engine._core.components.queue
-    assert store is not None and queue is not None
-    numel = sum(len(part) for part in engine._core.components.trainable)
-    moved = before = 0
-    for step in range(3):
-        train_step(engine, job, step)
-        finish_step_before(engine)
-        now = queue.read_bytes + queue.written_bytes
-        moved, before = now - before, now
-    assert moved / numel <= 14.3
-    assert 12 < store.spec.nbytes / numel <= 12.1
-    engine.destroy(remove=True)
+    found = bytes_of_a_parameter(tmp_path, **INT8)
+    assert found.moved <= 14.3
+    assert 12 < found.stored <= 12.1
 
 
 def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:

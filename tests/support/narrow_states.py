@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tests.support import models
+from tests.support.early_updates import finish_step_before
+from tests.support.oracle import start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16", steps=4)
 RULES = {
@@ -22,3 +25,29 @@ FORMS: dict[str, dict[str, Any]] = {
     "bf24, int8": {"master": "bf24", "moments": "int8"},
 }
 """Options of the block "offload"."""
+
+
+class Bytes(NamedTuple):
+    """What a parameter costs a drive."""
+
+    moved: float
+    """Read and written, in a step."""
+    stored: float
+
+
+def bytes_of_a_parameter(folder: Path, **options: Any) -> Bytes:
+    """Trains with everything on disk, and counts by the queue and the store."""
+    job = JOB._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
+    engine = start(job, ("nvme", "nvme"), folder, speculate=False, **options)
+    store, queue = engine._core.components.store, engine._core.components.queue
+    assert store is not None and queue is not None
+    numel = sum(len(part) for part in engine._core.components.trainable)
+    moved = before = 0
+    for step in range(3):  # the last one counts: the first records the order, the second has no update beside it yet
+        train_step(engine, job, step)
+        finish_step_before(engine)
+        now = queue.read_bytes + queue.written_bytes
+        moved, before = now - before, now
+    found = Bytes(moved / numel, store.spec.nbytes / numel)
+    engine.destroy(remove=True)
+    return found
