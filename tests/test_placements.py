@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import models
-from tests.support.oracle import PLACEMENTS, Job, assert_same, room_for, run, same_bits
+from tests.support.oracle import Job, assert_same, room_for, run, same_bits
 
 
 def image_loss(model: torch.nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ JOBS = {
 )
 def test_same_bits_everywhere(name: str, dtype: str, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=4, dtype=dtype)
-    same_bits(job, tmp_path, PLACEMENTS)
+    same_bits(job, tmp_path)
 
 
 @pytest.mark.sample(4)

@@ -516,9 +516,10 @@ def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: ran
     assert losses[:8] == losses[8:]
     assert moved[1][1] == moved[0][1]
     # An update that finds no weights in memory any more is left to the step, so no weights are read for it. Which
-    # weights a step finds in host memory depends on the moments at which threads run: a few of a step's, either way.
+    # weights a step finds in host memory depends on the moments at which threads run: some, either way. An update that
+    # read them would read all.
     weights = 8 * sum(parameter.numel() * parameter.element_size() for parameter in Stack(first).parameters())
-    assert moved[1][0] <= moved[0][0] + weights / 4
+    assert moved[1][0] <= moved[0][0] + weights / 2
 
 
 def test_weights_that_an_early_update_copies_keep_their_place_on_the_device(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
 from tests.support.device_process import engine_device
 from tests.support.fault_injection import LateQueue, use_queue
+from tests.support.sampling import drawn
 
 TIERS = ("none", "cpu", "nvme")
 
@@ -44,7 +45,7 @@ class Job(NamedTuple):
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, int, int], torch.Tensor]
     """(model, step, micro-batch) to the loss."""
-    steps: int = 6
+    steps: int = 4
     accumulation: int = 1
     lr: float = 1e-3
     weight_decay: float = 0.1
@@ -339,8 +340,13 @@ def assert_same(left: Result, right: Result, what: str = "") -> None:
     assert_same_tensors(left.weights, right.weights, what)
 
 
-def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] = PLACEMENTS, **options: Any) -> Result:
-    """Trains `job` in every placement, asserts that all are equal, and returns the result."""
+def same_bits(job: Job, folder: Path, placements: Sequence[tuple[str, str]] | None = None, **options: Any) -> Result:
+    """Trains `job` in several placements, asserts that all are equal, and returns the result.
+
+    Without `placements` these are all in memory, all on disk, and two of the others as the test draws them.
+    """
+    if placements is None:
+        placements = [PLACEMENTS[0], *drawn(PLACEMENTS[1:-1], 2), PLACEMENTS[-1]]
     first: Result | None = None
     for placement in placements:
         result = run(job, placement, folder / "-".join(placement), **options)

@@ -2,14 +2,17 @@
 
     @pytest.mark.sample(6)              six of the cases of a parametrized test
     @settings(max_examples=examples(300))   a tenth of hypothesis' examples, ten at least
+    for where in drawn(PLACEMENTS, 2):      two of them, others in each test
 
 The sample of a test depends on its name and `--sample-seed` alone, so every run with the same seed has the same tests.
 """
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
 
 import pytest
 from hypothesis import settings
@@ -19,6 +22,9 @@ SHARE = 10
 _LEAST_EXAMPLES = 10
 
 _complete = False
+_seed = 0
+
+_T = TypeVar("_T")
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -29,8 +35,8 @@ def add_options(parser: pytest.Parser) -> None:
 
 def configure(config: pytest.Config) -> None:
     """Takes the options, before any test module is imported."""
-    global _complete
-    _complete = config.getoption("whole")
+    global _complete, _seed
+    _complete, _seed = config.getoption("whole"), config.getoption("sample_seed")
     # A machine may be busy, so no example has a deadline. The sample is the same each time, the whole is not.
     settings.register_profile("sample", deadline=None, derandomize=True, max_examples=examples(100))
     settings.register_profile("whole", deadline=None)
@@ -40,6 +46,15 @@ def configure(config: pytest.Config) -> None:
 def examples(all_examples: int) -> int:
     """Returns how many examples of hypothesis to try where `whole` are tried with `--whole`."""
     return all_examples if _complete else max(all_examples // SHARE, min(all_examples, _LEAST_EXAMPLES))
+
+
+def drawn(values: Sequence[_T], count: int) -> list[_T]:
+    """Returns `count` of the values, in their order, as the name of the running test draws them; all with `--whole`."""
+    if _complete:
+        return list(values)
+    name = os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0]
+    chosen = random.Random(f"{name} {_seed}").sample(range(len(values)), count)
+    return [values[index] for index in sorted(chosen)]
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,7 +69,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     for name, grid in grids.items():
         mark = grid[0].get_closest_marker("sample")
         assert mark is not None
-        chosen = sample([_case(item) for item in grid], mark.args[0], f"{name} {config.getoption('sample_seed')}")
+        chosen = sample([_case(item) for item in grid], mark.args[0], f"{name} {_seed}")
         kept |= {id(grid[index]) for index in chosen}
     dropped = [item for item in items if id(item) not in kept]
     if dropped:

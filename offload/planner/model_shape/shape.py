@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from itertools import groupby
 from typing import NamedTuple
@@ -101,12 +102,7 @@ class Shape(NamedTuple):
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Returns the repeated blocks in the order of the forward."""
-        found = []
-        for name, positions in groupby(range(len(self.uses)), lambda position: self._block_name(position)):
-            first, *others = positions
-            if name is not None:
-                found.append(Block(name, range(first, first + 1 + len(others))))
-        return tuple(found)
+        return _blocks(tuple([None if use.lookup else self.layouts[use.unit].name for use in self.uses]))
 
     def visited(self, tokens: int) -> float:
         """Returns how many experts of all layers so many tokens visit by expectation."""
@@ -139,8 +135,22 @@ class Shape(NamedTuple):
         )
         return self._replace(uses=uses, temporary=scaled(self.temporary), sequence=sequence)
 
-    def _block_name(self, position: int) -> str | None:
-        """Returns the name of the block to which a use belongs, or None."""
-        use = self.uses[position]
-        found = None if use.lookup else _BLOCK.match(self.layouts[use.unit].name)
-        return None if found is None else found.group()
+
+@functools.lru_cache
+def _blocks(units: tuple[str | None, ...]) -> tuple[Block, ...]:
+    """Returns the repeated blocks among uses, given by the names of their units; None for a look-up.
+
+    A plan asks a thousand times about few models.
+    """
+
+    def name_of(position: int) -> str | None:
+        unit = units[position]
+        matched = None if unit is None else _BLOCK.match(unit)
+        return None if matched is None else matched.group()
+
+    found = []
+    for name, positions in groupby(range(len(units)), name_of):
+        first, *others = positions
+        if name is not None:
+            found.append(Block(name, range(first, first + 1 + len(others))))
+    return tuple(found)

@@ -29,11 +29,8 @@ class Work:
         self.row, self.unit, self.seconds, self.priority = row, unit, seconds, priority
         self.left = seconds
         self.start = math.nan
-
-    @property
-    def done(self) -> bool:
-        """Returns True if the work has ended."""
-        return self.left == 0
+        # Every actor's condition reads it after each event, so it is an attribute.
+        self.done = not seconds
 
 
 class Server:
@@ -94,18 +91,17 @@ class Clock:
         if not busy:
             return False
         groups = [server.group for server in busy]
-        speeds = [server.speed(groups.count(server.group)) for server in busy]
+        running = [(server, server.works[0], server.speed(groups.count(server.group))) for server in busy]
         # Speeds are constant until the next end, so time can jump there.
-        passed = min(server.works[0].left / speed for server, speed in zip(busy, speeds, strict=True))
-        for server, speed in zip(busy, speeds, strict=True):
-            work = server.works[0]
-            if math.isnan(work.start):  # the start is set once: a preempted item may reach the front again
+        passed = min([work.left / speed for _, work, speed in running])
+        end = self.now + passed
+        for server, work, speed in running:
+            if work.start != work.start:  # NaN: the start is set once, since a preempted item may reach the front again
                 work.start = self.now
             work.left -= passed * speed
             if work.left <= work.seconds * 1e-12:  # the rest is rounding
-                work.left = 0.0
-                server.works.pop(0)
-                # Ends at the new time, which is set after all servers have advanced.
-                self.spans.append(Span(work.row, work.unit, work.start, self.now + passed))
-        self.now += passed
+                work.left, work.done = 0.0, True
+                del server.works[0]
+                self.spans.append(Span(work.row, work.unit, work.start, end))
+        self.now = end
         return True

@@ -44,6 +44,8 @@ class SimulatedPager:
         self.version = self.uses = self.hits = self.waiting_for_buffer = 0
         self.wanted: list[int] = []
         self.entries = [Entry(index, size, size.start) for index, size in enumerate(sizes)]
+        # Units whose reads have begun and are not delivered, by index. After each event an actor asks which have ended.
+        self._reading: dict[int, Entry] = {}
         self._limits = limits
         self._uploads_elsewhere = may_upload_elsewhere(machine.on_cpu, several_ranks=False)
 
@@ -125,6 +127,7 @@ class SimulatedPager:
     def _start_read(self, entry: Entry, host_buffer: Block, priority: Priority) -> None:
         """Starts the read of a unit's partition into a host buffer."""
         entry.host_buffer = host_buffer
+        self._reading[entry.index] = entry
         entry.reading = self.machine.read("weight read", "weights_read", entry.index, entry.size.shard_nbytes, priority)
         self.move(entry, Residency.READING)
 
@@ -134,6 +137,7 @@ class SimulatedPager:
         yield from until(work)
         if entry.reading is work:
             entry.reading = None
+            del self._reading[entry.index]
             self.move(entry, Residency.HOST)
 
     def streams(self, unit: int) -> bool:
@@ -214,9 +218,8 @@ class SimulatedPager:
     def deliver(self) -> Acting[None]:
         """Acts as the callbacks of the I/O queue: a read ahead that has ended lets the next step begin."""
         while True:
-            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self.entries))
-            for entry in filter(Entry.read_ended, self.entries):
-                yield from self.finish_read(entry)
+            yield lambda: self._uploads_elsewhere and any(map(Entry.read_ended, self._reading.values()))
+            yield from self._finish_ended_reads()
             yield from self.advance()
 
     def _prefetch_uploads(self) -> Acting[None]:
@@ -234,8 +237,7 @@ class SimulatedPager:
 
     def _prefetch_reads(self, wait: bool = True) -> Acting[None]:
         """Completes reads that have ended, and starts those of the next units while host buffers are available."""
-        for entry in filter(Entry.read_ended, self.entries):
-            yield from self.finish_read(entry)
+        yield from self._finish_ended_reads()
         while (unit := self._next_read()) is not None:
             nbytes, beyond = self._shard_nbytes(unit), self.access_order.distance(unit)
             host_buffer = yield from self.machine.counted("room", self.take_host_buffer(unit, nbytes, beyond, wait))
@@ -245,6 +247,12 @@ class SimulatedPager:
                 self._start_read(self.entries[unit], host_buffer, Priority.NORMAL)
             else:  # another thread has started the read, during a wait for the buffer
                 self.host.give(host_buffer.offset, host_buffer.nbytes)
+
+    def _finish_ended_reads(self) -> Acting[None]:
+        """Completes all reads that have ended, in the order of the units."""
+        for _, entry in sorted(self._reading.items()):
+            if entry.read_ended():
+                yield from self.finish_read(entry)
 
     def _next_read(self) -> int | None:
         """Returns the next unit in the access order to read into a host buffer, or None."""

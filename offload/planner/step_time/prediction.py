@@ -10,6 +10,7 @@ updates under the backward have to be done again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -38,10 +39,12 @@ _NEAR = 1.05
 """Factor within which a step counts as having reached a bound."""
 _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
-_SPECULATIVE_STEPS, _COUNTED = 7, 3
+_SPECULATIVE_STEPS, _COUNTED = 5, 2
 """The same with updates under the backward, where the mean of the last steps is reported: each does work of others."""
-_TILES_OF_A_UNIT = 16
+_TILES_OF_A_UNIT = 8
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
+# A search for the best plan, the advice beside it and its report ask for the same steps more than once.
+_simulated = functools.lru_cache(maxsize=64)(simulate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,12 +162,12 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     steps = _SPECULATIVE_STEPS if early else _STEPS
     # Only the choice of experts differs from step to step.
     each = [_passes(memory, shape, hardware, load, step) for step in range(steps if shape.experts else 1)]
-    uses, *later = [[use for one in passes for use in one] for passes in each]
+    uses, *later = [tuple(use for one in passes for use in one) for passes in each]
     passes, costs = each[-1], _costs(memory, shape)
-    found = simulate(
+    found = _simulated(
         uses,
-        unit_sizes(memory.layouts, memory.placement, shares, memory.mode),
-        costs,
+        tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode)),
+        tuple(costs),
         buffer_budgets(memory.parts, memory.placement),
         limits(memory.config, memory.mode),
         rates,
@@ -174,7 +177,7 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         early,
         _COUNTED if early else 1,
         memory.placement.tile_buffers,
-        later,
+        tuple(later),
     )
     costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
