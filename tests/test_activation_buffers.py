@@ -61,6 +61,7 @@ NORMS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in NORMS])
 def test_statistics_are_those_of_the_plain_model(name: str, tier: str, tmp_path: Path) -> None:

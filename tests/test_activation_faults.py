@@ -54,7 +54,7 @@ class Once:
 
 
 @pytest.mark.works(AREA, "an I/O error at an input: told once, with its cause", "the step fails, training goes on")
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("after", [0, 1, 3, 7, 11, 14, 20, 25])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_request_that_fails_is_told_once_and_training_goes_on(

@@ -48,7 +48,7 @@ def _numbers(loop: Loop, job: Job, placement: tuple[str, str], folder: Path, **o
 
 
 @pytest.mark.works(AREA, '"activations" in any tier, with every loop of the table Graphs but the next', "right")
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its jvp
 @pytest.mark.parametrize("tier", ALL_TIERS)
 @pytest.mark.parametrize("name", ONCE)
@@ -163,6 +163,7 @@ def _after(order: str, folder: Path, **options: Any) -> list[float]:
     return found
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("order", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in ORDERS])
 def test_forwards_and_backwards_in_any_order_keep_their_bits(order: str, tier: str, tmp_path: Path) -> None:
@@ -264,6 +265,7 @@ def _of(block: type[Block]) -> Job:
     return JOB._replace(model=type("Of" + block.__name__, (Stack,), {"block": lambda self, index: block()}))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in INSIDE])
 def test_what_a_block_does_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ TRAINING = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in TRAINING]
@@ -100,6 +101,7 @@ COMPILED = {"`block.compile()`": CompiledStack, "`torch.compile(block)`": Compil
 
 @pytest.mark.cpu_only("the compiler has no code for another device of tests")
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in COMPILED]
@@ -142,6 +144,7 @@ def _on_a_rank(job: Job, folder: Path, tier: str) -> list[Result]:
 
 @pytest.mark.cpu_only("the ranks are processes of the CPU")
 @pytest.mark.works(AREA, "two ranks, each with inputs of its own", "right")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -152,6 +155,7 @@ def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_pa
 
 @pytest.mark.cpu_only("the processes that are killed are of the CPU")
 @pytest.mark.works(AREA, "SIGKILL at random, resume", "right")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_a_run_that_is_killed_and_resumed_is_the_unbroken_one(tier: str, tmp_path: Path) -> None:
     job = models.DROPOUT._replace(steps=40)

@@ -189,6 +189,7 @@ def test_a_closed_queue_refuses_requests(backend: str, tmp_path: Path) -> None:
                 call()
 
 
+@pytest.mark.sample(1)
 def test_a_signal_storm_interrupts_no_request(backend: str, tmp_path: Path) -> None:
     """Thousands of interruptions, of every thread that takes signals, and not a byte wrong."""
     code = f"""

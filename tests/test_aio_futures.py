@@ -280,6 +280,7 @@ def test_a_queue_that_is_dropped_leaves_nothing(backend: str, tmp_path: Path) ->
     assert (tmp_path / "file").stat().st_size == 10 << 12
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("when", ["after", "in a callback"])
 def test_a_queue_that_is_made_at_the_very_end(backend: str, tmp_path: Path, when: str) -> None:
     """By an exit function that was registered before ours, or by a callback while queues are closed."""
@@ -305,6 +306,7 @@ queue.write(file, 0, bytes(64 << 20)).add_done_callback(use)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.sample(1)
 def test_a_forked_child_ends_with_threads_that_wait(backend: str, tmp_path: Path) -> None:
     """As the process that imported the library does: see [Note: Exit]."""
     code = f"""

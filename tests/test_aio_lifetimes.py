@@ -172,6 +172,7 @@ def test_a_timeout_leaves_the_request_alone(tmp_path: Path, backend: str) -> Non
         assert future.wait() == 64 << 20 and future.wait() == 64 << 20
 
 
+@pytest.mark.sample(1)
 def test_an_exit_without_close_keeps_what_was_submitted(tmp_path: Path, backend: str) -> None:
     path = tmp_path / "file"
     code = f"""

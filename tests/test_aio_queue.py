@@ -54,7 +54,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     place.rmdir()
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("skew", [0, 1, 512], ids=lambda skew: f"address+{skew}")
 def test_any_size_offset_and_address(queue: IoQueue, folder: Path, skew: int) -> None:
     path = folder / "file"
@@ -135,6 +135,7 @@ def test_a_read_past_the_end_is_an_error_of_that_request_alone(queue: IoQueue, t
         assert fine.wait() == 8192 and bytes(good) == noise(10_000)[:8192]
 
 
+@pytest.mark.sample(1)
 def test_a_limit_on_file_size_is_an_error(tmp_path: Path, backend: str) -> None:
     code = f"""
 import resource, signal
@@ -284,6 +285,7 @@ def test_arguments_that_mean_nothing(queue: IoQueue, tmp_path: Path) -> None:
                 call()
 
 
+@pytest.mark.sample(1)
 def test_the_deepest_queue(backend: str, tmp_path: Path) -> None:
     with (
         DirectFile(tmp_path / "file", create=True) as file,

@@ -93,6 +93,7 @@ def numel_of(work: Work) -> int:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "command",
     [

@@ -206,6 +206,7 @@ def test_it_works_beside_what_is_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None:
     command = ["-m", "offload", "bench", "io", str(tmp_path), "--size", "256MiB", "--rounds", "1000"]

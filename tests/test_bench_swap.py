@@ -75,7 +75,7 @@ def test_the_kernel_counts_the_same(tmp_path: Path) -> None:
     assert row["kernel_read_bytes"] >= 0.9 * row["read_bytes"]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "nbytes"),
     [
@@ -102,6 +102,7 @@ def test_bytes_of_other_choices(tmp_path: Path, options: tuple[str, ...], nbytes
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_sweep_over_several_folders(tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
@@ -192,7 +193,7 @@ def test_an_error_in_a_step_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert os.listdir(tmp_path) == ["mine"] and (tmp_path / "mine").read_bytes() == b"kept"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 @pytest.mark.parametrize("after", [0.0, 1.0])
 def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: float) -> None:

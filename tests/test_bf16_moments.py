@@ -44,6 +44,7 @@ BF16: dict[str, Any] = {"moments": "bf16"}
 
 
 @pytest.mark.numeric
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["AdamW", "Lamb"])
 def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = RULES[name]._replace(clip=0.0)  # pieces of gradients are smaller too, and the last bits of a norm others
@@ -166,6 +167,7 @@ def test_a_run_with_other_moments_is_refused(before: dict[str, Any], after: dict
     again.destroy(remove=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("before", "after"), [({}, BF16), (BF16, {}), (BF16, BF16)])
 def test_a_checkpoint_converts_moments(

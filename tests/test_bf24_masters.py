@@ -136,6 +136,7 @@ def muon_on_ranks(folder: Path) -> Result:
     return train_on_ranks(MUON, DISK, folder, **BF24)
 
 
+@pytest.mark.slow
 def test_muon_rounds_the_masters_of_matrices_alike_everywhere(ranks: RankPool, tmp_path: Path) -> None:
     """In every placement, after a kill, and where two ranks divide the matrices of a unit."""
     found = same_bits(MUON, tmp_path / "one", [DISK, HOST], **BF24)

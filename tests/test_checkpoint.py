@@ -75,6 +75,7 @@ def test_a_run_goes_on_in_every_placement(one: tuple[str, str], other: tuple[str
     goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), one, other, tmp_path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ __all__ = ["run_folder"]
 DONE = ("--steps", "1", "--resume", "auto")
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     ("more", "message"),
     [

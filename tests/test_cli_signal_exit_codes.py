@@ -64,7 +64,7 @@ def there(process: warm_process.Process, found: Callable[[], Any]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("at", ["the drive", "matrix products in bf16"])
 def test_a_probe_ends_on_a_signal(number: int, at: str, tmp_path: Path) -> None:
@@ -125,6 +125,7 @@ def script(lines: str) -> warm_process.Process:
     return process
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     ("work", "text"), [(NATIVE, "stopped before the first step"), ("time.sleep(1000)", "")], ids=["native", "sleep"]

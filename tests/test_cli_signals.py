@@ -100,6 +100,7 @@ def test_stopped_again_and_again() -> None:
     assert log() == unbroken
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_within_a_window_of_commits(number: int) -> None:
     """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
@@ -119,6 +120,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert log() == unbroken
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_process_that_is_stopped(number: int) -> None:
     """The real command, in a process of its own."""

@@ -46,7 +46,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return epochs
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize("every", [2, 100])
 def test_commits_change_no_bit(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     engine.destroy()
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("writes", [1, 6])
 @pytest.mark.parametrize(("steps", "committed"), [(1, 0), (3, 0), (5, 3), (6, 3)])
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
@@ -201,6 +201,7 @@ def losses_in_memory(edited: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
 def test_ctrl_c_in_a_forward_and_another_process(durability: Any, edited: bool, tmp_path: Path) -> None:

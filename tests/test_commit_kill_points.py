@@ -181,7 +181,7 @@ IN_CREATE = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", IN_COMMIT)
 def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
     where, counts = IN_COMMIT[point]
@@ -189,7 +189,7 @@ def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path
     resumed(tmp_path, EPOCH - 1 + counts, unbroken)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("point", [*IN_COMMIT, "when the first blob is reserved", "when both blobs are reserved"])
 def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
     if point in IN_COMMIT:
@@ -202,6 +202,7 @@ def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> No
     resumed(tmp_path, 0 if counts else NONE, unbroken)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("point", IN_CREATE)
 def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_path: Path, unbroken: Result) -> None:
     killed(tmp_path, in_call_of, "create", IN_CREATE[point])
@@ -279,6 +280,7 @@ def test_a_hundred_random_moments(placement: tuple[str, str], durability: Any, t
     assert_same(run(job, placement, tmp_path / "whole"), broken, "unbroken and killed")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("when", [0, 3, 7])
 def test_an_optimizer_without_states_has_two_slots_too(when: int, tmp_path: Path) -> None:
     """In fp32 its units have weights alone, as frozen ones do: what a commit names must not be written over."""

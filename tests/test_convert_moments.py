@@ -71,7 +71,7 @@ def assert_converted(found: dict[str, torch.Tensor], before: dict[str, torch.Ten
             assert_close_to_nearest(found[key].view(-1), value.view(-1), key.endswith(("exp_avg_sq", "sum")))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
@@ -101,6 +101,7 @@ def with_a_frozen_part() -> Any:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
 def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
@@ -138,6 +139,7 @@ def on_two_ranks(job: Job, folder: Path, run: str, moments: str) -> dict[str, to
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
 def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(clip=0.0)
@@ -198,7 +200,7 @@ def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path
     command = [sys.executable, "-m", "offload", "convert", str(tmp_path / "default"), "--moments", "int8"]
     chance = random.Random(0)
     killed = 0
-    for _ in range(8):
+    for _ in range(3):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ))
         made = tmp_path / "default-int8" / "rank0"
         while process.poll() is None and not made.exists():  # it is about to write

@@ -222,6 +222,7 @@ def test_a_program_is_compiled_once_and_then_taken_from_the_cache(fake: FakeCuda
     assert compile_sums(fake) == (0, True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("damage", ["cut", "bit", "other json", "no json", "no base64", "empty"])
 def test_a_damaged_file_of_the_cache_is_compiled_again(fake: FakeCuda, empty_cache: Path, damage: str) -> None:
     compile_sums(fake)

@@ -74,6 +74,7 @@ def run(*arguments: object) -> Any:
 # -- going on -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_go_on_as_deepspeeds(case: str, data: Path, tmp_path: Path) -> None:
     dtype, theirs = case.split("-")[1], json.loads((data / case / "losses.json").read_text())

@@ -65,6 +65,7 @@ def late(patch: pytest.MonkeyPatch, seed: int = 0, lateness: float = 0.9, spare:
 # -- what moves ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("none", "cpu")], ids="-".join)
 def test_a_step_downloads_the_gradients_of_one_micro_batch(
     placement: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +161,7 @@ JOBS = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("accumulates", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
@@ -248,6 +249,7 @@ def one_at_the_end(engine: offload.Engine, job: Job, step: int) -> None:
         engine.set_train_batch_size(1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loop", [more_than_the_count, read_and_set, one_at_the_end])
 def test_what_a_loop_does_in_the_middle_changes_no_bit(
     loop: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -89,6 +89,7 @@ def test_stacked_experts_are_matrices_and_kernels_and_tables_are_none() -> None:
 
 
 @pytest.mark.works(AREA, "LoRA of peft over nf4 and int8: the bits of the same values in memory", "right")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_has_the_bits_of_one_over_the_values_in_memory(form: str, dtype: str, tmp_path: Path) -> None:
@@ -150,6 +151,7 @@ def test_gradients_of_adapters_are_those_of_torch(form: str, tmp_path: Path) -> 
 
 
 @pytest.mark.works(AREA, "the same bits wherever they are", "right")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_bits_wherever_they_are(form: str, tmp_path: Path) -> None:
     placements = [("none", "none"), ("cpu", "cpu"), ("cpu", "nvme"), ("nvme", "cpu"), DISK]
@@ -174,6 +176,7 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.works(AREA, "a run that is killed and resumed", "right")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> None:
     job = JOB._replace(steps=40)  # so many that a busy machine does not end them between two kills

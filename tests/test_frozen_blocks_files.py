@@ -49,6 +49,7 @@ def frozen_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.works(AREA, "export and save_16bit_model: values", "right")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,6 +98,7 @@ def test_a_weight_that_has_no_other_state_has_two_slots_if_it_trains(tmp_path: P
 # -- what is read -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_the_same_bits_wherever_they_lie(optimizer: str, tmp_path: Path) -> None:
     job = JOB._replace(optimizer=optimizer, dtype="fp32")

@@ -54,7 +54,7 @@ def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[R
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", JOBS)
@@ -78,6 +78,7 @@ def test_any_budget_gives_the_same_bits(tmp_path: Path) -> None:
         assert_same(ample, tight, f"with {more} bytes more than the least")
 
 
+@pytest.mark.slow
 def test_late_io_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2._replace(steps=4, dtype="bf16", accumulation=2)
     ample = run(job, ("none", "none"), tmp_path)

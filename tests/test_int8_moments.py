@@ -53,6 +53,7 @@ INT8: dict[str, Any] = {"moments": "int8"}
 
 
 @pytest.mark.numeric
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["AdamW", "Lamb", "Lion"])
 def test_tiles_of_any_size_give_the_same_bits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A unit of 790,000 elements: in two tiles, and in tiles of the least size, a page of scales each."""
@@ -232,6 +233,7 @@ def test_a_checkpoint_converts_moments(before: str, after: str, dtype: str, name
     other.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32"), ("int8", "int8")])
 def test_units_of_several_chunks_are_loaded(before: str, after: str, tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""

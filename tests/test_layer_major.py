@@ -101,7 +101,7 @@ def moved(engine: offload.Engine) -> int:
 # -- what moves ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 8, 32])
+@pytest.mark.parametrize("accumulation", [1, 8, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 32))])
 def test_a_step_moves_26_bytes_a_parameter_whatever_the_number_of_micro_batches(
     accumulation: int, tmp_path: Path
 ) -> None:

@@ -134,7 +134,7 @@ def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
     assert not has_products_in_bf16("flags : fpu amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_placements_have_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ def _named(name: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"type": f"torch.optim.{name}", "params": params}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_name_stands_for_the_object(name: str, tmp_path: Path) -> None:
     engine = offload.initialize(model=make_model(), config=_settings(tmp_path / "a", _named(name, CLASSES[name])))[0]

@@ -35,7 +35,7 @@ FORM = pytest.mark.parametrize("form", [form for form in FORMS if form != "bf24"
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [(dtype, form) for dtype in ("bf16", "fp16", "fp32") for form in FORMS if "bf24" not in form or dtype == "bf16"],
@@ -62,11 +62,13 @@ def test_threads_and_instruction_sets_give_the_same_bits(isa: str, threads: int,
 
 @pytest.mark.numeric
 @FORM
+@pytest.mark.sample(1)
 def test_accumulated_micro_batches_give_the_same_bits_everywhere(form: str, tmp_path: Path) -> None:
     same_bits(JOB._replace(accumulation=3), tmp_path, [("none", "none"), HOST, DISK], **FORMS[form])
 
 
 @FORM
+@pytest.mark.sample(1)
 def test_an_update_under_the_backward_and_its_repetition_round_alike(form: str, tmp_path: Path) -> None:
     """Confirmed, and made again for a step that clips."""
     for clip, kind in ((0.0, "hits"), (1e-3, "misses")):
@@ -81,7 +83,7 @@ def test_an_update_under_the_backward_and_its_repetition_round_alike(form: str, 
         assert_same(late, early, kind)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "late"), [("AdamW", 0.02), ("Lamb", 0.0), ("Lion", 0.0)])
 def test_killed_and_resumed_is_unbroken(name: str, late: float, form: str, tmp_path: Path) -> None:
@@ -110,6 +112,7 @@ def on_two_ranks(job: Job, form: str, folder: Path) -> Result:
 
 @pytest.mark.numeric
 @FORM
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 def test_two_ranks_round_as_one(name: str, form: str, ranks: RankPool, tmp_path: Path) -> None:
     """An element has its number in the whole unit, whichever rank has it, and ranks hold whole blocks."""
@@ -129,6 +132,7 @@ def in_small_pieces(job: Job, form: str, folder: Path) -> Result:
 
 @pytest.mark.numeric
 @FORM
+@pytest.mark.sample(1)
 def test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments(form: str, ranks: RankPool, tmp_path: Path) -> None:
     """The norms come from another pass than the update, on the thread of `step()`."""
     job = RULES["Lamb"]._replace(clip=0.0)

@@ -46,6 +46,7 @@ JOBS = {
 }
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
 def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
@@ -54,7 +55,7 @@ def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> 
     rounding_bounds.same_training(mine, plain, job)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(rows).float().square().mean()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ JOBS = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, dtype) for name in JOBS for dtype in ("fp32", "bf16")],
@@ -54,6 +54,7 @@ def test_same_bits_with_room_for_two_units(name: str, dtype: str, tmp_path: Path
     assert_same(ample, tight, "in memory and with room for two units")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_durability_changes_nothing(dtype: str, tmp_path: Path) -> None:
     """In place or in the other slot, written through from RAM or not at all."""

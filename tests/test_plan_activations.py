@@ -566,6 +566,7 @@ def test_a_micro_batch_that_is_too_large_is_told_with_one_that_fits() -> None:
     assert batch > 8 and run(*COUNT, *MACHINE, "--activations", "device", "--batch-size", str(batch)).exit_code == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
 def test_the_budgets_of_a_plans_config_have_the_planned_room_for_inputs(shape: Shape, tier: str) -> None:
     on, load = card(), Load(4)

@@ -359,6 +359,7 @@ def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     assert f"{'fp32' if dtype == 'bf16' else 'bf16'} on cpu: " in train("--steps", "1", "--run", "another")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("found", "dtype"), [(FAST, "bf16"), (SLOW, "fp32")])
 def test_a_plan_of_this_machine_is_of_what_train_would_take(
     found: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ DISK = ("nvme", "nvme")
 # -- what one rank would do ---------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
 def test_two_ranks_equal_one_rank_with_the_complete_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def train_in_all(job: Job, folder: Path) -> Result:
     return first
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_same_bits_in_every_placement(name: str, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -67,6 +67,7 @@ def train_late(job: Job, folder: Path, device_memory: int) -> Result:
         return train(job, DISK, folder, device_memory=device_memory)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("units", [1, 2])
 def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
@@ -91,6 +92,7 @@ def train_on_a_late_device(job: Job, folder: Path, placement: tuple[str, str]) -
     return result
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_same_bits_on_a_device_beside_the_host(name: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS[name]._replace(steps=2, dtype="bf16", accumulation=3)
@@ -352,6 +354,7 @@ def wrong(folder: Path, what: str) -> str:
     return ""
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("what", "messages"),
     [

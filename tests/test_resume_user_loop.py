@@ -33,7 +33,7 @@ from tests.support.user_script import (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "setup",
     [

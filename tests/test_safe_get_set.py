@@ -49,6 +49,7 @@ from tests.support.param_states import (
 # -- reading ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "dtype"), [("GPT2", "bf16"), ("MIXTURE", "fp32"), ("MIXTURE", "bf16")])
 @pytest.mark.works(AREA, "`safe_get_full_fp32_param`, `_grad`, `_optimizer_state`", "right")
 @pytest.mark.numeric
@@ -206,6 +207,7 @@ def edited_round(engine: Any, job: Job, edit: Callable[[Any], None]) -> list[flo
     return [*losses, train_step(engine, job, 5)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.works(AREA, "`safe_set_full_fp32_param`, `safe_set_full_optimizer_state`", "right")
 @pytest.mark.numeric
@@ -318,6 +320,7 @@ def test_what_is_set_in_one_unit_is_written_together(tmp_path: Path) -> None:
 # -- commits ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_was_set_is_committed_at_the_end(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -351,6 +354,7 @@ def _edit_and_die(job: Job, placement: tuple[str, str], folder: Path, steps: int
     die()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("placement", "steps"), [(DISK, 0), (DISK, 1), (("cpu", "cpu"), 1)])
 @pytest.mark.works(AREA, "a state that was set, a kill and resume", "right")
 def test_killed_after_an_edit(placement: tuple[str, str], steps: int, tmp_path: Path) -> None:

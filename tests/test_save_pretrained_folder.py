@@ -59,6 +59,7 @@ def test_a_folder_of_an_earlier_save_is_replaced(
     assert_same_tensors(all_tensors(tmp_path / "out"), untied(engine))
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("failure", ["room", "reserve", "head", "begin", "write", "config", "tokenizer"])
 def test_a_disk_that_is_full_leaves_what_was_there(

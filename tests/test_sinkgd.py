@@ -46,7 +46,7 @@ def test_its_iterations_are_those_of_the_config(tmp_path: Path) -> None:
     assert not torch.equal(mine.weights["blocks.0.1.weight"], other.weights["blocks.0.1.weight"])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_placements_have_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:

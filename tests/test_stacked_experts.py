@@ -75,6 +75,7 @@ def of_experts(calls: list[tuple[str, State]], *states: State) -> set[str]:
 
 
 @pytest.mark.works("Modules", "stacked experts of Mixtral, Qwen3-MoE, gpt-oss, each a unit of its own", "right")
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def test_a_forward_with_another_implementation_uses_all_experts(tmp_path: Path) 
     assert_same_tensors(each.weights, whole.weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{}, {"activations": "cpu"}, {"activations": "nvme", "schedule": "layer_major"}])
 def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str, Any], tmp_path: Path) -> None:
     job = SIXTEEN._replace(accumulation=2)
@@ -134,6 +136,7 @@ def test_blocks_that_are_computed_again_visit_the_same_experts(options: dict[str
     assert_same(run(job, DISK, tmp_path / "again", accumulated_step, **options), plain)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
     job = SIXTEEN._replace(steps=8, dtype="bf16")

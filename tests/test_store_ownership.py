@@ -248,7 +248,7 @@ def test_a_file_system_without_locks_is_not_said_to_be_in_use(tmp_path: Path, mo
 # -- files of another kind ----------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["commit", "blob.0", "blob.1", "manifest.json"])
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 def test_a_path_that_is_no_regular_file_is_refused(name: str, kind: str, tmp_path: Path) -> None:

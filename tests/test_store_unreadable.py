@@ -115,6 +115,7 @@ def test_a_blob_that_cannot_be_read_is_not_damaged(
     assert text == "two" and not store.notices
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_a_drive_whose_manifest_cannot_be_read_is_not_taken(
     number: int, tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch

@@ -87,6 +87,7 @@ JOBS = {
 
 
 @pytest.mark.numeric
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
 def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.works("Trainers", "transformers' `Trainer`: losses, norms, rates and weights of the stock one", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 @pytest.mark.numeric

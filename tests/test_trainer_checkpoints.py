@@ -69,7 +69,7 @@ def resumed(
         return result(mine)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.works("Trainers", "`resume_from_checkpoint` is the unbroken run, bit for bit", "right")
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}, {"fp16": True}, {"lr_scheduler_type": "cosine"}], ids=str)
 def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.works("Trainers", "the loss in chunks of tokens, by default: that of the stock `Trainer`", "right")
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("model", [models.gpt2, models.llama, qwen3, lora])
 @pytest.mark.numeric
 def test_the_loss_in_chunks_is_that_of_the_stock_trainer(

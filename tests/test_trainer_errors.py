@@ -227,6 +227,7 @@ def test_no_folder_to_resume_from(tmp_path: Path) -> None:
     assert mine.engine is None
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["accelerate", "transformers"])
 def test_without_the_extra(name: str) -> None:
     code = f"import sys; sys.modules[{name!r}] = None; import offload.hf"

@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.works("Trainers", "several micro-batches, layer by layer: the bits of one after the other", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp_path: Path) -> None:
@@ -214,6 +214,7 @@ class Stores(OffloadTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [(Steps, "Steps has a training_step of its own"), (Stores, "Stores.compute_loss stores self.present")],

@@ -73,6 +73,7 @@ def in_all_ways(
 # -- the step confirms --------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: str, accumulation: int) -> None:
@@ -82,6 +83,7 @@ def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: 
     assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon", "SinkGD"])
 def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> None:
     params = (("momentum", 0.9),) if optimizer == "SGD" else ()
@@ -126,6 +128,7 @@ def test_an_update_that_is_still_under_way_is_confirmed_too(tmp_path: Path) -> N
     assert_same(late, early)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("clip", "dtype"), [(0.0, "fp32"), (0.01, "fp32"), (1.3, "bf16")])
 def test_requests_that_end_late_change_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clip: float, dtype: str
@@ -141,6 +144,7 @@ def test_requests_that_end_late_change_nothing(
 # -- the step decides otherwise -----------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_each_update_of_a_step_that_clips_is_made_again(tmp_path: Path, optimizer: str) -> None:
     without = JOB._replace(optimizer=optimizer)

@@ -41,7 +41,7 @@ _STEPS = 3
 """Steps to simulate. The last one is reported, since the first ones start without an access order."""
 _SPECULATIVE_STEPS, _COUNTED = 5, 2
 """The same with updates under the backward, where the mean of the last steps is reported: each does work of others."""
-_TILES_OF_A_UNIT = 8
+_TILES_OF_A_UNIT = 16
 """Most tiles that are simulated per unit: a simulation of the real, smaller tiles would take too long."""
 # A search for the best plan, the advice beside it and its report ask for the same steps more than once.
 _simulated = functools.lru_cache(maxsize=64)(simulate)
