@@ -136,7 +136,7 @@ def test_with_room_for_everything_no_weights_are_read_and_with_less_never_fewer_
 def test_the_least_memory_streams() -> None:
     """Leases of a page for units of eight: every use reads, every update reads the old weights too."""
     found = simulate(
-        [Use(0), Use(1), Use(1), Use(0)], [unit(8), unit(8)], [cost(8), cost(8)], Budgets(2 * PAGE, 8 * PAGE)
+        [[Use(0), Use(1), Use(1), Use(0)]] * 3, [unit(8), unit(8)], [cost(8), cost(8)], Budgets(2 * PAGE, 8 * PAGE)
     )
     assert found.moved == Moved(3 * 8 * PAGE, 2 * 6 * 8 * PAGE, 2 * 6 * 8 * PAGE)
     assert (found.uses, found.hits, found.undelivered, found.host_peak) == (4, 1, 2, 2 * PAGE)
@@ -146,7 +146,7 @@ def test_twenty_six_bytes_for_each_parameter() -> None:
     """Everything on disk, two leases, room for two units on the device: what the design says a step costs."""
     n, pages = 20, 4
     found = simulate(
-        passes(n, 0.0, 0.0), [unit(pages)] * n, [cost(pages)] * n, Budgets(2 * pages * PAGE, 2 * pages * PAGE)
+        [passes(n, 0.0, 0.0)] * 3, [unit(pages)] * n, [cost(pages)] * n, Budgets(2 * pages * PAGE, 2 * pages * PAGE)
     )
     weights = pages * PAGE
     ahead = 2 * weights  # the turn finds two units in place, and two updates find the old weights in their leases
@@ -158,8 +158,8 @@ def test_twenty_six_bytes_for_each_parameter() -> None:
 def test_a_region_that_has_no_room_is_an_error() -> None:
     uses = [Use(0, held=3), Use(1, held=2), Use(2)]
     with pytest.raises(BudgetError, match="1 pages needs"):
-        simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 2 * PAGE))
-    assert simulate(uses, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 3 * PAGE)).device_peak == 3 * PAGE
+        simulate([uses] * 3, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 2 * PAGE))
+    assert simulate([uses] * 3, [unit(1)] * 3, [None] * 3, Budgets(9 * PAGE, 3 * PAGE)).device_peak == 3 * PAGE
 
 
 # -- time ---------------------------------------------------------------------------------------------
@@ -171,7 +171,9 @@ def passes(n: int, forward: float, backward: float) -> list[Use]:
 
 def test_a_step_in_memory_takes_its_compute() -> None:
     n = 5
-    found = simulate(passes(n, 2.0, 4.0), [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=Rates())
+    found = simulate(
+        [passes(n, 2.0, 4.0)] * 3, [unit(3, Tier.HOST)] * n, [None] * n, Budgets(0, 6 * PAGE), rates=Rates()
+    )
     assert found.seconds == n * 6.0 and found.waited == Waited()
     assert {span.row for span in found.spans} == {"model"} and found.spans[-1].end == found.seconds
 
@@ -180,7 +182,7 @@ def test_one_unit_on_disk_is_waited_for() -> None:
     """Read, kernel, then compute beside the write: closed form of one unit and one tile."""
     for compute in (1.0, 100.0):
         rates = Rates(read=2.0 * PAGE, written=1.0 * PAGE, kernel=2048.0)
-        found = simulate([Use(0, compute)], [unit(4)], [cost(4)], Budgets(8 * PAGE, 4 * PAGE), rates=rates)
+        found = simulate([[Use(0, compute)]] * 3, [unit(4)], [cost(4)], Budgets(8 * PAGE, 4 * PAGE), rates=rates)
         kept, kernel, write = 20 / 2.0, 4.0, 24.0  # the old weights are in their lease
         assert found.seconds == pytest.approx(kept + kernel + max(compute, write))
         assert found.waited.update == pytest.approx(kept + kernel + max(write - compute, 0.0))
@@ -192,7 +194,7 @@ def test_an_update_of_states_in_memory_is_not_held_up_by_its_writes() -> None:
     update = UpdateCost(numel, written_nbytes=12 * numel)
     rates = Rates(written=12 * numel / compute)
     found = simulate(
-        [Use(0, compute)], [unit(1, Tier.HOST)], [update], Budgets(0, PAGE), tile_numel=1, rates=rates, steps=2
+        [[Use(0, compute)]] * 2, [unit(1, Tier.HOST)], [update], Budgets(0, PAGE), tile_numel=1, rates=rates
     )
     assert found.seconds == pytest.approx(compute) and found.waited.update == pytest.approx(0.0)
 
@@ -201,7 +203,7 @@ def test_a_unit_that_comes_from_the_device_waits_for_its_upload() -> None:
     n, pages = 4, 2
     rates = Rates(upload=PAGE / 2)
     uses = [Use(u, 1.0) for u in range(n)]
-    found = simulate(uses, [unit(pages, Tier.HOST)] * n, [None] * n, Budgets(0, 2 * pages * PAGE), rates=rates)
+    found = simulate([uses] * 3, [unit(pages, Tier.HOST)] * n, [None] * n, Budgets(0, 2 * pages * PAGE), rates=rates)
     assert found.seconds == pytest.approx(n * 4.0, abs=4.0) and found.waited.upload == pytest.approx(n * 3.0, abs=4.0)
 
 
@@ -221,12 +223,12 @@ def test_what_can_be_hidden_of_the_updates(units: list[tuple[int, float]]) -> No
     ]
     kernels = [n * PAGE / 2 / 1024 for n in pages]
     budgets = Budgets(0, sum(pages) * PAGE)
-    found = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0))
+    found = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0))
     rest = 2 * sum(compute)
     assert found.seconds == pytest.approx(max(first_pass(kernels, compute) + rest, sum(kernels)))
-    alone = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0), overlap=False)
+    alone = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0), overlap=False)
     assert alone.seconds == pytest.approx(sum(kernels) + sum(compute) + rest)
-    shared = simulate(uses, sizes, costs, budgets, rates=Rates(kernel=1024.0, on_cpu=True))
+    shared = simulate([uses] * 3, sizes, costs, budgets, rates=Rates(kernel=1024.0, on_cpu=True))
     assert shared.seconds == pytest.approx(alone.seconds), "cores are one resource"
 
 
@@ -259,7 +261,7 @@ def test_the_step_of_a_model_on_disk(forward: float) -> None:
     n, pages, rate = 12, 4, 2.0 * PAGE
     rates = Rates(read=rate, written=rate)
     budgets = Budgets(3 * pages * PAGE, 3 * pages * PAGE)
-    found = simulate(passes(n, forward, 2 * forward), [unit(pages)] * n, [cost(pages)] * n, budgets, rates=rates)
+    found = simulate([passes(n, forward, 2 * forward)] * 3, [unit(pages)] * n, [cost(pages)] * n, budgets, rates=rates)
     update = (6 + 6) * pages * PAGE / rate
     first = first_pass([update] * n, [forward] * n)
     reads = found.moved.weights_read / rate
@@ -296,4 +298,6 @@ def test_equal_arguments_give_equal_figures() -> None:
     uses = [Use(chance.randrange(6), chance.random()) for _ in range(30)]
     sizes, costs = [unit(n) for n in (1, 2, 3, 4, 5, 6)], [cost(n) for n in (1, 2, 3, 4, 5, 6)]
     budgets, rates = Budgets(14 * PAGE, 12 * PAGE), Rates(1e4, 1e4, upload=1e5, kernel=1e4)
-    assert simulate(uses, sizes, costs, budgets, rates=rates) == simulate(uses, sizes, costs, budgets, rates=rates)
+    assert simulate([uses] * 3, sizes, costs, budgets, rates=rates) == simulate(
+        [uses] * 3, sizes, costs, budgets, rates=rates
+    )

@@ -43,8 +43,13 @@ class Case(NamedTuple):
     def on_disk(self) -> list[int]:
         return sorted(size.nbytes for size in self.sizes if size.tier is Tier.DISK) or [0]
 
-    def run(self, host: int, device: int, **options: Any) -> Simulation:
-        budgets = Budgets(host, device)
+    def run(self, host: int, device: int, steps: int = 3, **options: Any) -> Simulation:
         return simulate(
-            self.uses, self.sizes, self.updates, budgets, self.limits, tile_numel=self.tile_numel, **options
+            [self.uses] * steps,
+            self.sizes,
+            self.updates,
+            Budgets(host, device),
+            self.limits,
+            tile_numel=self.tile_numel,
+            **options,
         )

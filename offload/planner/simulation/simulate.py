@@ -1,7 +1,7 @@
 """A simulation of the pager and the update worker, without data, threads or drives.
 
-    simulate(uses, sizes, updates, budgets)            peaks of both budgets, hits, bytes
-    simulate(uses, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the timeline
+    simulate(steps, sizes, updates, budgets)            peaks of both budgets, hits, bytes
+    simulate(steps, sizes, updates, budgets, rates=…)   also seconds, waits by cause, and the timeline
 
 The functions of `policy` make every decision over an `AccessOrder` and two `Allocator`s, as in the real pager, and
 every move is one of `residency.ARROWS`. Three actors take turns: the model's thread, the update worker, and the thread
@@ -88,7 +88,7 @@ class Simulation:
 
 
 def simulate(
-    uses: Sequence[Use],
+    steps: Sequence[Sequence[Use]],
     sizes: Sequence[UnitSize],
     updates: Sequence[UpdateCost | None],
     budgets: Budgets,
@@ -96,16 +96,15 @@ def simulate(
     rates: Rates | None = None,
     overlap: bool = True,
     tile_numel: int | None = None,
-    steps: int = 3,
     speculate: bool = False,
     counted: int = 1,
     tile_buffers: int | None = None,
-    later: Sequence[Sequence[Use]] = (),
 ) -> Simulation:
     """Simulates steps and returns the result for the last ones.
 
     Args:
-        uses: uses of one step, in order.
+        steps: uses of each step, in order. The first step starts with empty buffers and no access order; the third is
+            close to all later ones. At each position all steps send and receive the same inputs.
         sizes: one entry per unit.
         updates: cost of each unit's update; None for a unit without trainable parameters.
         budgets: bytes for cached units.
@@ -113,13 +112,9 @@ def simulate(
         rates: speeds; by default all work ends at once.
         overlap: False to wait for all updates at the end of each step.
         tile_numel: elements of a tile of the update worker; by default an entire unit.
-        steps: steps to simulate. The first starts with empty buffers and no access order; the third is close to all
-            later ones.
         speculate: True to update units under the backward, where such an update can be undone; only with `overlap`.
         tile_buffers: most tiles of the update worker in flight; None for those of most optimizers.
         counted: last steps whose mean is the result. With updates under the backward a step may do work of the next.
-        later: uses of each further step; by default all steps make the same uses. At each position they send and
-            receive the same inputs.
 
     Raises:
         BudgetError: units in use leave no room on the device, as in the real pager.
@@ -127,7 +122,7 @@ def simulate(
     machine = Machine(rates or Rates())
     pager = SimulatedPager(sizes, Allocator(budgets.host), Allocator(budgets.device), limits or Limits(), machine)
     updater = SimulatedUpdater(updates, tile_numel, pager, machine, speculate and overlap, tile_buffers)
-    loop = _Loop((uses, *later) if later else (uses,) * steps, overlap, pager, updater, machine)
+    loop = _Loop(steps, overlap, pager, updater, machine)
     loop.run()
     # Counters only grow, so the last steps are the differences of the last marks.
     *_, before, after = loop.marks

@@ -159,13 +159,13 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
     shares = tuple((layout.trainable(0, 1), layout.frozen(0, 1)) for layout in memory.layouts)
     rates = rates_of(memory, hardware)
     early = speculates(memory, load)
-    steps = _SPECULATIVE_STEPS if early else _STEPS
+    number = _SPECULATIVE_STEPS if early else _STEPS
     # Only the choice of experts differs from step to step.
-    each = [_passes(memory, shape, hardware, load, step) for step in range(steps if shape.experts else 1)]
-    uses, *later = [tuple(use for one in passes for use in one) for passes in each]
+    each = [_passes(memory, shape, hardware, load, step) for step in range(number if shape.experts else 1)]
+    steps = tuple(tuple(use for one in passes for use in one) for passes in each)
     passes, costs = each[-1], _costs(memory, shape)
     found = _simulated(
-        uses,
+        steps if shape.experts else steps * number,
         tuple(unit_sizes(memory.layouts, memory.placement, shares, memory.mode)),
         tuple(costs),
         buffer_budgets(memory.parts, memory.placement),
@@ -173,11 +173,9 @@ def predict(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> Tim
         rates,
         memory.config.offload.debug.overlap,
         _tile_numel(memory),
-        steps,
         early,
         _COUNTED if early else 1,
         memory.placement.tile_buffers,
-        tuple(later),
     )
     costs = _of_step(costs, passes)
     compute = sum(use.seconds for one in passes for use in one)
