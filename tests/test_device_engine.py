@@ -7,7 +7,7 @@ wrong shows as other bits, or as a read of device memory, which ends the process
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from tests.support.oracle import (
     Job,
     Result,
     assert_same,
+    assert_same_tensors,
     least_host_memory,
     room_for,
     run,
@@ -35,6 +36,7 @@ from tests.support.oracle import (
     start,
     train_step,
     trained,
+    weights_of,
 )
 from tests.test_device_stream_random import JOBS, Plan, budget, draw
 
@@ -199,11 +201,31 @@ def test_memory_that_torch_keeps_is_the_devices_again() -> None:
     assert accelerator.room().kept < 64 * MIB
 
 
-def test_a_capture_of_a_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "capturing", True)
-        with pytest.raises(UsageError, match="graph cannot be captured"):
-            models.GPT2.loss(engine, 0, 0)
-    train_step(engine, models.GPT2, 0)
+def test_a_capture_of_a_graph_is_refused_at_each_call_before_it_changes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.GPT2._replace(steps=2)
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    engine = start(job, ("cpu", "cpu"), tmp_path / "late")
+
+    def refused(call: Callable[[], Any]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "capturing", True)
+            with pytest.raises(UsageError, match="graph cannot be captured"):
+                call()
+
+    losses = []
+    for step in range(job.steps):
+        refused(lambda step=step: job.loss(engine, step, 0))
+        loss = job.loss(engine, step, 0)
+        refused(lambda loss=loss: engine.backward(loss))
+        refused(loss.backward)
+        engine.backward(loss)
+        refused(engine.optimizer.step if step else engine.step)
+        refused(engine.zero_grad)
+        refused(next(engine.module.parameters()).sum)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses == expected.losses
+    assert_same_tensors(expected.weights, weights_of(engine))
     engine.destroy(remove=True)
