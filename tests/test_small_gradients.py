@@ -81,6 +81,41 @@ def test_gradients_of_a_unit_leave_together_and_arrive_apart(made: Made) -> None
     assert [at for at, _ in received] == [0] and torch.equal(received[0][1], sources[0])
 
 
+@pytest.mark.parametrize(("missing", "copies"), [(None, 1), (1, 3)])
+def test_neighbours_in_host_memory_are_copied_straight_to_their_places(
+    missing: int | None, copies: int, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the padding between them, and with no byte of a parameter that has no gradient."""
+    monkeypatch.setattr(small_gradients, "THROUGH_STAGING", 100)
+    downloads, device = made
+    sizes, memory = (40, 1, 64, 33, 2), torch.full((256,), 7.0)
+    starts = [0, 64, 96, 160, 224]  # each at a multiple of 32 elements
+    expected = memory.clone()
+    sources = [numbers(numel, seed) for seed, numel in enumerate(sizes)]
+    received: list[torch.Tensor] = []
+    for segment in (4, 3, 2, 1, 0):  # as a backward makes them
+        if segment != missing:
+            place = slice(starts[segment], starts[segment] + sizes[segment])
+            expected[place] = sources[segment]
+            downloads.collect("gradient of 0", (0, segment, 0), sources[segment], memory[place], None)
+    if missing is not None:  # what has no place of its own goes through a staging buffer, as one copy
+        for segment in (5, 6):
+            downloads.collect(
+                "gradient of 0", (0, segment, 0), numbers(3, segment), None, lambda at, some: received.append(some + 0)
+            )
+    downloads.drain()
+    assert device.begun == copies and [some.tolist() for some in received] == (
+        [] if missing is None else [numbers(3, segment).tolist() for segment in (5, 6)]
+    )
+    padding = torch.ones(256, dtype=torch.bool)
+    for segment, start in enumerate(starts):
+        if segment != missing:
+            padding[start : start + sizes[segment]] = False
+    assert torch.equal(memory[~padding], expected[~padding])
+    untouched = range(64, 96) if missing else range(226, 256)
+    assert bool((memory[untouched.start : untouched.stop] == 7.0).all())
+
+
 def test_a_gradient_of_another_unit_sends_those_before(made: Made) -> None:
     downloads, device = made
     first, second = (collect(downloads, 0, segment, numbers(10, segment)) for segment in range(2))

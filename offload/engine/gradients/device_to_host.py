@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, join
+from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, copy_of, group
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
@@ -142,20 +142,16 @@ class DeviceToHost:
             self.send(title, source, target, receive)
 
     def flush(self) -> None:
-        """Sends the small gradients that were collected, joined into one tensor."""
-        pieces = self._small.pieces
-        if not pieces:
-            return
-        for piece in pieces:  # computed on their backward's streams; this stream may be another
-            self.device.wait_event(piece.computed)
-        if len(pieces) == 1:
-            self.send(self._small.title, pieces[0].source, pieces[0].target, pieces[0].receive)
-        else:
-            source, receive = join(pieces)
-            joined = tuple(piece.source for piece in pieces)
-            self._send(_Sent(self._small.title, source, self.device.record_event(), None, receive, joined))
-        # Cleared last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
-        self._small.clear()
+        """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
+        for pieces in group(self._small.pieces):
+            for piece in pieces:  # computed on their backward's streams; this stream may be another
+                self.device.wait_event(piece.computed)
+            copy = copy_of(pieces)
+            joined = tuple(piece.source for piece in pieces) if len(pieces) > 1 else ()
+            computed = self.device.record_event()
+            self._send(_Sent(self._small.title, copy.source, computed, copy.target, copy.receive, joined))
+            # Removed last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
+            self._small.remove(pieces)
 
     def _send(self, sent: _Sent) -> None:
         """Queues a copy, once the bytes in flight leave room for it."""
