@@ -221,7 +221,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:
             self.components.hooks.passes.begin_backward_of_turn()
         # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
-        with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
+        with self.device_budget.advised(backward=True), torch.autograd.set_multithreading_enabled(False):
             try:
                 run()
             except RuntimeError as error:
