@@ -7,12 +7,13 @@ wrong shows as other bits, or as a read of device memory, which ends the process
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from offload.engine.training.model_inputs import to_device
 from offload.errors import UsageError
@@ -28,6 +29,7 @@ from tests.support.oracle import (
     Job,
     Result,
     assert_same,
+    assert_same_tensors,
     least_host_memory,
     room_for,
     run,
@@ -35,6 +37,7 @@ from tests.support.oracle import (
     start,
     train_step,
     trained,
+    weights_of,
 )
 from tests.test_device_stream_random import JOBS, Plan, budget, draw
 
@@ -199,11 +202,91 @@ def test_memory_that_torch_keeps_is_the_devices_again() -> None:
     assert accelerator.room().kept < 64 * MIB
 
 
-def test_a_capture_of_a_graph_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(models.GPT2, ("cpu", "cpu"), tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "capturing", True)
-        with pytest.raises(UsageError, match="graph cannot be captured"):
-            models.GPT2.loss(engine, 0, 0)
-    train_step(engine, models.GPT2, 0)
+class Wide(nn.Module):
+    """Layers so large that what the arena grows by is a segment of its own in torch's allocator: 10 MiB or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(10))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = torch.tanh(layer(hidden))
+        return hidden
+
+
+def wide_loss(model: Any, step: int, micro: int) -> torch.Tensor:
+    batch = torch.randn(2, 1024, generator=torch.Generator().manual_seed(step * 10 + micro))
+    return model(batch.to("cpu" if isinstance(model, nn.Module) else model.device)).float().square().mean()
+
+
+def test_a_step_whose_backward_ran_out_of_memory_is_repeated_with_the_same_bits(tmp_path: Path) -> None:
+    """In torch's own allocator. The memory that the arena had grown into is what the repetition needs."""
+    job = Job(Wide, wide_loss, steps=3, accumulation=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    device.set_total_memory(300 * MIB)
+    device.seed(4, 0.9)
+    engine = start(job, ("cpu", "cpu"), tmp_path / "late")
+    at_first = engine.device_memory
+    losses = [train_step(engine, job, 0)]
+    grown, sizes = engine.device_memory, list[int]()
+
+    def hungry(gradient: torch.Tensor) -> None:
+        """Needs a little more than what is free beside the arena that has grown."""
+        if not sizes:
+            torch.accelerator.memory.empty_cache()
+            sizes.append(module.mem_get_info()[0] + 4096)
+        torch.empty(sizes[0], dtype=torch.uint8, device=engine.device)
+
+    def watch(block: Any, inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(hungry)
+
+    def micro_batch(number: int) -> torch.Tensor:
+        loss = job.loss(engine, 1, number)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach().float() / 2
+
+    micro_batch(0)
+    hook = engine.module.layers[2].register_forward_hook(watch)
+    with pytest.raises(torch.OutOfMemoryError, match=r"gives back .* stay in the step\. Call zero_grad\(\)"):
+        micro_batch(1)
+    assert engine.device_memory == grown > at_first
+    engine.zero_grad()
+    assert engine.device_memory == at_first
+    losses.append(float(micro_batch(0) + micro_batch(1)))
+    hook.remove()
+    losses.append(train_step(engine, job, 2))
+    assert losses == expected.losses
+    assert_same_tensors(expected.weights, weights_of(engine))
+    engine.destroy(remove=True)
+
+
+def test_a_capture_of_a_graph_is_refused_at_each_call_before_it_changes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = models.GPT2._replace(steps=2)
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    engine = start(job, ("cpu", "cpu"), tmp_path / "late")
+
+    def refused(call: Callable[[], Any]) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "capturing", True)
+            with pytest.raises(UsageError, match="graph cannot be captured"):
+                call()
+
+    losses = []
+    for step in range(job.steps):
+        refused(lambda step=step: job.loss(engine, step, 0))
+        loss = job.loss(engine, step, 0)
+        refused(lambda loss=loss: engine.backward(loss))
+        refused(loss.backward)
+        engine.backward(loss)
+        refused(engine.optimizer.step if step else engine.step)
+        refused(engine.zero_grad)
+        refused(next(engine.module.parameters()).sum)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert losses == expected.losses
+    assert_same_tensors(expected.weights, weights_of(engine))
     engine.destroy(remove=True)

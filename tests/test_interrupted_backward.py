@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from tests.support import warm_process
 from tests.support.late_device import LateDevice, Ticks, use_device
 from tests.support.oracle import Job, start, train_step
 
@@ -158,3 +160,40 @@ def test_a_ctrl_c_as_the_backward_ends_leaves_no_setting_behind(
     monkeypatch.undo()
     assert torch._C._is_multithreading_enabled()
     engine.destroy(remove=True)
+
+
+# -- real processes -------------------------------------------------------------------------------------
+
+
+def process(device: str, folder: Path, *moments: str) -> tuple[list[str], int]:
+    """Runs `slow_backward`; returns its lines and its status. Each Ctrl-C was obeyed within one unit."""
+    arguments = ["-m", "tests.support.slow_backward", device, str(folder), *moments]
+    done = warm_process.run(arguments, cwd=warm_process.ROOT, timeout=300)
+    lines = done.stdout.splitlines()
+    obeyed = [int(line.split()[1]) for line in lines if line.startswith("obeyed")]
+    assert len(obeyed) == len(moments) and max(obeyed, default=0) <= 1, (moments, lines, done.stderr[-2000:])
+    return [line for line in lines if not line.startswith("obeyed")], done.returncode
+
+
+def assert_obeyed(device: str, folder: Path, moments: list[str]) -> None:
+    """A first Ctrl-C costs the step that is begun again, a second ends the process; nothing else changes."""
+    whole, status = process(device, folder / "whole")
+    assert status == 0 and len(whole) == 3 and whole[-1] == "closed []"
+    for number, moment in enumerate(moments):
+        if number % 2:
+            assert process(device, folder / str(number), moment) == (whole, 0), moment
+        else:
+            lines, status = process(device, folder / str(number), moment, moment)
+            assert lines == whole[: int(moment[0])] and status == -signal.SIGINT, moment
+
+
+def test_a_process_obeys_each_ctrl_c_in_a_backward(tmp_path: Path) -> None:
+    assert_obeyed("cpu", tmp_path, ["1:3:0", "0:4:0"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "test"])
+def test_a_process_obeys_each_ctrl_c_at_random_moments_of_a_backward(device: str, tmp_path: Path) -> None:
+    chance = random.Random(28)
+    moments = [f"{chance.randrange(2)}:{chance.randrange(6)}:{chance.uniform(0.0, 0.02)}" for _ in range(10)]
+    assert_obeyed(device, tmp_path, moments)

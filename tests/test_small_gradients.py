@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,10 @@ def made() -> Iterator[tuple[DeviceToHost, HeldDevice]]:
 Made = tuple[DeviceToHost, HeldDevice]
 
 
+def full(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+
 def collect(downloads: DeviceToHost, unit: int, segment: int, source: torch.Tensor) -> torch.Tensor:
     """Collects a gradient, and returns where it comes to."""
     target = torch.zeros_like(source)
@@ -79,6 +84,57 @@ def test_gradients_of_a_unit_leave_together_and_arrive_apart(made: Made) -> None
     assert device.begun == 1
     assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
     assert [at for at, _ in received] == [0] and torch.equal(received[0][1], sources[0])
+
+
+@pytest.mark.parametrize(("missing", "copies"), [(None, 1), (1, 3)])
+def test_neighbours_in_host_memory_are_copied_straight_to_their_places(
+    missing: int | None, copies: int, made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the padding between them, and with no byte of a parameter that has no gradient."""
+    monkeypatch.setattr(small_gradients, "THROUGH_STAGING", 100)
+    downloads, device = made
+    memory = torch.full((256,), 7.0)
+    places = [slice(0, 40), slice(64, 65), slice(96, 160), slice(160, 193), slice(224, 226)]  # of 32 elements or more
+    sources = {segment: numbers(place.stop - place.start, segment) for segment, place in enumerate(places)}
+    for segment in (4, 3, 2, 1, 0):  # as a backward makes them
+        if segment != missing:
+            downloads.collect("it", (0, segment, 0), sources[segment], memory[places[segment]], None)
+    staged: list[torch.Tensor] = []
+    if missing is not None:
+        for segment in (5, 6):  # what has no place of its own goes through a staging buffer, as one copy
+            downloads.collect("it", (0, segment, 0), numbers(3, segment), None, lambda _, some: staged.append(some + 0))
+    downloads.drain()
+    assert device.begun == copies and all(torch.equal(numbers(3, 5 + at), some) for at, some in enumerate(staged))
+    for segment, place in enumerate(places):
+        assert torch.equal(memory[place], sources[segment]) == (segment != missing)
+    assert bool((memory[226:] == 7.0).all()) and (missing is None or bool((memory[64:96] == 7.0).all()))
+
+
+def test_gradients_that_have_no_room_to_be_joined_leave_alone(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloads, device = made
+    targets = [collect(downloads, 0, segment, numbers(10, segment)) for segment in range(3)]
+    monkeypatch.setattr(torch, "cat", full)
+    downloads.drain()
+    assert device.begun == 3
+    assert all(torch.equal(numbers(10, segment), target) for segment, target in enumerate(targets))
+
+
+def test_an_allocation_is_tried_again_when_gradients_in_flight_have_left_their_memory(made: Made) -> None:
+    downloads, device = made
+    device.go.clear()
+    sources = [numbers(1000, seed) for seed in range(2)]
+    alive, tried = [weakref.ref(source) for source in sources], []
+    targets = [collect(downloads, 0, segment, sources.pop(0)) for segment in range(2)]
+
+    def allocate() -> str:
+        tried.append(sum(each() is not None for each in alive))
+        device.go.set()
+        return full() if tried[-1] else "memory"
+
+    assert downloads.with_memory(allocate) == "memory" and tried == [2, 0]
+    assert all(torch.equal(numbers(1000, segment), target) for segment, target in enumerate(targets))
+    with pytest.raises(torch.OutOfMemoryError):  # there is nothing to wait for
+        downloads.with_memory(full)
 
 
 def test_a_gradient_of_another_unit_sends_those_before(made: Made) -> None:

@@ -140,13 +140,23 @@ class EngineCore(EngineCallbacks):
     def enter(self) -> None:
         """Starts a call of the engine: checks it, clears the remains of an aborted call, and writes pending edits.
 
-        Does nothing inside of a backward.
+        Inside of a backward does nothing of this. Refuses a capture anywhere.
         """
+        self._refuse_capture()
         if self._in_turn:
             self.check()
         elif not inside_backward():
             self._begin()
             self.components.weights.flush()
+
+    def _refuse_capture(self) -> None:
+        """Raises `UsageError` while the current stream records a graph."""
+        # Asked before any event is recorded: an event would end the user's capture by an error that names no cause.
+        if self.components.shards.device.capturing():
+            raise UsageError(
+                "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
+                "in each pass: run the model without torch.cuda.graph and make_graphed_callables"
+            )
 
     @property
     def _in_turn(self) -> bool:
@@ -211,7 +221,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:
             self.components.hooks.passes.begin_backward_of_turn()
         # Activations are largest in the backward: torch's out-of-memory error says in here what to change.
-        with self.device_budget.advised(), torch.autograd.set_multithreading_enabled(False):
+        with self.device_budget.advised(backward=True), torch.autograd.set_multithreading_enabled(False):
             try:
                 run()
             except RuntimeError as error:
@@ -281,12 +291,6 @@ class EngineCore(EngineCallbacks):
     # -- EngineCallbacks ----------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        # Checked before any event is recorded: an event would end the user's capture by an error that names no cause.
-        if self.components.shards.device.capturing():
-            raise UsageError(
-                "a CUDA graph cannot be captured of a model whose weights are paged, since they have other addresses "
-                "in each pass: run the model without torch.cuda.graph and make_graphed_callables"
-            )
         self.enter()  # a user may run the model without the engine; that is an entry too
 
     def enter_weights(self) -> None:
@@ -294,9 +298,11 @@ class EngineCore(EngineCallbacks):
         if self.components.hooks.running or self._in_turn:
             self.check()
         else:
+            self._refuse_capture()
             self._begin()
 
     def begin_backward(self) -> None:
+        self._refuse_capture()
         if self.state.scaler is not None:
             self.state.scaler.begin_backward()
 

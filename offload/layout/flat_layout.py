@@ -33,7 +33,7 @@ from offload.sizes import PAGE, align_up
 from offload.swapper.memory.viewed_memory import ViewPlaces
 from offload.swapper.modes import MOMENT_BLOCK, Mode
 
-_ALIGNMENT = 32
+ALIGNMENT = 32
 """Alignment of segments in elements: 64 bytes in 16 bits, 128 in fp32.
 
 A misaligned fp32 `F.linear` was seen to change bits.
@@ -159,13 +159,13 @@ class UnitLayout(NamedTuple):
         for segment in self.segments:
             starts.append(end if segment.form else segment.start)
             if segment.form:
-                end = align_up(end + segment.value_numel, _ALIGNMENT)
+                end = align_up(end + segment.value_numel, ALIGNMENT)
         return tuple(starts)
 
     @property
     def device_numel(self) -> int:
         """Elements of the unit on the device: those of the partitions, and the values of what is stored as blocks."""
-        values = sum(align_up(segment.value_numel, _ALIGNMENT) for segment in self.segments if segment.form)
+        values = sum(align_up(segment.value_numel, ALIGNMENT) for segment in self.segments if segment.form)
         return self.numel + align_up(values, _PARTITION_ALIGNMENT)
 
     @property
@@ -253,7 +253,7 @@ def arrange(
     step = world_size * page_step
     end = 0
 
-    def place(chosen: Iterable[Segment], alignment: int = _ALIGNMENT) -> list[Segment]:
+    def place(chosen: Iterable[Segment], alignment: int = ALIGNMENT) -> list[Segment]:
         nonlocal end
         placed = []
         for segment in chosen:
@@ -264,7 +264,7 @@ def arrange(
     # Parameters keep the model's order among those that train, matrices, and frozen values, bytes and blocks.
     mine = [segment for segment in segments if segment.trainable]
     rest = (segment for segment in mine if segment.name not in (matrices or ()))
-    placed = place(rest, MOMENT_BLOCK if in_blocks else _ALIGNMENT)
+    placed = place(rest, MOMENT_BLOCK if in_blocks else ALIGNMENT)
     matrices_start = None
     if matrices is not None:
         matrices_start = end = align_up(end, page_step)

@@ -141,8 +141,15 @@ MUTANTS = (
     Mutant(
         "lose small gradients that a Ctrl-C kept from leaving",
         "offload.engine.gradients.device_to_host",
-        "        pieces = self._small.pieces\n",
-        "        pieces = self._small.pieces\n        self._small.clear()\n",
+        "        for pieces in group(self._small.pieces):\n",
+        "        for pieces in group(self._small.pieces):\n            self._small.remove(pieces)\n",
+        "tests/test_small_gradients.py",
+    ),
+    Mutant(
+        "take a parameter between two others for padding",
+        "offload.engine.gradients.small_gradients",
+        "0 <= gap < ALIGNMENT * left.target.itemsize",
+        "0 <= gap",
         "tests/test_small_gradients.py",
     ),
     Mutant(

@@ -8,8 +8,8 @@ MUTANTS = (
     Mutant(
         "let a block of moments have elements of two parameters",
         "offload.layout.flat_layout",
-        "place(rest, MOMENT_BLOCK if in_blocks else _ALIGNMENT)",
-        "place(rest, _ALIGNMENT)",
+        "place(rest, MOMENT_BLOCK if in_blocks else ALIGNMENT)",
+        "place(rest, ALIGNMENT)",
         "tests/test_int8_moments.py::test_the_bits_are_those_of_seed_unit_update_and_element",
     ),
     Mutant(

@@ -182,7 +182,8 @@ class GradientAccumulator:
 
     def _add_up(self, downloads: DeviceToHost, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Adds `values` to the total on the device, and starts the copy to the host if the total leaves."""
-        self.totals.add(unit, (segment, first), self._start(unit, segment, first), values)
+        start = self._start(unit, segment, first)
+        downloads.with_memory(lambda: self.totals.add(unit, (segment, first), start, values))
         if self._leaves(unit):
             self._send_total(downloads, unit, segment, first)
 
@@ -196,7 +197,7 @@ class GradientAccumulator:
     ) -> None:
         """Starts the copy of `values` to the host, where they are stored if `new`, otherwise added."""
         if new and values.element_size() > self.dtype.itemsize:
-            values = values.to(self.dtype)  # rounded here and not on the host: fewer bytes to copy
+            values = downloads.with_memory(functools.partial(values.to, self.dtype))  # here, for fewer bytes to copy
         summed = downloads.sums and new and values.dtype == self.dtype
         chunks = range(0, values.numel(), CHUNK)
         squares: Sequence[float | torch.Tensor] = squares_of(values).unbind() if summed else [0.0] * len(chunks)
@@ -394,7 +395,6 @@ class GradientAccumulator:
 
     def close(self) -> None:
         """Joins the receiving thread and frees space on the drives. The update worker must have ended."""
-        if self.downloads is not None:
-            self.downloads.close()
-        if self.spill is not None:
-            self.spill.close()
+        for part in (self.downloads, self.spill):
+            if part is not None:
+                part.close()

@@ -15,15 +15,17 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, join
+from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, copy_of, group
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
 from offload.timeline import OFF, Row, Timeline, now
+
+_T = TypeVar("_T")
 
 
 class _Sent(NamedTuple):
@@ -142,20 +144,36 @@ class DeviceToHost:
             self.send(title, source, target, receive)
 
     def flush(self) -> None:
-        """Sends the small gradients that were collected, joined into one tensor."""
-        pieces = self._small.pieces
-        if not pieces:
-            return
-        for piece in pieces:  # computed on their backward's streams; this stream may be another
-            self.device.wait_event(piece.computed)
-        if len(pieces) == 1:
-            self.send(self._small.title, pieces[0].source, pieces[0].target, pieces[0].receive)
-        else:
-            source, receive = join(pieces)
-            joined = tuple(piece.source for piece in pieces)
-            self._send(_Sent(self._small.title, source, self.device.record_event(), None, receive, joined))
-        # Cleared last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
-        self._small.clear()
+        """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
+        for pieces in group(self._small.pieces):
+            for piece in pieces:  # computed on their backward's streams; this stream may be another
+                self.device.wait_event(piece.computed)
+            try:
+                copies = [copy_of(pieces)]
+            except torch.OutOfMemoryError:  # there is no room to join them
+                copies = [copy_of([piece]) for piece in pieces]
+            for copy in copies:
+                joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
+                computed = self.device.record_event()
+                self._send(_Sent(self._small.title, copy.source, computed, copy.target, copy.receive, joined))
+                # Removed last: if a Ctrl-C ends the wait above, the next call sends the same gradients.
+                self._small.remove(copy.pieces)
+
+    def with_memory(self, allocate: Callable[[], _T]) -> _T:
+        """Returns the result of `allocate`, which runs again if device memory ran out while gradients are in flight.
+
+        Their memory is torch's again once they are received. An operation of the backward itself cannot be repeated so.
+
+        Args:
+            allocate: changes nothing if it raises.
+        """
+        try:
+            return allocate()
+        except torch.OutOfMemoryError:
+            if not self._sent and not self._small.pieces:
+                raise
+        self.drain()
+        return allocate()
 
     def _send(self, sent: _Sent) -> None:
         """Queues a copy, once the bytes in flight leave room for it."""

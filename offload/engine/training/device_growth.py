@@ -45,6 +45,12 @@ Buffers = Mapping[str, torch.Tensor | None]
 """Buffers of one module, by name: the dict that the module keeps."""
 
 
+_BACKWARD = (
+    "The backward ended in the middle and cannot be resumed; gradients that it had made by then stay in the step. Call "
+    "zero_grad() and run the forward and backward of every micro-batch of this step again"
+)
+
+
 class _Reason(NamedTuple):
     """Cause for which grown memory is given back."""
 
@@ -195,14 +201,20 @@ class DeviceBudget:
         return forward()
 
     @contextlib.contextmanager
-    def advised(self) -> Iterator[None]:
-        """Adds advice to an out-of-memory error that torch raises in the context. The error keeps its type."""
+    def advised(self, backward: bool = False) -> Iterator[None]:
+        """Adds advice to an out-of-memory error that torch raises in the context. The error keeps its type.
+
+        Args:
+            backward: True if the context is a backward. It is not repeated, because by then it has freed the tensors
+                that autograd had saved.
+        """
         try:
             yield
         except torch.OutOfMemoryError as error:
             # Not given back here: the error's frames, and a backward that has not ended, may hold views of weights.
             self._owed = _FAILED if self._history.grown else None
-            error.args = (f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}",)
+            words = f"{error} {advice(self._pager.arena.nbytes, self._need.least, self._history.grown)}"
+            error.args = (f"{words} {_BACKWARD}" if backward else words,)
             raise
 
 
