@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -18,6 +19,8 @@ from typer.testing import CliRunner, Result
 
 import offload
 from offload.cli.main import app
+from offload.errors import IoError
+from offload.swapper.store import Store
 from tests.support import models
 from tests.support.fault_injection import flip_bit
 from tests.support.oracle import Job, assert_same_tensors, start, train_step, weights_of
@@ -105,10 +108,11 @@ def with_a_frozen_part() -> Any:
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32")])
 def test_units_of_several_chunks_are_converted(before: str, after: str, tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=1, width=416))
-    weights, moments = trained(job, tmp_path, moments=before)
-    assert call(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 0
-    engine = start(job, DISK, tmp_path, moments=after, run="other", resume="must")
+    job, folder = JOB._replace(model=lambda: models.gpt2(layers=1, width=416)), tmp_path / "my files"
+    weights, moments = trained(job, folder, moments=before)
+    done = call(folder / "default", "--moments", after, "--run", "other")
+    assert done.exit_code == 0 and f"`offload rm '{folder}/default'` deletes" in done.output, "no line to paste"
+    engine = start(job, DISK, folder, moments=after, run="other", resume="must")
     assert_same_tensors(weights, weights_of(engine))
     assert_converted(moments_of(engine), moments, after)
     engine.destroy(remove=True)
@@ -139,11 +143,21 @@ def on_two_ranks(job: Job, folder: Path, run: str, moments: str) -> dict[str, to
     return found
 
 
+def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.commit) -> None:
+    if store.folders[0].name == "rank1":
+        raise IoError(str(store.folders[0]), 0, 4096, errno.ENOSPC)
+    real(store, step, contents)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
 def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(clip=0.0)
     one, _ = ranks.run(on_two_ranks, job, tmp_path, "default", before)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Store, "commit", fails_for_rank_1)
+        assert call(tmp_path / "default", "--moments", after, "--run", "other").exit_code == 1
+    assert not (tmp_path / "other").exists(), "a part of the new run is left"
     done = call(tmp_path / "default", "--moments", after, "--run", "other")
     assert done.exit_code == 0, done.output
     for found in ranks.run(on_two_ranks, job, tmp_path, "other", after):
@@ -173,7 +187,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path: Path) -> None:
         ((run, "--moments", "int4"), "'int4' is not one of"),
         ((run, "--moments", "fp32"), "has moments in fp32 already"),
         ((run, "--moments", "int8", "--run", "default"), "needs a name of its own"),
-        ((run, "--moments", "int8", "--run", "a/b"), "needs a name of its own"),
+        ((run, "--moments", "int8", "--run", "a/b"), "letters, digits, '.', '_' and '-'"),
+        ((run, "--moments", "int8", "--run", "my run"), "letters, digits, '.', '_' and '-'"),
         ((run, "--moments", "int8", "--run", "plain"), "plain"),
         ((tmp_path / "plain", "--moments", "int8"), "has no moments to convert"),
         ((tmp_path / "none", "--moments", "int8"), "there is no folder"),

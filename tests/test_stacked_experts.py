@@ -14,7 +14,7 @@ import offload
 from offload.config import load_config
 from offload.errors import StoreError, UsageError
 from offload.layout.experts.division import Division, division_of
-from offload.layout.experts.stacks import cut_stacks, find_stacks
+from offload.layout.experts.stacks import find_stacks
 from offload.planner.activations.load import Load
 from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
@@ -341,12 +341,6 @@ def test_stacks_stay_whole_for_an_optimizer_that_looks_at_whole_parameters(rule:
     assert any("the optimizer's rule looks at whole parameters" in notice for notice in engine.notices)
     assert not any(layout.name.endswith("]") for layout in engine._core.components.layouts)
     engine.destroy(remove=True)
-
-
-def test_stacks_stay_whole_on_several_ranks() -> None:
-    cut = cut_stacks(mixtral(), "each", "adam", world_size=2)
-    assert cut.stacks == () and "several ranks" in cut.notices[0]
-    assert len(cut_stacks(mixtral(), "each", "adam", world_size=1).stacks) == 2
 
 
 def test_a_module_that_is_one_unit_by_name_contains_its_experts(tmp_path: Path) -> None:

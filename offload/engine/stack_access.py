@@ -52,12 +52,16 @@ class StackAccess(ParamAccess):
             super().write(row, state, mine)
 
     def write_local(self, handle: ParamHandle, state: State, values: torch.Tensor) -> None:
-        """Replaces this rank's partition of a state; a stack has rows of its own on one rank alone, which holds all."""
+        """Replaces this rank's partition of a state; that of a stack are this rank's partitions of the rows."""
         if not isinstance(handle, StackHandle):
             super().write_local(handle, state, values)
             return
-        check_values(handle.name, values, (handle.parameter.numel(),), handle.shape)
-        self.write(handle, state, values.view(handle.shape))
+        rows, numel = len(handle.rows), self._own_shard(handle.rows[0]).numel  # all rows are divided alike
+        # All ranks refuse what one has passed: a row is a collective.
+        with self._together("set a shard of a parameter", handle, state) as everyone:
+            everyone.settle(lambda: check_values(handle.name, values, (rows * numel,), handle.shape))
+        for row, mine in zip(handle.rows, values.reshape(rows, numel), strict=True):
+            super().write_local(row, state, mine)
 
     def use_in(self, module: nn.Module, handle: ParamHandle) -> None:
         """Binds the parameter's unit also whenever `module` runs."""

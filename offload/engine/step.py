@@ -73,7 +73,9 @@ class OptimizerStep:
         self._zeros: ZeroGradients | None = None
         """None if experts without a token are not updated, or no experts are units."""
         if state.settings.config.offload.experts == "each":
-            self._zeros = zero_gradients(components.layouts, components.gradients, components.shards.device.torch)
+            self._zeros = zero_gradients(
+                components.layouts, components.trainable, components.gradients, components.shards.device.torch
+            )
         self._unforeseen = 0
         self.grad_norm: float | None = None
         """Norm of the last step's gradient before the clip; None before the first step and after a load."""
@@ -165,16 +167,21 @@ class OptimizerStep:
 
     def _known(self) -> GradientStats:
         """Returns the gradient statistics over all ranks."""
-        components, state = self._components, self._state
+        components, state, gradients = self._components, self._state, self._components.gradients
         # Gradients that an aborted backward has added count, as in torch.
-        if self._zeros is not None:
-            self._zeros.add()
-        components.gradients.end_backward()
-        known = components.gradients.known
         if components.agreement is None:
-            return known()
+            if self._zeros is not None:
+                self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])
+            gradients.end_backward()
+            return gradients.known()
+        gradients.end_backward()
         settings = self._optimizer.checksum(self._clip)
-        return components.agreement.step(self._accumulation.count, state.global_steps, settings, known)
+        known = components.agreement.step(self._accumulation.count, state.global_steps, settings, gradients.known)
+        if self._zeros is not None:
+            # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
+            self._zeros.add(known.present)
+            gradients.receive_totals()
+        return known
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""

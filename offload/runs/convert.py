@@ -149,13 +149,13 @@ def convert(
                 stores.append(store)
             for rank, store in enumerate(stores):
                 StateConverter(source, made.before, made.after, rank, store, progress).run()
+            # Last: until all ranks have a commit there is no run of the new name that could be resumed.
+            for commit, store in zip(source.commits, stores, strict=True):
+                store.commit(commit.record.step, commit.contents)
         except BaseException:
             for store in stores:
                 store.remove()
             raise
-        # Last: until all ranks have a commit there is no run of the new name that could be resumed.
-        for commit, store in zip(source.commits, stores, strict=True):
-            store.commit(commit.record.step, commit.contents)
         return Converted(
             run=stores[0].folders[0].parent,
             step=source.step,

@@ -64,8 +64,8 @@ MUTANTS = (
     Mutant(
         "decide on a step before other ranks' gradients are in",
         "offload.engine.step",
-        "state.global_steps, settings, known)\n",
-        "state.global_steps, 0, (lambda found: lambda: found)(known()))\n",
+        "state.global_steps, settings, gradients.known)\n",
+        "state.global_steps, 0, (lambda found: lambda: found)(gradients.known()))\n",
         "tests/test_ranks.py",
     ),
     Mutant(

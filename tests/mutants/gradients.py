@@ -13,6 +13,13 @@ MUTANTS = (
         "tests/test_stacked_experts.py",
     ),
     Mutant(
+        "each rank gives zeros to the experts that it has not visited itself",
+        "offload.engine.step",
+        "self._zeros.add(known.present)",
+        "self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])",
+        "tests/test_stacked_experts_ranks.py",
+    ),
+    Mutant(
         "the row of the first expert for all of them",
         "offload.engine.params.initial_fill",
         "parameter.detach()[segment.row]",

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from offload.cli.console import BAD_INPUT, FAILED, Json, errors
 from offload.cli.signals import signals
-from offload.errors import StoreError, UsageError
+from offload.errors import ConfigError, StoreError, UsageError
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
@@ -218,6 +219,7 @@ def convert(
     from rich.console import Console
 
     from offload.aio import IoQueue
+    from offload.config import load_config
     from offload.runs.convert import StoreSource, plan
     from offload.runs.convert import convert as write
     from offload.runs.verify import RunChecking
@@ -228,13 +230,17 @@ def convert(
         _check_folder(path)
         if not forms:
             raise StoreError("expected --moments or --master, or both, got neither")
+        if run is not None:
+            load_config({"offload": {"run": run}})  # a run of another name could not be resumed
         with IoQueue() as queue:
             with closing(StoreSource(path, queue)) as source:
                 plan(source, path, forms, run)  # what cannot be done is said before everything is read
             # Parameters are read from their places in a partition, where there is no checksum to compare with.
             with closing(RunChecking(path)) as checking, _bar(console, checking.nbytes) as progress:
                 if not checking.run(queue, progress).whole:
-                    raise StoreError(f"{path} is damaged, and is not converted; `offload verify {path}` says where")
+                    raise StoreError(
+                        f"{path} is damaged, and is not converted; `offload verify {quote(str(path))}` says where"
+                    )
             with closing(StoreSource(path, queue)) as source:
                 made = plan(source, path, forms, run)
                 with _bar(console, made.nbytes // 2) as progress:
@@ -247,7 +253,7 @@ def convert(
         options = " ".join(f"--{what} {form}" for what, form in done.after.items() if form != "fp32" or what in changed)
         console.print(
             f"step {done.step}: {words}, {format_size(done.nbytes)} in {done.run}; resume with --run {done.run.name} "
-            f"{options} --resume must; `offload rm {path}` deletes the run that was converted",
+            f"{options} --resume must; `offload rm {quote(str(path))}` deletes the run that was converted",
             markup=False,
         )
 
@@ -292,7 +298,7 @@ def _refusals() -> Iterator[None]:
     """Exits with `BAD_INPUT` for errors that refuse the input. Other errors are failures of the command."""
     try:
         yield
-    except (StoreError, UsageError) as error:
+    except (ConfigError, StoreError, UsageError) as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(BAD_INPUT) from None
 

@@ -252,8 +252,7 @@ class GradientAccumulator:
 
     def known(self) -> GradientStats:
         """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device."""
-        self._send_totals()
-        self._fetch_squares()
+        self.receive_totals()
         total = 0.0
         for squares in self._squares:
             # Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
@@ -270,8 +269,9 @@ class GradientAccumulator:
                 assert self.downloads is not None
                 self._send_total(self.downloads, each, position, first)
 
-    def _fetch_squares(self) -> None:
-        """Replaces sums of squares that are on the device by numbers. Blocks until all gradients have arrived."""
+    def receive_totals(self) -> None:
+        """Waits until all gradients are copied from the device; sums of squares there become numbers."""
+        self._send_totals()
         if self.downloads is None:
             return
         self.downloads.drain()

@@ -143,7 +143,7 @@ def decide(
     check_tier(config.activation_tier, bool(config.drives))
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
-    units, stacks, experts = divide(model, division_of(config, optimizer, world_size))
+    units, stacks, experts = divide(model, division_of(config, optimizer))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
     layouts = laid_out_for(layouts_of(model, units, world_size, kept, stored, matrices), mode, world_size)
     more = (*_frozen_notices(config, layouts, mode), *experts, *tile_notices(tiled_mlps, config.offload.tile_mlp))

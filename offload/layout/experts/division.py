@@ -25,7 +25,6 @@ class Division:
     """"each", "visited" or "whole", as in the config."""
     rule: str = ADAM
     """Name of the optimizer's rule."""
-    ranks: int = 1
 
 
 class Divided(NamedTuple):
@@ -36,20 +35,19 @@ class Divided(NamedTuple):
     notices: tuple[str, ...]
 
 
-def division_of(config: Config | None, rule: str | None = None, ranks: int = 1) -> Division:
+def division_of(config: Config | None, rule: str | None = None) -> Division:
     """Returns the division that a config asks for.
 
     Args:
         config: the config; None for the default.
         rule: name of the optimizer's rule; None for that of the config's optimizer, or Adam without one.
-        ranks: number of ranks.
     """
     if config is None:
         return Division()
     if rule is None:
         # Without an optimizer in the config the caller passes one to `initialize`; Adam is assumed.
         rule = ADAM if config.optimizer is None else rule_name(config.optimizer)
-    return Division(config.units, config.offload.experts, rule, ranks)
+    return Division(config.units, config.offload.experts, rule)
 
 
 def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
@@ -63,7 +61,7 @@ def divide(model: nn.Module, by: Division | Sequence[str]) -> Divided:
         ConfigError: a name is that of no module and of no class of a module.
     """
     division = by if isinstance(by, Division) else Division(by)
-    cut = cut_stacks(model, division.experts, division.rule, division.ranks)
+    cut = cut_stacks(model, division.experts, division.rule)
     units = find_units(model, division.named, cut.stacks)
     # A stack may be inside of a unit that the user has named, or its experts too small.
     stacks = tuple(stack for stack in cut.stacks if stack.module in units.experts)

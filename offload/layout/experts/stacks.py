@@ -29,21 +29,15 @@ class CutStacks(NamedTuple):
     notices: tuple[str, ...]
 
 
-def cut_stacks(model: nn.Module, experts: str, optimizer: str, world_size: int) -> CutStacks:
+def cut_stacks(model: nn.Module, experts: str, optimizer: str) -> CutStacks:
     """Returns the stacks of experts that are cut.
 
     Args:
         model: the model.
         experts: "each", "visited" or "whole", as the config says.
         optimizer: name of the optimizer's rule.
-        world_size: number of ranks.
     """
     found = () if experts == "whole" else find_stacks(model)
-    if found and world_size > 1:
-        # Ranks use units together and in one order, and their tokens visit other experts.
-        return CutStacks(
-            (), (_whole("several ranks gather each unit together, and their tokens visit different experts"),)
-        )
     if optimizer in (LAMB, TORCH, *MATRIX_RULES):
         kept = tuple(stack for stack in found if not _trains(model, stack))
         if len(kept) < len(found):
