@@ -4,6 +4,9 @@ The bound is the larger of two times, measured in the same run and in turns with
 over the drive, read by the queue past the page cache; and the same forwards of the plain model in memory. `over_bound`
 is the median of the ratios within a round. The weights are read once a round, whatever `--micro-batches` says; the
 first round, which does not count, reads them three times.
+
+`--layers N` builds a Llama of N layers of 13 million parameters in place of a preset, so that the files are many times
+the budgets (`files_over_budgets`), which have room for three layers.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ _IN_FLIGHT = 4
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__, seq_len=256, rounds=5)
     parser.add_argument("--micro-batches", type=int, default=8, help="batches that share a pass over the weights")
+    parser.add_argument("--layers", type=int, help="layers of a Llama that is built in place of --model")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     given = parser.parse_args(arguments)
-    folder = given.folder / f"bench-score-{given.model}-{given.dtype}"
+    name = given.model if given.layers is None else f"llama-of-{given.layers}"
+    folder = given.folder / f"bench-score-{name}-{given.dtype}"
     if not folder.is_dir():
-        apart(_write, given.model, given.dtype, folder)
+        apart(_write, given.model, given.layers, given.dtype, folder)
     files = sorted(folder.glob("*.safetensors"))
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     base = resident()
@@ -63,7 +68,7 @@ def main(arguments: list[str] | None = None) -> None:
     report(
         "score",
         {
-            "model": given.model,
+            "model": name,
             "dtype": given.dtype,
             "tokens": tokens,
             "tokens_per_second": tokens / statistics.median(scored),
@@ -74,6 +79,8 @@ def main(arguments: list[str] | None = None) -> None:
             "file_bytes": sum(path.stat().st_size for path in files),
             "read_bytes_a_round": (engine.io_bytes().read - read) // given.rounds,
             "budgets": engine.host_memory + engine.device_memory,
+            "files_over_budgets": sum(path.stat().st_size for path in files)
+            / (engine.host_memory + engine.device_memory),
             "rss_beyond_plain_model": resident() - base,
             "limit": spent.limit,
         },
@@ -81,10 +88,15 @@ def main(arguments: list[str] | None = None) -> None:
     engine.destroy()
 
 
-def _write(name: str, dtype: str, folder: Path) -> None:
+def _write(name: str, layers: int | None, dtype: str, folder: Path) -> None:
     torch.manual_seed(0)
-    model: Any = build(name)
+    model: Any = build(name) if layers is None else transformers.LlamaForCausalLM(_llama(layers))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def _llama(layers: int) -> transformers.LlamaConfig:
+    width = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
+    return transformers.LlamaConfig(**width, num_hidden_layers=layers, vocab_size=8192)
 
 
 def _read(files: list[Path]) -> None:

@@ -11,7 +11,7 @@ import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -36,6 +36,7 @@ __all__ = [
     "call_after_backward",
     "checkpointing",
     "fake_tensors",
+    "flatten_state_dict",
     "has_no_storage",
     "in_second_storage",
     "inner_tensors",
@@ -51,6 +52,7 @@ __all__ = [
     "rebuild_tensor",
     "saves_checkpoint_input",
     "set_data",
+    "stored_at",
     "tensor_hooks_of",
     "tensors_in",
     "top_saved_tensor_hooks",
@@ -73,6 +75,28 @@ plain_tensors = torch._C.DisableTorchFunctionSubclass
 
 rebuild_tensor = torch._utils._rebuild_tensor_v2
 """The function that a file of `torch.save` names for each tensor."""
+
+
+def flatten_state_dict(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Returns the entries of a state dict by the names that torch.distributed.checkpoint gives them, and their keys."""
+    # Imported here, because it takes a second and an export alone needs it.
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    return flatten_state_dict(dict(state))
+
+
+def stored_at(file: str, start: int, nbytes: int) -> Any:
+    """Returns the record by which torch.distributed.checkpoint finds an entry in a folder.
+
+    Args:
+        file: Name of a file in the folder.
+        start: First byte of what `torch.save` has written there.
+        nbytes: Number of bytes.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, start, nbytes)
+
 
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 """The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""

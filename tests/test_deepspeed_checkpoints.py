@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
-from offload.engine.checkpoint.deepspeed.zero import OFFLOADED
+from offload.engine.checkpoint.foreign.zero import OFFLOADED
 from offload.errors import StoreError
 from tests.support import rounding_bounds
 from tests.support.oracle import Job, assert_same_tensors

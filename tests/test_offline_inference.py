@@ -14,6 +14,9 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from offload.errors import ConfigError
+from offload.offline.static_cache import cache_nbytes, static_cache
+from offload.sizes import format_size
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
 
 CHAT = {"messages": [{"role": "user", "content": "two and two?"}, {"role": "assistant", "content": "four"}]}
@@ -25,6 +28,8 @@ RECORDS: list[dict[str, Any]] = [
     {"prompt": "q" * 40, "completion": "cut away"},
 ]
 LENGTH = 32
+
+WINDOWS = ["sliding_attention", "full_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -137,11 +142,31 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
     assert alone.stdout == f"{expected[0]}\n"
     (facts,) = lines_of(call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", "--json").stdout)
     assert [each["completion"] for each in facts["completions"]] == expected[:1]
+    # With a static cache the tokens are the same.
+    cached = call(
+        *("generate", folder, "--data", tmp_path / "data.jsonl", "--max-new-tokens", "6", "--batch-size", "2"),
+        *("--static-cache", "100", "--device-memory", "64MiB"),
+    )
+    assert [each["completion"] for each in lines_of(cached.stdout)] == expected
+    assert f"take {format_size(2 * cache_nbytes(model.config, 100, 1, 4))} of device memory" in cached.stderr
     drawn = [
         call("generate", folder, "--prompt", "a", "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
         for seed in ("1", "1", "2")
     ]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_the_static_cache_takes_the_memory_that_was_said() -> None:
+    """Layers with a sliding window keep no more tokens than it. What is no cache of heads is refused."""
+    kind = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.Gemma3TextConfig(**kind, head_dim=8, sliding_window=8, layer_types=WINDOWS)
+    cache = static_cache(config, 20)
+    for number in range(2):
+        cache.update(torch.zeros(3, 2, 5, 8), torch.zeros(3, 2, 5, 8), number)
+    held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
+    assert held == cache_nbytes(config, 20, 3, 4) == 2 * 3 * 2 * 8 * (8 + 20) * 4
+    with pytest.raises(ConfigError, match="leave --static-cache out"):
+        static_cache(transformers.DeepseekV3Config(num_hidden_layers=1), 20)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +178,11 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
         (("generate", "{folder}"), "expected one of --prompt and --data"),
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
+        (("generate", "{folder}", "--prompt", "a", "--static-cache", "8"), "more than the 8 of --static-cache"),
+        (
+            ("generate", "{folder}", "--prompt", "a", "--static-cache", "100", "--device-memory", "1KiB"),
+            "and the device budget is 1KiB",
+        ),
     ],
 )
 def test_bad_input_is_one_line(arguments: Sequence[str], words: str, folder: Path) -> None:

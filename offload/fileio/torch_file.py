@@ -17,7 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import torch
 
@@ -140,17 +140,18 @@ def plain(value: Any) -> Any:
     return value.args[0] if isinstance(value, Record) and len(value.args) == 1 else value
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, part: range | None = None) -> Any:
     """Returns the object that `torch.save` has written, with a `StoredTensor` for each tensor. Runs nothing of it.
 
     Args:
         path: The file.
+        part: Bytes of the file that `torch.save` has written; None for all.
 
     Raises:
         StoreError: If the file is missing, not complete, of the format before torch 1.6, or no such file at all.
     """
     try:
-        with zipfile.ZipFile(path) as archive, path.open("rb") as file:
+        with path.open("rb") as whole, _Part(whole, part) as file, zipfile.ZipFile(file) as archive:
             records = dict(_records(archive))
             # Before torch 2.1 there was no such record, and all files were little endian.
             if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
@@ -170,6 +171,61 @@ def read_torch_file(path: Path) -> Any:
         ) from error
 
 
+def read_pickle(path: Path) -> Any:
+    """Returns the object of a pickle without tensors, with a `Record` for each object of a class. Runs nothing of it.
+
+    Args:
+        path: The file.
+
+    Raises:
+        StoreError: If the file is missing, not complete, or no pickle.
+    """
+    try:
+        return _Unpickler(io.BytesIO(path.read_bytes()), path, None, {}).load()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error}") from error
+    # A damaged pickle makes the unpickler raise almost anything.
+    except Exception as error:
+        raise StoreError(
+            f"{path} is not a complete pickle: {type(error).__name__}: {error}; fetch the file again"
+        ) from error
+
+
+class _Part(io.RawIOBase):
+    """Bytes of an open file, as a file of their own."""
+
+    def __init__(self, file: BinaryIO, part: range | None) -> None:
+        super().__init__()
+        nbytes = file.seek(0, io.SEEK_END)
+        self._file, self.bytes = file, range(nbytes) if part is None else part
+        """Bytes of the file that this one consists of."""
+        if self.bytes.stop > nbytes:
+            raise ValueError(f"it has {nbytes} bytes, expected {self.bytes.stop} at least")
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Moves to a byte, and returns its number."""
+        self._at = max(0, offset + (0, self._at, len(self.bytes))[whence])
+        return self._at
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Reads as many bytes as there are, at most as many as fit."""
+        # The end of the part is the end of the file to whoever reads it.
+        view = memoryview(buffer)[: max(0, len(self.bytes) - self._at)]
+        self._file.seek(self.bytes.start + self._at)
+        view[:] = data = self._file.read(len(view))
+        self._at += len(data)
+        return len(data)
+
+
 def _records(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
     """Yields the records of a file by name, without the name of the folder that they all are in."""
     for info in archive.infolist():
@@ -181,7 +237,7 @@ def _records(archive: zipfile.ZipFile) -> Iterator[tuple[str, zipfile.ZipInfo]]:
 class _Unpickler(pickle.Unpickler):
     """Unpickler that imports nothing: see the module's text."""
 
-    def __init__(self, data: io.BytesIO, path: Path, file: Any, records: dict[str, zipfile.ZipInfo]) -> None:
+    def __init__(self, data: io.BytesIO, path: Path, file: _Part | None, records: dict[str, zipfile.ZipInfo]) -> None:
         super().__init__(data)
         self._path, self._file, self._records = path, file, records
         self._storages: dict[str, Storage] = {}
@@ -217,13 +273,14 @@ class _Unpickler(pickle.Unpickler):
     def _storage(self, key: str) -> Storage:
         """Returns the place of a storage's bytes, which follow the local header of the record."""
         info = self._records[f"data/{key}"]
+        assert self._file is not None, "there are records"
         self._file.seek(info.header_offset)
         signature, name, extra = _LOCAL_HEADER.unpack(self._file.read(_LOCAL_HEADER.size))
         offset = info.header_offset + _LOCAL_HEADER.size + name + extra
         # The index at the file's end and the headers before the records must agree.
-        if signature != _SIGNATURE or offset + info.file_size > self._path.stat().st_size:
+        if signature != _SIGNATURE or offset + info.file_size > len(self._file.bytes):
             raise ValueError(f"record {info.filename} is not where the index says")
-        return Storage(self._path, offset, info.file_size, info.CRC)
+        return Storage(self._path, self._file.bytes.start + offset, info.file_size, info.CRC)
 
 
 def _rebuild_tensor(place: tuple[Storage, torch.dtype], start: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:

@@ -15,6 +15,7 @@ from offload.finetune.corpus.packing import encode_prompt
 from offload.finetune.model import check_model
 from offload.offline.open_model import OpenModel
 from offload.offline.rows import in_groups, padded
+from offload.offline.static_cache import static_cache
 from offload.presets import positions_of
 
 
@@ -34,7 +35,13 @@ class Completed:
 
 
 def completions(
-    model: OpenModel, prompts: Iterable[Prompt | Chat], *, batch_size: int, max_new_tokens: int, **sampling: Any
+    model: OpenModel,
+    prompts: Iterable[Prompt | Chat],
+    *,
+    batch_size: int,
+    max_new_tokens: int,
+    cached: int | None = None,
+    **sampling: Any,
 ) -> Iterator[Completed]:
     """Yields the text that continues each prompt, in order.
 
@@ -45,6 +52,8 @@ def completions(
         prompts: the prompts, read as they are needed.
         batch_size: prompts that are continued at a time.
         max_new_tokens: most tokens of a completion.
+        cached: most tokens of a prompt and its completion, for which each batch takes memory before its first token;
+            None for a cache that grows.
         **sampling: keywords of the model's `generate`, such as `do_sample` and `temperature`.
 
     Raises:
@@ -68,12 +77,21 @@ def completions(
                     "model; shorten it, or leave it out"
                 )
             check_model(module, len(rows[-1]), int(rows[-1].max()))
+            if cached is not None and len(rows[-1]) + max_new_tokens > cached:
+                raise ConfigError(
+                    f"{prompt.place} is a prompt of {len(rows[-1])} tokens, which with {max_new_tokens} new ones are "
+                    f"more than the {cached} of --static-cache; raise it, or shorten the prompt"
+                )
         # Left of the prompt, so that every prompt ends where its completion begins.
         ids = padded(rows, pad, left=True)
         mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
         # The model's own settings decide all that is not given here, such as top_p.
+        # Compiled code would hold weights that the engine pages.
+        keys = (
+            {} if cached is None else {"past_key_values": static_cache(model.config, cached), "disable_compile": True}
+        )
         found: torch.Tensor = model.engine.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **sampling
+            input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **keys, **sampling
         )
         # An encoder and decoder returns what it has generated alone, any other model the prompt too.
         first = 0 if model.config.is_encoder_decoder else ids.shape[1]

@@ -15,7 +15,9 @@ from offload.engine.inference.inference import inference, read_model
 from offload.errors import ConfigError, UsageError
 from offload.finetune.model import read_tokenizer
 from offload.losses import chunk_loss_of
+from offload.offline.static_cache import beside_cache, cache_nbytes, value_nbytes
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
+from offload.sizes import count_of, format_size
 
 _LONGEST = 1024
 """Default of the longest row, for models that have more positions."""
@@ -32,6 +34,10 @@ class Placement:
     device: str | None = None
     host_memory: str | None = None
     device_memory: str | None = None
+    static_cache: int | None = None
+    """Most tokens of a prompt and its continuation, whose keys and values have memory of their own from the begin."""
+    rows: int = 1
+    """Prompts of a batch."""
 
     def content(self) -> dict[str, Any]:
         """Returns the config of the engine. Raises `ConfigError` if the file cannot be read."""
@@ -106,6 +112,15 @@ def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
     rewards = type(model).__name__.endswith("ForSequenceClassification")
     # Before the engine takes the model over: hooks of layers that come later may be taken away.
     chunked, lines = _prepare(model, rewards) if scores else (False, ())
+    config: Any = model.config
+    if placement.static_cache is not None:
+        check_positions(config, placement.static_cache)
+        nbytes = cache_nbytes(config, placement.static_cache, placement.rows, value_nbytes(content, config))
+        content = beside_cache(content, nbytes)
+        lines = (
+            f"keys and values of {count_of(placement.rows, 'prompt')} of at most {placement.static_cache} tokens take "
+            f"{format_size(nbytes)} of device memory",
+        )
     engine = inference(model, content)
     return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, lines=lines)
 

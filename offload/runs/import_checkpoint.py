@@ -1,4 +1,4 @@
-"""Implementation of `offload import`: writes a checkpoint of DeepSpeed again, as one of ours.
+"""Implementation of `offload import`: writes another program's checkpoint again, as one of ours.
 
 The files are read chunk by chunk, so memory does not depend on the model, and nothing in them is executed. The new
 checkpoint has masters and moments in fp32, each parameter as a unit of its own; an engine of any dtype, units and ranks
@@ -18,7 +18,6 @@ import torch
 
 from offload.aio import DirectFile, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.deepspeed.checkpoint import DeepSpeedCheckpoint, is_deepspeed, look_deepspeed
 from offload.engine.checkpoint.directory import (
     begin_folder,
     drop_partial,
@@ -37,6 +36,7 @@ from offload.engine.checkpoint.files import (
     tensor_name,
     tensors_of,
 )
+from offload.engine.checkpoint.foreign.checkpoint import ForeignCheckpoint, is_foreign, look_foreign
 from offload.engine.checkpoint.load import LoadOptions
 from offload.engine.checkpoint.resharding import Run, Source
 from offload.engine.model_io.output_folder import check_room
@@ -62,8 +62,8 @@ class Imported(NamedTuple):
     notices: tuple[str, ...]
 
 
-def open_deepspeed(path: Path, tag: str | None) -> DeepSpeedCheckpoint:
-    """Returns a checkpoint of DeepSpeed, of which all but the tensors has been read.
+def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
+    """Returns a checkpoint of another program, of which all but the tensors has been read.
 
     Args:
         path: Folder of checkpoints, or one of them.
@@ -73,27 +73,28 @@ def open_deepspeed(path: Path, tag: str | None) -> DeepSpeedCheckpoint:
         StoreError: If there is none, or it is incomplete, damaged or not supported.
         UsageError: If `tag` cannot name a folder.
     """
-    folder = find(path, tag, is_deepspeed)
-    if folder is None or not is_deepspeed(Path(folder)):
+    folder = find(path, tag, is_foreign)
+    if folder is None or not is_foreign(Path(folder)):
         raise StoreError(
             f"{folder or path} contains no checkpoint of DeepSpeed (files such as mp_rank_00_model_states.pt, or a "
-            "folder zero): give the folder that save_checkpoint has written, or one of its tags with --tag"
+            "folder zero), nor one of torch.distributed.checkpoint (a file .metadata): give the folder that "
+            "save_checkpoint or dcp.save has written, or one of its tags with --tag"
         )
-    return look_deepspeed(Path(folder), True, {})
+    return look_foreign(Path(folder), True, {})
 
 
-def nbytes_of(found: DeepSpeedCheckpoint) -> int:
+def nbytes_of(found: ForeignCheckpoint) -> int:
     """Returns the bytes of the states of an import."""
     return sum(tensor.nbytes for tensor in _tensors(found).values())
 
 
 def import_checkpoint(
-    found: DeepSpeedCheckpoint, out: Path, queue: Queue, progress: Callable[[int], None] = lambda _: None
+    found: ForeignCheckpoint, out: Path, queue: Queue, progress: Callable[[int], None] = lambda _: None
 ) -> Imported:
     """Writes a checkpoint into the folder `out`, under the tag that it has, completely or not at all.
 
     Args:
-        found: The checkpoint of DeepSpeed.
+        found: The checkpoint of the other program.
         out: Folder of checkpoints, created if it does not exist. `latest` names the new one.
         queue: Queue for reads and writes; owned by the caller.
         progress: Called with the number of bytes after each write.
@@ -125,7 +126,7 @@ def import_checkpoint(
     return Imported(checkpoint, found.manifest.step, parameters, nbytes_of(found), found.notices)
 
 
-def _tensors(found: DeepSpeedCheckpoint) -> dict[str, Tensor]:
+def _tensors(found: ForeignCheckpoint) -> dict[str, Tensor]:
     """Returns the tensors of the new file of states."""
     return tensors_of(found.layouts, found.mode, 0, 1, True)
 
@@ -144,7 +145,7 @@ class _Chunk(NamedTuple):
         return tensor_name(self.unit, self.state)
 
 
-def _write_states(found: DeepSpeedCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
+def _write_states(found: ForeignCheckpoint, path: Path, queue: Queue, progress: Callable[[int], None]) -> Saved:
     """Writes the file of states and returns its size and the checksum of each tensor."""
     sums: dict[str, int] = {}
     itemsize = torch.float32.itemsize
@@ -178,7 +179,7 @@ def _write_states(found: DeepSpeedCheckpoint, path: Path, queue: Queue, progress
         return Saved(writer.nbytes, sums)
 
 
-def _chunks(found: DeepSpeedCheckpoint) -> Iterator[_Chunk]:
+def _chunks(found: ForeignCheckpoint) -> Iterator[_Chunk]:
     """Yields the chunks of all tensors, in their order."""
     step = BUFFER_NBYTES // torch.float32.itemsize
     for unit, layout in enumerate(found.layouts):

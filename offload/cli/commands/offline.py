@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import sys
 import time
@@ -151,6 +152,16 @@ class _Generated:
         float | None, option(_SAMPLING, "--temperature", "With --do-sample: below 1 sharper, above 1 flatter.")
     ] = None
     seed: Annotated[int, option(_SAMPLING, "--seed", "Seed of --do-sample.")] = 0
+    static_cache: Annotated[
+        int | None,
+        option(
+            _PLACEMENT,
+            "--static-cache",
+            "Most tokens of a prompt and its continuation. Keys and values get memory for them before the first token, "
+            "which --device-memory counts. [default: their memory grows with each token]",
+            metavar="TOKENS",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +194,7 @@ def score(typed: ScoreOptions) -> None:
         # Missing data are reported before a model of many gigabytes is opened.
         files = find_data(typed.data)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            model = _opened(typed.model, typed, scores=True)
+            model = _opened(typed.model, typed.placement(), scores=True)
             with model.engine:
                 measured, total = _Measured(model), Total()
                 found = scores(
@@ -218,7 +229,9 @@ def generate(typed: GenerateOptions) -> None:
     continuation is a JSON object on a line of its own. All else goes to stderr.
     """
     with errors(FAILED), signals():
-        _check_numbers(batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens)
+        _check_numbers(
+            batch_size=typed.batch_size, max_new_tokens=typed.max_new_tokens, static_cache=typed.static_cache
+        )
         if (typed.prompt is None) == (not typed.data):
             raise ConfigError("expected one of --prompt and --data")
         if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
@@ -229,7 +242,9 @@ def generate(typed: GenerateOptions) -> None:
         files = find_data(typed.data or [])
         prompts = iter([Prompt("--prompt", typed.prompt)]) if typed.prompt is not None else read_prompts(files)
         with _lines(typed.output, typed.json_output) as (write, kept):
-            model = _opened(typed.model, typed, scores=False)
+            rows = 1 if typed.prompt is not None else typed.batch_size
+            placement = dataclasses.replace(typed.placement(), static_cache=typed.static_cache, rows=rows)
+            model = _opened(typed.model, placement, scores=False)
             with model.engine:
                 import torch
 
@@ -242,6 +257,7 @@ def generate(typed: GenerateOptions) -> None:
                     prompts,
                     batch_size=typed.batch_size,
                     max_new_tokens=typed.max_new_tokens,
+                    cached=typed.static_cache,
                     do_sample=typed.do_sample,
                     **sampling,
                 ):
@@ -255,13 +271,13 @@ def generate(typed: GenerateOptions) -> None:
             _print_json({"prompts": count, "tokens": tokens, **facts, "completions": kept})
 
 
-def _opened(folder: str, typed: _Placed, *, scores: bool) -> OpenModel:
+def _opened(folder: str, placement: Placement, *, scores: bool) -> OpenModel:
     """Returns the model of a folder. Lines on it are reported by `_measured` alone."""
     from offload.offline.open_model import open_model
 
     # The command prints these lines itself, remarks too, which logging leaves out by default.
     logging.getLogger("offload.notices").setLevel(logging.ERROR)
-    return open_model(folder, typed.placement(), scores=scores)
+    return open_model(folder, placement, scores=scores)
 
 
 def _check_numbers(**given: int | None) -> None:

@@ -20,6 +20,8 @@ from offload.sizes import count_of, format_size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from offload.runs.export import Exported
+
 _DAMAGED = 1
 _SHOWN = 20
 """Most damages or names that are printed; `--json` contains all."""
@@ -106,26 +108,27 @@ def verify(path: Saved, json_output: Json = False) -> None:
 
 def import_(
     path: Annotated[
-        Path, typer.Argument(help="Folder that DeepSpeed's save_checkpoint has written, or one of its tags.")
+        Path,
+        typer.Argument(help="Folder that DeepSpeed's save_checkpoint or torch's dcp.save has written, or a tag in it."),
     ],
     out: Annotated[Path, typer.Argument(help="Folder of checkpoints to write into.")],
     tag: Annotated[str | None, typer.Option(help="Tag of the checkpoint. [default: the latest]")] = None,
     json_output: Json = False,
 ) -> None:
-    """Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3 or universal) again, as a checkpoint that an engine loads.
+    """Write a checkpoint of DeepSpeed (ZeRO 1, 2, 3 or universal) or of FSDP2 (torch.distributed.checkpoint) again.
 
-    Nothing in its files is executed, and no model's code is needed. engine.load_checkpoint also reads DeepSpeed's
-    folder itself. Example: offload import ./saved ./imported --tag global_step1000
+    The result is a checkpoint that an engine loads. Nothing in the files is executed, and no model's code is needed.
+    engine.load_checkpoint also reads the folder itself. Example: offload import ./saved ./imported --tag step1000
     """
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.runs.import_checkpoint import import_checkpoint, nbytes_of, open_deepspeed
+    from offload.runs.import_checkpoint import import_checkpoint, nbytes_of, open_foreign
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
-        found = open_deepspeed(path, tag)
+        found = open_foreign(path, tag)
         with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
             done = import_checkpoint(found, out, queue, progress)
     for notice in done.notices:
@@ -143,8 +146,8 @@ def export(
     path: Saved,
     out: Annotated[Path, typer.Argument(help="Folder to write; must not exist, or be empty.")],
     format: Annotated[
-        Literal["safetensors", "deepspeed-universal"],
-        typer.Option(help="Weights for transformers, or all that DeepSpeed resumes from."),
+        Literal["safetensors", "deepspeed-universal", "dcp"],
+        typer.Option(help="Weights for transformers; or all that DeepSpeed, or FSDP2 (dcp.load), resumes from."),
     ] = "safetensors",
     dtype: Annotated[
         Dtype | None, typer.Option(help="Dtype of the weights. fp32 gives the exact masters. [default: as they train]")
@@ -158,14 +161,15 @@ def export(
     """Write the weights of a run or a checkpoint as safetensors files that transformers loads.
 
     With --format deepspeed-universal, write masters, moments, counters and schedule as a universal checkpoint of
-    DeepSpeed. Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
+    DeepSpeed; with --format dcp, for torch.distributed.checkpoint.
+    Example: offload export /mnt/nvme/my-run ./my-model --dtype bf16
     """
     from rich.console import Console
 
     from offload.aio import IoQueue
     from offload.runs.export import check_target, make_plan, open_source, read_nbytes, shard_size
     from offload.runs.export import export as write
-    from offload.runs.universal import export_universal, plan_universal
+    from offload.runs.states_by_parameter import plan_states
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     # `_refusals` must be inside `errors`, which would report a `StoreError` as a failure.
@@ -179,10 +183,11 @@ def export(
         # All arguments are checked before the weights are read.
         shard_nbytes = shard_size(max_shard_size)
         with IoQueue() as queue, closing(open_source(path, queue)) as source:
-            if format == "deepspeed-universal":
-                universal = plan_universal(source, path)
-                with _bar(console, universal.nbytes) as progress:
-                    done = export_universal(source, out, universal, progress)
+            if format != "safetensors":
+                kind, write_all = _resumable(format)
+                states = plan_states(source, path, kind)
+                with _bar(console, states.nbytes) as progress:
+                    done = write_all(source, out, states, progress)
             else:
                 plan = make_plan(source, None if dtype is None else dtype.value, shard_nbytes)
                 with _bar(console, read_nbytes(plan)) as progress:
@@ -197,6 +202,17 @@ def export(
             f"{done.dtype}, in {done.path}",
             markup=False,
         )
+
+
+def _resumable(format: str) -> tuple[str, Callable[..., Exported]]:
+    """Returns what an export for another program is called in messages, and the function that writes it."""
+    if format == "dcp":
+        from offload.runs import distributed
+
+        return distributed.KIND, distributed.export_distributed
+    from offload.runs import universal
+
+    return universal.KIND, universal.export_universal
 
 
 def convert(

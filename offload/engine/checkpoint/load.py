@@ -6,9 +6,10 @@ engine. So a checkpoint that is damaged or does not fit changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import safetensors.torch
 import torch
 
-from offload.aio import crc32c, crc32c_joined
+from offload.aio import aligned_empty, crc32c, crc32c_joined
 from offload.aio.protocols import Future, Queue
 from offload.engine.checkpoint.files import (
     Manifest,
@@ -26,7 +27,7 @@ from offload.engine.checkpoint.files import (
     tensors_of,
     wrong_files,
 )
-from offload.engine.checkpoint.resharding import all_places, as_rows, places
+from offload.engine.checkpoint.resharding import Run, Source, all_places, as_rows, places
 from offload.engine.checkpoint.saved_states import SavedStates, StateReader, open_states
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
@@ -227,6 +228,28 @@ def fitting(
         facts["scheduler"] = None
     mine = {name: value for name, value in progress.buffers.items() if name in buffers}
     return Snapshot(facts, progress.generators, mine)
+
+
+def buffers_among_weights(found: FoundCheckpoint, names: Collection[str], queue: Queue) -> dict[str, torch.Tensor]:
+    """Returns buffers that a checkpoint has as frozen weights, in fp32, since its program does not tell them apart.
+
+    Args:
+        found: The checkpoint, whose bytes were compared.
+        names: Buffers of this model.
+        queue: Queue for the reads.
+    """
+    among = {name: found.saved[name] for name in names if name in found.saved}
+    tensors: dict[str, torch.Tensor] = {}
+    # Most checkpoints name their buffers, and their files are not opened again.
+    if among:
+        with contextlib.closing(found.open(queue)) as reader:
+            for name, (unit, segment) in among.items():
+                memory = aligned_empty(segment.numel * torch.float32.itemsize)
+                run = Run(0, segment.numel, Source(unit, segment.start, segment.trainable))
+                for read in list(reader.read(run, State.WEIGHT, memory, 0)):
+                    read.wait()
+                tensors[name] = torch.frombuffer(memory, dtype=torch.float32).view(segment.shape).clone()
+    return tensors
 
 
 def compare_bytes(

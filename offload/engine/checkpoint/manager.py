@@ -14,12 +14,13 @@ from torch import nn
 
 from offload.aio.protocols import Queue
 from offload.engine.checkpoint.compatibility import check_fits, check_progress
-from offload.engine.checkpoint.deepspeed.checkpoint import is_deepspeed, look_deepspeed
 from offload.engine.checkpoint.files import LATEST, check_folder, find
+from offload.engine.checkpoint.foreign.checkpoint import is_foreign, look_foreign
 from offload.engine.checkpoint.load import (
     CLIENT_STATE,
     FoundCheckpoint,
     LoadOptions,
+    buffers_among_weights,
     fitting,
     look,
 )
@@ -85,7 +86,7 @@ class Checkpoints:
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})
-            folder = ranks.by_first(lambda: find(load_dir, tag, is_deepspeed))
+            folder = ranks.by_first(lambda: find(load_dir, tag, is_foreign))
             if folder is None:
                 logger.warning("no checkpoint was loaded: %s is not in %s", LATEST, load_dir)
                 return None
@@ -125,8 +126,8 @@ class Checkpoints:
         """Reads all but the states and checks that the checkpoint fits. Changes nothing."""
         self._components.unit_views.settle()
         tied = about(self._module)["tied"]
-        if is_deepspeed(folder):
-            found: FoundCheckpoint = look_deepspeed(folder, options.states, tied)
+        if is_foreign(folder):
+            found: FoundCheckpoint = look_foreign(folder, options.states, tied)
         else:
             found = look(folder, self._components.rank, self._components.world_size, tied)
         names = {name for name, _ in self._module.named_parameters(remove_duplicate=False)}
@@ -156,14 +157,18 @@ class Checkpoints:
             if options.states
             else self._state.parameter_steps
         )
-        progress = fitting(found.progress, persistent_buffers(self._module), steps, options.schedule)
+        buffers = persistent_buffers(self._module)
+        progress = fitting(found.progress, buffers, steps, options.schedule)
+        # Of the names that the checkpoint calls weights, this model knows which are buffers.
+        among = buffers_among_weights(found, buffers.keys() - progress.buffers.keys(), queue)
+        progress = progress._replace(buffers={**progress.buffers, **among})
         if not progress.generators:
             # Another program's checkpoint has none: those of this process go on.
             progress = progress._replace(generators=self._state.take().generators)
         notices = list(found.notices)
         if options.module_only:
             with torch.no_grad():
-                for name, buffer in persistent_buffers(self._module).items():
+                for name, buffer in buffers.items():
                     buffer.copy_(progress.buffers.get(name, buffer))
         else:
             notices += self._state.restore(progress, options.schedule)

@@ -19,6 +19,8 @@ from torch import nn
 from offload.errors import ConfigError, UsageError
 from offload.fileio.plain_json import mark_floats, to_plain, unmark_floats
 
+DECOUPLED = "decoupled weight decay"
+"""Name of the setting of each group that tells AdamW from Adam."""
 _FACTS = "facts"
 _BUFFER = "buffer."
 _RNG = "rng."

@@ -20,6 +20,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.data_loader import Loader
 from offload.engine.training.registered_objects import RegisteredObjects
 from offload.engine.training.snapshot import (
+    DECOUPLED,
     Snapshot,
     is_held,
     persistent_buffers,
@@ -358,7 +359,7 @@ class TrainingState:
 
     def _settings(self) -> dict[str, Any]:
         """Returns settings that may differ in a resumed run, each under its name in notices."""
-        settings = self.settings
+        settings, groups = self.settings, self.optimizer.param_groups
         parameters = self.lr_scheduler.parameters if isinstance(self.lr_scheduler, Schedule) else {}
         return {
             "seed": settings.seed,
@@ -370,6 +371,7 @@ class TrainingState:
                 _LABELS.get(key, key): [group.get(key) for group in self._configured]
                 for key in self.optimizer.rule.scheduled
             },
+            **({DECOUPLED: [group["decoupled"] for group in groups]} if "decoupled" in groups[0] else {}),
             "schedule": None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
             **{_OF_SCHEDULE + name: value for name, value in parameters.items()},
         }

@@ -1,14 +1,14 @@
-"""A checkpoint of DeepSpeed in the form in which an engine loads checkpoints: each parameter is a unit of its own.
+"""Another program's checkpoint in the form in which an engine loads checkpoints: each parameter is a unit of its own.
 
-Masters are in fp32 there, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An engine
-makes its own weights of them. Tensors stay in DeepSpeed's files until they are read, chunk by chunk.
+Weights count as masters in fp32, whatever dtype the model has, so the checkpoint counts as one of an engine in fp32. An
+engine makes its own weights of them. Tensors stay in the program's files until they are read, chunk by chunk.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +17,12 @@ import torch
 
 from offload.aio import DirectFile
 from offload.aio.protocols import Future, Pending, Queue
-from offload.engine.checkpoint.deepspeed.contents import DeepSpeedContents, Fragment, SavedParameter
-from offload.engine.checkpoint.deepspeed.progress import client_state, snapshot
-from offload.engine.checkpoint.deepspeed.universal import is_universal, read_universal
-from offload.engine.checkpoint.deepspeed.zero import is_zero, read_zero
 from offload.engine.checkpoint.files import Manifest
+from offload.engine.checkpoint.foreign.contents import Fragment, SavedContents, SavedParameter
+from offload.engine.checkpoint.foreign.distributed import DCP, is_dcp, read_dcp
+from offload.engine.checkpoint.foreign.progress import client_state, snapshot
+from offload.engine.checkpoint.foreign.universal import is_universal, read_universal
+from offload.engine.checkpoint.foreign.zero import is_zero, read_zero
 from offload.engine.checkpoint.load import CLIENT_STATE, FoundCheckpoint, LoadOptions, with_first_names
 from offload.engine.checkpoint.resharding import Run, places
 from offload.engine.training.snapshot import as_bytes
@@ -38,21 +39,38 @@ _OPEN = 64
 """Files that are open at a time: a universal checkpoint has three of each parameter."""
 
 
-def is_deepspeed(folder: Path) -> bool:
-    """Returns whether `folder` is one checkpoint of DeepSpeed."""
-    return is_zero(folder) or is_universal(folder)
+class _Format(NamedTuple):
+    """A kind of checkpoint."""
+
+    program: str
+    matches: Callable[[Path], bool]
+    """Returns whether a folder is one checkpoint of this kind."""
+    read: Callable[[Path, bool], SavedContents]
+    """Reads all but the tensors of a folder; the second argument is False if optimizer states are not needed."""
+
+
+_FORMATS = (
+    _Format("DeepSpeed", is_universal, read_universal),
+    _Format("DeepSpeed", is_zero, read_zero),
+    _Format(DCP, is_dcp, read_dcp),
+)
+
+
+def is_foreign(folder: Path) -> bool:
+    """Returns whether `folder` is one checkpoint of DeepSpeed or of torch.distributed.checkpoint."""
+    return any(each.matches(folder) for each in _FORMATS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedCheckpoint(FoundCheckpoint):
-    """A checkpoint of DeepSpeed whose files were checked, except for the bytes of its tensors."""
+class ForeignCheckpoint(FoundCheckpoint):
+    """A checkpoint of another program whose files were checked, except for the bytes of its tensors."""
 
     parameters: Sequence[SavedParameter]
     """The parameter of each unit."""
 
-    def open(self, queue: Queue) -> DeepSpeedStates:
+    def open(self, queue: Queue) -> ForeignStates:
         """Opens the files of states; see `FoundCheckpoint.open`."""
-        return DeepSpeedStates(self.parameters, queue)
+        return ForeignStates(self.parameters, queue)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
         """Compares this rank's share of the storages that any rank will read with their checksums.
@@ -70,38 +88,40 @@ class DeepSpeedCheckpoint(FoundCheckpoint):
             for part in parts
         )
         try:
-            compare_storages(list(storages)[rank::world_size], queue)
+            # In the order of files: the shards of a tensor are in those of several ranks.
+            compare_storages(sorted(storages)[rank::world_size], queue)
         except IoError as error:
             raise StoreError(
                 f"the checkpoint {self.folder} cannot be read: {error}; load another checkpoint"
             ) from error
 
 
-def look_deepspeed(folder: Path, states: bool, tied_here: Mapping[str, str]) -> DeepSpeedCheckpoint:
-    """Reads all of a checkpoint of DeepSpeed except its tensors. Nothing in it is executed.
+def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> ForeignCheckpoint:
+    """Reads all of another program's checkpoint except its tensors. Nothing in it is executed.
 
     Args:
-        folder: The checkpoint.
+        folder: The checkpoint, of which `is_foreign` is true.
         states: False if optimizer states are not needed.
         tied_here: First name of each tied parameter of this model, by its other names.
 
     Raises:
         StoreError: If something is missing, damaged or not supported.
     """
+    found = next(each for each in _FORMATS if each.matches(folder))
     try:
-        contents = (read_universal if is_universal(folder) else read_zero)(folder, states)
+        contents = found.read(folder, states)
         mode = _mode(contents, folder, states)
         layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
         progress = snapshot(contents)
     # A file of torch.save may contain anything under the names that are expected.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise StoreError(
-            f"{folder} does not have the contents of a checkpoint of DeepSpeed: {type(error).__name__}: {error}"
+            f"{folder} does not have the contents of a checkpoint of {found.program}: {type(error).__name__}: {error}"
         ) from error
-    theirs, lost = client_state(contents.model)
-    about = {"class": "DeepSpeed's", "config": None, "tied": dict(contents.tied)}
+    theirs, lost = client_state(contents)
+    about = {"class": f"{found.program}'s", "config": None, "tied": dict(contents.tied)}
     manifest = Manifest(progress.facts["global_steps"], "", True, describe(layouts, mode, 1), about, {})
-    return DeepSpeedCheckpoint(
+    return ForeignCheckpoint(
         folder=folder,
         manifest=manifest,
         layouts=layouts,
@@ -121,15 +141,13 @@ def _layout(name: str, parameter: SavedParameter) -> UnitLayout:
     return arrange(name, [Segment(name, parameter.shape, 0, parameter.numel, parameter.trainable)], 1)
 
 
-def _mode(contents: DeepSpeedContents, folder: Path, states: bool) -> Mode:
+def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
     """Returns the mode that has the optimizer states of a checkpoint; raises `StoreError` if none has."""
     if not states:
         return make_mode(_PRECISION, ADAM)
-    # Adam and Lamb keep states of the same names, so that only the config tells them apart.
-    config = contents.model.get("ds_config")
-    kind = str(((config or {}).get("optimizer") or {}).get("type")).lower() if isinstance(config, dict) else ""
     for name, moments in MOMENTS.items():
-        if frozenset(state.value for state in moments) == contents.moments and (name == LAMB) == ("lamb" in kind):
+        same = frozenset(state.value for state in moments) == contents.moments
+        if same and (name == LAMB) == ("lamb" in contents.optimizer):
             return make_mode(_PRECISION, name)
     raise StoreError(
         f"{folder} contains the optimizer states {', '.join(sorted(contents.moments))}, which no optimizer here has: "
@@ -137,11 +155,11 @@ def _mode(contents: DeepSpeedContents, folder: Path, states: bool) -> Mode:
     )
 
 
-def _notices(folder: Path, contents: DeepSpeedContents, lost: Sequence[str]) -> tuple[str, ...]:
+def _notices(folder: Path, contents: SavedContents, lost: Sequence[str]) -> tuple[str, ...]:
     """Returns lines about what the checkpoint does not have, or has and is not loaded."""
     found = [
-        f"{folder} is a checkpoint of DeepSpeed {contents.model.get('ds_version')}, which contains neither random "
-        "generators nor a position in the data: both go on from where they are"
+        f"{folder} is a checkpoint of {contents.program}, of which neither random generators nor a position in the "
+        "data are loaded: both go on from where they are"
     ]
     if lost:
         found.append(f"the client state {', '.join(lost)} of {folder} consists of other than plain values: not loaded")
@@ -174,8 +192,8 @@ class _Widened:
         return nbytes
 
 
-class DeepSpeedStates:
-    """The files of a checkpoint's states, open until `close`; implements `StateReader`."""
+class ForeignStates:
+    """The files of another program's states, open until `close`; implements `StateReader`."""
 
     def __init__(self, parameters: Sequence[SavedParameter], queue: Queue) -> None:
         self._parameters, self._queue = parameters, queue
@@ -188,7 +206,7 @@ class DeepSpeedStates:
         self._files.clear()
 
     def scales(self, unit: int) -> torch.Tensor:
-        """Raises `AssertionError`: moments of DeepSpeed have no scales, so nobody calls this."""
+        """Raises `AssertionError`: moments of other programs have no scales, so nobody calls this."""
         raise AssertionError(unit)
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:

@@ -12,16 +12,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.engine.checkpoint.deepspeed.contents import (
+from offload.engine.checkpoint.foreign.contents import (
     MASTER,
-    DeepSpeedContents,
+    SavedContents,
     SavedParameter,
     check_whole,
     count_of_steps,
     shape_of,
     whole,
 )
-from offload.engine.checkpoint.deepspeed.zero import buffers_of, model_files
+from offload.engine.checkpoint.foreign.model_states import contents_of
+from offload.engine.checkpoint.foreign.zero import buffers_of, model_files
 from offload.errors import StoreError
 from offload.fileio.torch_file import StoredTensor, read_torch_file
 from offload.states import State
@@ -36,7 +37,7 @@ def is_universal(folder: Path) -> bool:
     return (folder / PARAMETERS / OPTIMIZER_STATE).is_file()
 
 
-def read_universal(folder: Path, states: bool) -> DeepSpeedContents:
+def read_universal(folder: Path, states: bool) -> SavedContents:
     """Reads all but the tensors of a checkpoint.
 
     Args:
@@ -72,15 +73,14 @@ def read_universal(folder: Path, states: bool) -> DeepSpeedContents:
         raise StoreError(f"{folder} contains no folder {PARAMETERS}/{lost[0]}: fetch all files of the checkpoint")
     check_whole(parameters, folder)
     moments = {state.value for each in parameters.values() for state in each.states if state is not State.WEIGHT}
-    return DeepSpeedContents(
+    return contents_of(
+        model,
+        optimizer.get("loss_scaler"),
         parameters={name: each for name, each in parameters.items() if name not in tied},
         tied=tied,
         buffers=buffers,
-        model=model,
         groups=optimizer["param_groups"],
-        loss_scaler=optimizer.get("loss_scaler"),
         moments=frozenset(moments),
-        ranks=1,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint of DeepSpeed contains, by parameter, whatever its files are."""
+"""What a checkpoint of another program contains, by parameter, whatever its files are."""
 
 from __future__ import annotations
 
@@ -46,21 +46,38 @@ class SavedParameter(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeepSpeedContents:
-    """A checkpoint of DeepSpeed, of which everything but tensors is in memory."""
+class SavedCounters:
+    """Counters of a training, beside those of its parameters."""
 
+    global_steps: int
+    skipped_steps: int
+    micro_steps: int
+    global_samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SavedContents:
+    """A checkpoint of another program, of which everything but tensors is in memory."""
+
+    program: str
+    """Name and version of the program."""
     parameters: Mapping[str, SavedParameter]
     tied: Mapping[str, str]
     """Name that holds the values of each tied parameter, by its other names."""
     buffers: Mapping[str, StoredTensor]
-    model: Mapping[str, Any]
-    """The file of model states of rank 0: counters, schedule, config, and what the user has added."""
     groups: Sequence[Mapping[str, Any]]
     """Numbers of each group of the optimizer."""
-    loss_scaler: Any
     moments: frozenset[str]
     """Names of the optimizer's states, without the count of steps."""
-    ranks: int
+    optimizer: str = ""
+    """Name of the optimizer in lower case; empty if the checkpoint says none."""
+    counters: SavedCounters
+    scheduler: Any
+    """State of the schedule; None if there is none."""
+    loss_scale: Mapping[str, Any] | None = None
+    """State of a dynamic loss scale, as `LossScaler.state` gives it."""
+    theirs: Mapping[str, Any]
+    """What the user has added."""
 
 
 def fragment(tensor: Any, start: int, numel: int, what: str) -> Fragment:

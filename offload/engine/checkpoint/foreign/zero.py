@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.engine.checkpoint.deepspeed.contents import (
-    DeepSpeedContents,
+from offload.engine.checkpoint.foreign.contents import (
     Fragment,
+    SavedContents,
     SavedParameter,
     attributes,
     check_whole,
@@ -28,6 +28,7 @@ from offload.engine.checkpoint.deepspeed.contents import (
     stage_of,
     whole,
 )
+from offload.engine.checkpoint.foreign.model_states import contents_of
 from offload.errors import StoreError
 from offload.fileio.torch_file import StoredTensor, read_torch_file
 from offload.states import State
@@ -56,7 +57,7 @@ def model_files(folder: Path) -> dict[int, Path]:
     return {int(match[1] or 0): folder / match[0] for match in found if match}
 
 
-def read_zero(folder: Path, states: bool) -> DeepSpeedContents:
+def read_zero(folder: Path, states: bool) -> SavedContents:
     """Reads all but the tensors of a checkpoint.
 
     Args:
@@ -89,15 +90,14 @@ def read_zero(folder: Path, states: bool) -> DeepSpeedContents:
         parameters = _stages_1_and_2(folder, model, ranks, states)
         parameters |= _frozen_2(model, parameters)
     check_whole(parameters, folder)
-    return DeepSpeedContents(
+    return contents_of(
+        model,
+        ranks[0].get("loss_scaler"),
         parameters=parameters,
         tied=dict(model.get("shared_params") or {}),
         buffers=buffers_of(model),
-        model=model,
         groups=ranks[0][optimizer]["param_groups"],
-        loss_scaler=ranks[0].get("loss_scaler"),
         moments=moments_of(ranks[0][optimizer]["state"].values()),
-        ranks=size,
     )
 
 

@@ -1,0 +1,329 @@
+"""Reads the folders that torch.distributed.checkpoint (DCP) writes, of FSDP2, of FSDP, and of plain models.
+
+.metadata                a pickle: entries by name, the chunks of each tensor, and where each lies
+__<rank>_<i>.distcp      chunks and other values, each as `torch.save` writes it, one after the other
+
+An entry has the path of keys that led to it in the state dict that was saved. Users choose the outer keys, so that
+model and optimizer are known by what they contain: states of the optimizer are at (…, "state", parameter, state), or at
+(…, "state.<parameter>.<state>") of a flattened optimizer; the model is the dict in which these parameters are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from offload.engine.checkpoint.foreign.contents import (
+    FLOATS,
+    SavedContents,
+    SavedCounters,
+    SavedParameter,
+    attributes,
+    check_whole,
+    fragment,
+    whole,
+)
+from offload.errors import StoreError
+from offload.fileio.torch_file import Record, StoredTensor, read_pickle, read_torch_file
+from offload.states import State
+
+DCP = "torch.distributed.checkpoint"
+METADATA = ".metadata"
+_STATE, _GROUPS, _MEMBERS = "state", "param_groups", "params"
+_MODELS, _SCHEDULES = ("model", "module"), ("scheduler", "lr_scheduler")
+_TENSOR = "TensorStorageMetadata"
+_FLOATS = frozenset(map(str, FLOATS))
+_Path = tuple[Any, ...]
+
+
+def is_dcp(folder: Path) -> bool:
+    """Returns whether torch.distributed.checkpoint has saved into `folder`."""
+    return (folder / METADATA).is_file()
+
+
+class _Entry(NamedTuple):
+    """An entry of the metadata."""
+
+    name: str
+    path: _Path
+    """Keys that led to the value."""
+    about: Record
+    """What the metadata says of the value."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of a tensor's dtype."""
+        return str(self.about.state["properties"].state[0].name)
+
+    @property
+    def is_tensor(self) -> bool:
+        """True for a tensor, False for any other value."""
+        return self.about.name.endswith(_TENSOR)
+
+
+class _Folder:
+    """The entries of a folder, and their values.
+
+    Args:
+        folder: The folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Everything in it is a record without behaviour: torch's own reader would run what the pickle says.
+        about = attributes(read_pickle(folder / METADATA))
+        paths = about["planner_data"] or {}
+        self.entries = [
+            _Entry(name, tuple(paths.get(name, (name,))), entry) for name, entry in about["state_dict_metadata"].items()
+        ]
+        # By name and offset, as the chunks of a tensor lie in the files of several ranks.
+        self._places = {
+            (index.state["fqn"], index.state.get("offset")): place.state
+            for index, place in about["storage_data"].items()
+        }
+
+    def value(self, entry: _Entry) -> Any:
+        """Returns a small value: numbers, strings and containers of them; a tensor is read."""
+        if not entry.is_tensor:
+            return self._read(entry.name, None)
+        (chunk,) = (each for each in self._chunks(entry) if 0 not in each.state["sizes"])
+        tensor = self._read(entry.name, chunk.state["offsets"])
+        return tensor.read() if isinstance(tensor, StoredTensor) else tensor
+
+    def tensor(self, entry: _Entry) -> StoredTensor:
+        """Returns a tensor that is saved in one piece."""
+        (chunk,) = self._chunks(entry)
+        found = self._read(entry.name, chunk.state["offsets"])
+        assert isinstance(found, StoredTensor)
+        return found
+
+    def fragments(self, entry: _Entry) -> list[Any]:
+        """Returns a tensor as fragments in the order of its elements.
+
+        Raises:
+            StoreError: If chunks are missing, overlap, or are not stored as values one after the other.
+        """
+        found = []
+        shape = self.shape(entry)
+        for chunk in self._chunks(entry):
+            offsets, sizes = chunk.state["offsets"], chunk.state["sizes"]
+            # A rank that has nothing of a small tensor saves a chunk without elements.
+            if 0 in sizes:
+                continue
+            what = f"{entry.name} in {self._folder}"
+            tensor = self._read(entry.name, offsets)
+            (all_of_it,) = whole(tensor, what)
+            if all_of_it.numel != math.prod(sizes):
+                raise StoreError(f"{what} has a chunk of {all_of_it.numel} elements, expected {math.prod(sizes)}")
+            numel, starts = _runs(shape, offsets, sizes)
+            for number, start in enumerate(starts):
+                found.append((start, fragment(tensor, number * numel, numel, what)))
+        # The ranks' chunks come in any order, those of columns one run from each.
+        found.sort(key=lambda each: each[0])
+        position = 0
+        for start, part in found:
+            if start != position:
+                raise StoreError(
+                    f"{self._folder} lacks elements of {entry.name}, or has them twice, at element {position}: files "
+                    "of ranks are missing, or are of different saves"
+                )
+            position += part.numel
+        return [part for _, part in found]
+
+    def shape(self, entry: _Entry) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return tuple(map(int, entry.about.state["size"]))
+
+    def _chunks(self, entry: _Entry) -> Sequence[Record]:
+        """Returns what the metadata says of the chunks of a tensor."""
+        found: Sequence[Record] = entry.about.state["chunks"]
+        return found
+
+    def _read(self, name: str, offsets: Any) -> Any:
+        """Returns the value at the given offsets of an entry, without the bytes of a tensor."""
+        place = self._places[name, None if offsets is None else tuple(offsets)]
+        if place.get("transform_descriptors"):
+            raise StoreError(
+                f"{name} in {self._folder} is compressed ({', '.join(place['transform_descriptors'])}), which is not "
+                "supported: save it without extensions of the writer"
+            )
+        file = place["relative_path"]
+        # A made-up path must not leave the folder.
+        if Path(file).name != file:
+            raise StoreError(f"{self._folder} names the file {file}, which is not in it")
+        return read_torch_file(self._folder / file, range(place["offset"], place["offset"] + place["length"]))
+
+
+def _runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, list[int]]:
+    """Returns the number of elements of a chunk that lie side by side in its tensor, and where such runs begin.
+
+    Args:
+        shape: Shape of the tensor.
+        offsets: First index of the chunk in each dimension.
+        sizes: Shape of the chunk.
+    """
+    # Behind the last dimension that is cut, all elements are consecutive.
+    cut = max((at for at in range(len(shape)) if sizes[at] != shape[at]), default=0)
+    numel = math.prod(sizes[cut:])
+    strides = [math.prod(shape[at + 1 :]) for at in range(len(shape))]
+    first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    outer = itertools.product(*(range(size) for size in sizes[:cut]))
+    return numel, [first + sum(i * stride for i, stride in zip(index, strides, strict=False)) for index in outer]
+
+
+# -- what an entry is ---------------------------------------------------------------------------------
+
+
+class _Optimizer(NamedTuple):
+    """The optimizer's entries."""
+
+    states: Mapping[str, Mapping[str, _Entry]]
+    """By parameter and state."""
+    groups: Sequence[Mapping[str, Any]]
+    members: frozenset[str]
+    """Parameters of the groups."""
+    names: frozenset[str]
+    """All its entries."""
+
+
+def _optimizer(folder: _Folder) -> _Optimizer:
+    """Returns the entries of the optimizer; none if only a model was saved."""
+    states: dict[str, dict[str, _Entry]] = {}
+    groups: dict[Any, dict[str, Any]] = {}
+    names = set()
+    for entry in folder.entries:
+        # A parameter's name has dots, that of a state has none.
+        kind, _, rest = str(entry.path[-1]).partition(".")
+        first, _, last = rest.rpartition(".")
+        if len(entry.path) > 2 and entry.path[-3] in (_STATE, _GROUPS):
+            kind, first, last = entry.path[-3:]
+        elif kind not in (_STATE, _GROUPS) or not first:
+            continue
+        if kind == _GROUPS:
+            groups.setdefault(first, {})[str(last)] = folder.value(entry)
+        else:
+            states.setdefault(str(first), {})[str(last)] = entry
+        names.add(entry.name)
+    # An optimizer that is not flattened lists the parameters of each group, and has one set of numbers for them.
+    listed = [group for group in groups.values() if _MEMBERS in group]
+    # A flattened optimizer has the numbers of each parameter: those with the same ones are of one group.
+    flat: dict[str, dict[str, Any]] = {}
+    for name, group in groups.items():
+        if _MEMBERS not in group:
+            flat.setdefault(repr(sorted(group.items())), {**group, _MEMBERS: []})[_MEMBERS].append(name)
+    found = listed or list(flat.values())
+    members = frozenset(str(name) for group in found for name in group[_MEMBERS])
+    return _Optimizer(states, [_numbers(group) for group in found], members, frozenset(names))
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a group without its parameters. A learning rate may be a tensor."""
+    plain = {key: value for key, value in group.items() if key != _MEMBERS}
+    return {key: float(value) if hasattr(value, "item") else value for key, value in plain.items()}
+
+
+def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _Entry]:
+    """Returns the model's tensors by name.
+
+    Args:
+        folder: The entries.
+        optimizer: Those of the optimizer.
+        where: The folder, for messages.
+
+    Raises:
+        StoreError: If the model cannot be told from other tensors.
+    """
+    # A model's state dict is flat: its tensors have all keys in common but the last, which is the name.
+    dicts: dict[_Path, dict[str, _Entry]] = {}
+    for entry in folder.entries:
+        if entry.is_tensor and entry.name not in optimizer.names:
+            dicts.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
+    trained = optimizer.members | optimizer.states.keys()
+    fitting = {path: found for path, found in dicts.items() if trained <= found.keys()}
+    named = {path: found for path, found in fitting.items() if path and path[-1] in _MODELS}
+    for choice in (fitting, named):
+        if len(choice) == 1:
+            return next(iter(choice.values()))
+    raise StoreError(
+        f"{where} has tensors under {', '.join(sorted('.'.join(map(str, path)) or '(no key)' for path in dicts))}, and "
+        f"none or several of these can be the model{' of its optimizer' * bool(trained)}: save "
+        '{"model": …, "optim": …}, as get_state_dict gives them'
+    )
+
+
+def _others(folder: _Folder, taken: Collection[str]) -> dict[str, Any]:
+    """Returns the values that are neither tensors nor the optimizer's, as the nested dict that was saved."""
+    found: dict[Any, Any] = {}
+    for entry in folder.entries:
+        if not entry.is_tensor and entry.name not in taken:
+            inner = found
+            for key in entry.path[:-1]:
+                inner = inner.setdefault(key, {})
+            inner[entry.path[-1]] = folder.value(entry)
+    return {key: _lists(value) for key, value in found.items()}
+
+
+def _lists(value: Any) -> Any:
+    """Returns a value with lists for the dicts whose keys count up from zero."""
+    if not isinstance(value, dict):
+        return value
+    inner = {key: _lists(each) for key, each in value.items()}
+    return list(inner.values()) if inner and list(inner) == list(range(len(inner))) else inner
+
+
+def _steps(folder: _Folder, kept: Mapping[str, _Entry]) -> int:
+    """Returns the number of updates of a parameter; 1 if it has states and no count, as with momentum."""
+    return int(folder.value(kept["step"])) if "step" in kept else int(bool(kept))
+
+
+# -- reading ------------------------------------------------------------------------------------------
+
+
+def read_dcp(where: Path, states: bool) -> SavedContents:
+    """Reads all but the tensors of a checkpoint.
+
+    Args:
+        where: The folder.
+        states: False if optimizer states are not needed.
+
+    Raises:
+        StoreError: If files are missing or damaged, or the checkpoint is of a kind that is not supported.
+    """
+    folder = _Folder(where)
+    optimizer = _optimizer(folder)
+    trained = optimizer.members | optimizer.states.keys()
+    parameters: dict[str, SavedParameter] = {}
+    buffers: dict[str, StoredTensor] = {}
+    for name, entry in _model(folder, optimizer, where).items():
+        # Parameters have floats. A buffer of floats is taken for a frozen weight: only a model can tell them apart.
+        if name not in trained and entry.dtype not in _FLOATS:
+            buffers[name] = folder.tensor(entry)
+            continue
+        kept = optimizer.states.get(name, {})
+        entries = {State.WEIGHT: entry} | {
+            state: kept[state.value] for state in State if states and state.value in kept
+        }
+        parts = {state: folder.fragments(each) for state, each in entries.items()}
+        # Without an optimizer nothing says what trained.
+        trainable = name in trained or not trained
+        parameters[name] = SavedParameter(folder.shape(entry), trainable, parts, _steps(folder, kept))
+    check_whole(parameters, where)
+    others = _others(folder, optimizer.names)
+    # The user's values are in one dict with the schedule, under the name that most scripts give it.
+    schedule = next((others.pop(name) for name in _SCHEDULES if name in others), None)
+    # DCP counts no steps of the run: each parameter has been updated in all of them, or began later.
+    steps = max((each.steps for each in parameters.values()), default=0)
+    return SavedContents(
+        program=DCP,
+        parameters=parameters,
+        tied={},
+        buffers=buffers,
+        groups=optimizer.groups,
+        moments=frozenset(state for kept in optimizer.states.values() for state in kept if state != "step"),
+        counters=SavedCounters(global_steps=steps, skipped_steps=0, micro_steps=steps, global_samples=0),
+        scheduler=schedule,
+        theirs=others,
+    )

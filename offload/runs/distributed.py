@@ -1,0 +1,210 @@
+"""Implementation of `offload export --format dcp`: a run as a folder of torch.distributed.checkpoint.
+
+    <out>/__0_0.distcp          numbers of the optimizer's groups, counts of steps, buffers, what the user has added
+    <out>/__0_1.distcp, …       a parameter's master, or one of its moments, in one piece
+    <out>/.metadata             a pickle of torch's own classes: where each of these lies
+
+`dcp.load` reads it into `{"model": …, "optim": …}` as `get_state_dict` gives them, of a plain model or of FSDP2 on any
+mesh, with an optimizer that is flattened or not. `offload.runs.states_by_parameter` streams the states.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from offload.engine.checkpoint.foreign.contents import MASTER
+from offload.engine.checkpoint.foreign.distributed import METADATA
+from offload.engine.model_io.output_folder import arriving, check_room
+from offload.engine.training.snapshot import DECOUPLED
+from offload.errors import StoreError
+from offload.fileio.plain_json import from_plain
+from offload.fileio.safetensors_stream import Tensor
+from offload.runs.export import Exported, check_target
+from offload.runs.states_by_parameter import StatesPlan, TrainedSource, write_states
+from offload.sizes import count_of
+from offload.torch_internals import flatten_state_dict, stored_at
+
+KIND = "a folder of torch.distributed.checkpoint"
+"""What is written, for messages."""
+_SMALL = "__0_0.distcp"
+_VERSION = "1.0.0"
+"""Version of the format."""
+_SLACK = 1 << 20
+_OF_ADAM = {
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+}
+"""Values of a group of torch's Adam and AdamW that are no numbers."""
+
+
+def export_distributed(
+    source: TrainedSource, out: Path, plan: StatesPlan, progress: Callable[[int], None] = lambda _: None
+) -> Exported:
+    """Writes a folder of torch.distributed.checkpoint, completely or not at all.
+
+    Args:
+        source: The run or checkpoint; stays open.
+        out: Must not exist, or be empty.
+        plan: Made by `plan_states` for this source.
+        progress: Called with the number of bytes after each write.
+
+    Raises:
+        StoreError: If `out` cannot be used, there is not enough room, the optimizer has several groups, or the source
+            is damaged.
+        IoError: If something cannot be read or written.
+    """
+    out = out.resolve()
+    check_target(out)
+    state = _state_dict(source, plan)
+    messages: list[str] = []
+    with arriving(out, messages.append) as folder:
+        check_room(folder, plan.nbytes + _SLACK, out)
+        writing = _Writing(folder, source.about.get("tied", {}))
+        write_states(source, plan, writing.place, progress)
+        writing.finish(state)
+    return Exported(
+        out,
+        source.step,
+        "fp32",
+        tuple(sorted(path.name for path in out.iterdir())),
+        plan.nbytes,
+        sum(map(math.prod, plan.shapes.values())),
+        (*messages, *_notices(source)),
+    )
+
+
+def _notices(source: TrainedSource) -> Iterator[str]:
+    """Yields lines about what the folder does not have."""
+    yield "random generators and the position in the data are not in the folder: both begin there as the script says"
+    if source.progress.facts["loss_scale"] is not None:
+        yield "the loss scale is not in the folder: it begins there as the script says"
+
+
+def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
+    """Returns the state dict as torch would save it, without the states that are streamed.
+
+    Raises:
+        StoreError: If the optimizer has several groups, whose parameters a run does not name.
+    """
+    facts = source.progress.facts
+    if len(facts["groups"]) != 1:
+        raise StoreError(
+            f"the optimizer has {count_of(len(facts['groups']), 'group')} of parameters, and {KIND} names the "
+            "parameters of each, which a run does not: train with one group, or export weights alone, without --format"
+        )
+    (group,), (configured,) = facts["groups"], facts["configured"]
+    numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
+    # A checkpoint that was imported does not say which: it is taken for one of AdamW.
+    (decoupled,) = facts["settings"].get(DECOUPLED, [True])
+    more = {"decoupled_weight_decay": decoupled, "initial_lr": configured.get("lr")}
+    numbers = {**_OF_ADAM, **more, **numbers}
+    optimizer: dict[str, Any] = {
+        "state": {name: {"step": torch.tensor(float(steps))} for name, steps in plan.trainable.items()},
+        "param_groups": [{**numbers, "params": list(plan.trainable)}],
+    }
+    # A flattened optimizer looks for the numbers under each parameter, the usual one in the list. Both find theirs.
+    optimizer |= {f"param_groups.{name}.{key}": value for name in plan.trainable for key, value in numbers.items()}
+    # Before the model and the optimizer, so that no name of the user's replaces these.
+    theirs = from_plain(source.client_state)
+    schedule = from_plain(facts["scheduler"])
+    return {
+        **(theirs if isinstance(theirs, Mapping) else {}),
+        **({"scheduler": schedule} if isinstance(schedule, Mapping) else {}),
+        "model": dict(source.buffers),
+        "optim": optimizer,
+    }
+
+
+class _Writing:
+    """A folder that is being written.
+
+    Args:
+        folder: The folder, which exists.
+        tied: First name of each tied parameter, by its other names.
+    """
+
+    def __init__(self, folder: Path, tied: Mapping[str, str]) -> None:
+        self._folder, self._tied = folder, tied
+        self._numbers = itertools.count(1)
+        self._metadata = Metadata({}, {}, {}, StorageMeta(), _VERSION)
+
+    def place(self, parameter: str, kind: str, tensor: Tensor) -> tuple[Path, Any]:
+        """Returns path and content of the file of a state, and names it in the metadata; see `StateFile`."""
+        path = self._folder / f"__0_{next(self._numbers)}.distcp"
+        paths: list[tuple[str, ...]] = [("optim", "state", parameter, kind)]
+        if kind == MASTER:
+            # A model's state dict has a tied parameter under all its names.
+            others = (name for name, first in self._tied.items() if first == parameter)
+            paths = [("model", name) for name in (parameter, *others)]
+        for each in paths:
+            # The length is known when the file is complete.
+            self._enter(".".join(each), each, tensor, path.name, 0, 0)
+        return path, tensor
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        """Writes all but the streamed states, and the metadata."""
+        flat, paths = flatten_state_dict(state)
+        with (self._folder / _SMALL).open("xb") as file:
+            for name, value in flat.items():
+                start = file.tell()
+                # Copied, since of a view all of its storage would be written.
+                torch.save(value.clone() if isinstance(value, torch.Tensor) else value, file)
+                self._enter(name, paths[name], value, _SMALL, start, file.tell() - start)
+            # Durable before the metadata, which name it.
+            file.flush()
+            os.fsync(file.fileno())
+        for place in self._metadata.storage_data.values():
+            place.length = place.length or (self._folder / place.relative_path).stat().st_size
+        data = io.BytesIO()
+        pickle.dump(self._metadata, data)
+        # Last, since it makes the folder a checkpoint to torch.
+        with (self._folder / METADATA).open("xb") as file:
+            file.write(data.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _enter(self, name: str, path: tuple[Any, ...], value: Any, file: str, start: int, nbytes: int) -> None:
+        """Names a value in the metadata.
+
+        Args:
+            name: Name of the entry.
+            path: Keys that lead to it in the state dict.
+            value: A tensor, or its dtype and shape; or any other value.
+            file: Its file.
+            start: First byte of what `torch.save` has written there.
+            nbytes: Number of bytes.
+        """
+        is_tensor = isinstance(value, torch.Tensor | Tensor)
+        entry: Any = BytesStorageMetadata()
+        offsets = None
+        if is_tensor:
+            shape = torch.Size(value.shape)
+            offsets = torch.Size([0] * len(shape))
+            entry = TensorStorageMetadata(TensorProperties(value.dtype), shape, [ChunkStorageMetadata(offsets, shape)])
+        self._metadata.state_dict_metadata[name] = entry
+        self._metadata.planner_data[name] = path
+        self._metadata.storage_data[MetadataIndex(name, offsets, 0 if is_tensor else None)] = stored_at(
+            file, start, nbytes
+        )

@@ -1,0 +1,233 @@
+"""Masters and moments of a run in the form in which other programs keep them: a file for each parameter and state.
+
+States are streamed unit by unit, so memory does not depend on the model. A parameter of a unit that several ranks share
+comes from one rank after the other, and experts that are units of their own are rows of one file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from offload.aio import aligned_empty
+from offload.engine.checkpoint.foreign.contents import MASTER
+from offload.engine.model_io.weight_source import Reading, Source
+from offload.engine.training.snapshot import Snapshot
+from offload.errors import StoreError
+from offload.fileio.buffered_copy import flow
+from offload.fileio.safetensors_stream import Tensor
+from offload.fileio.torch_file_writer import TorchFileWriter
+from offload.layout.fingerprint import described_layouts
+from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.master_weights import join, sources
+from offload.sizes import KIB
+from offload.states import State
+from offload.swapper.modes import ADAM, MODES, Mode
+
+_CHUNK_NUMEL, _READS = 1 << 20, 8
+_FILE_NBYTES = 8 * KIB
+"""Bytes of a file beside its tensor, at most."""
+
+
+class TrainedSource(Source, Protocol):
+    """Protocol of a source of weights and of all that a run needs to resume."""
+
+    progress: Snapshot
+    client_state: Any
+    """The user's own state, as `to_plain` gives it."""
+
+
+class StatesPlan(NamedTuple):
+    """Contents of the export, decided before any file is made."""
+
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    world_size: int
+    shapes: Mapping[str, tuple[int, ...]]
+    """Shape of each parameter."""
+    trainable: Mapping[str, int]
+    """Number of updates of each parameter that trains."""
+
+    @property
+    def parts(self) -> dict[str, tuple[State, ...]]:
+        """Returns the states from which each kind of file is made, by its name."""
+        moments = {state.value: (state,) for state in self.mode.moments}
+        return {MASTER: sources(self.mode.weights), **moments}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files, at most."""
+        files = {name: len(self.parts) if name in self.trainable else 1 for name in self.shapes}
+        return sum(
+            count * (math.prod(self.shapes[name]) * torch.float32.itemsize + _FILE_NBYTES)
+            for name, count in files.items()
+        )
+
+
+def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
+    """Returns the plan of an export.
+
+    Args:
+        source: The run or checkpoint.
+        path: Its folder, for messages.
+        kind: What the export writes, for messages.
+
+    Raises:
+        StoreError: If the other program has no form for its states.
+    """
+    mode = MODES[source.description["mode"]]
+    layouts = described_layouts(source.description)
+    # Files of Adam's moments alone: DeepSpeed reads no others.
+    if mode.optimizer != ADAM or mode.in_blocks:
+        raise StoreError(
+            f"{path} is in mode {mode.name}; {kind} has the moments of AdamW in fp32: convert moments "
+            f"in 8 bits first (offload convert {path} --moments fp32), or export weights alone, without --format"
+        )
+    shapes: dict[str, tuple[int, ...]] = {}
+    trainable: dict[str, int] = {}
+    for layout, steps in zip(layouts, source.progress.facts["parameter_steps"], strict=True):
+        for segment, count in zip(layout.segments, steps, strict=True):
+            if segment.form or segment.inner:
+                raise StoreError(
+                    f"{path} has {segment.parameter} in {segment.form or segment.kind}, for which {kind} "
+                    "has no form: export its weights, without --format"
+                )
+            if segment.trainable or source.frozen:
+                # Counted: each row of stacked experts is a segment of its own.
+                rows = shapes.get(segment.parameter, (0,))[0] + 1
+                shapes[segment.parameter] = (rows, *segment.shape) if segment.stack else segment.shape
+            if segment.trainable:
+                trainable[segment.parameter] = max(count, trainable.get(segment.parameter, 0))
+    return StatesPlan(layouts, mode, int(source.description["world_size"]), shapes, trainable)
+
+
+class _Chunk(NamedTuple):
+    """Elements of a partition that are read together."""
+
+    rank: int
+    unit: int
+    name: str
+    """Kind of file."""
+    states: tuple[State, ...]
+    start: int
+    """First element, in the unit's layout."""
+    position: int
+    """First element, in the rank's partition."""
+    numel: int
+
+
+StateFile = Callable[[str, str, Tensor], tuple[Path, Any]]
+"""Returns path and content of the file of a parameter (first argument) and a kind of states; the content holds the
+third argument in the place of the tensor."""
+
+
+def write_states(source: Source, plan: StatesPlan, place: StateFile, progress: Callable[[int], None]) -> None:
+    """Writes masters and moments, chunk by chunk, each file from its first element to its last.
+
+    Args:
+        source: The run or checkpoint; stays open.
+        plan: Made by `plan_states` for this source.
+        place: Says where each file is, in a folder that exists, and what it holds around its tensor.
+        progress: Called with the number of bytes after each write.
+
+    Raises:
+        StoreError: If the source is damaged.
+        IoError: If something cannot be read or written.
+    """
+    files = _StateFiles(place, plan.shapes)
+
+    def begin(chunk: _Chunk, buffer: memoryview) -> Iterator[Reading]:
+        for state, memory in _regions(plan, chunk, buffer).items():
+            start = chunk.position * plan.mode.states[state].itemsize
+            yield source.read(chunk.rank, chunk.unit, state, start, memory)
+
+    def end(chunk: _Chunk, buffer: memoryview) -> tuple[()]:
+        regions = _regions(plan, chunk, buffer)
+        states = {state: torch.frombuffer(each, dtype=plan.mode.states[state]) for state, each in regions.items()}
+        values = join(states) if State.WEIGHT in states or State.MASTER in states else next(iter(states.values()))
+        for segment in plan.layouts[chunk.unit].segments:
+            start, stop = max(chunk.start, segment.start), min(chunk.start + chunk.numel, segment.stop)
+            if start < stop:
+                files.put(segment, chunk.name, values[start - chunk.start : stop - chunk.start].float())
+                progress((stop - start) * torch.float32.itemsize)
+        return ()
+
+    room = _CHUNK_NUMEL * sum(plan.mode.states[state].itemsize for state in plan.parts[MASTER])
+    buffers = [aligned_empty(max(room, _CHUNK_NUMEL * torch.float32.itemsize)) for _ in range(_READS)]
+    try:
+        flow(buffers, _chunks(plan, source.frozen), begin, end, lambda *_: None)
+    finally:
+        files.close()
+
+
+def _chunks(plan: StatesPlan, frozen: bool) -> Iterator[_Chunk]:
+    """Yields the chunks of all units: kind after kind, and of each the ranks' partitions in order.
+
+    Args:
+        plan: The plan.
+        frozen: True to read frozen weights too, which have no other states.
+    """
+    size = plan.world_size
+    for unit, layout in enumerate(plan.layouts):
+        trainable = [layout.trainable(rank, size) for rank in range(size)]
+        for name, states in plan.parts.items():
+            # Rank after rank before the next kind: a parameter's file then grows from its first element to its last.
+            yield from _cut(unit, name, states, trainable, [0] * size)
+        rest = [layout.frozen(rank, size) for rank in range(size)] if frozen else []
+        yield from _cut(unit, MASTER, (State.WEIGHT,), rest, [len(part) for part in trainable])
+
+
+def _cut(
+    unit: int, name: str, states: tuple[State, ...], shares: Sequence[range], positions: Sequence[int]
+) -> Iterator[_Chunk]:
+    """Yields chunks of each rank's share, which begins at its position in the rank's partition."""
+    for rank, (share, position) in enumerate(zip(shares, positions, strict=False)):
+        for start in range(0, len(share), _CHUNK_NUMEL):
+            numel = min(_CHUNK_NUMEL, len(share) - start)
+            yield _Chunk(rank, unit, name, states, share.start + start, position + start, numel)
+
+
+def _regions(plan: StatesPlan, chunk: _Chunk, buffer: memoryview) -> dict[State, memoryview]:
+    """Returns the part of a buffer that receives each state of a chunk."""
+    found: dict[State, memoryview] = {}
+    end = 0
+    for state in chunk.states:
+        start, end = end, end + chunk.numel * plan.mode.states[state].itemsize
+        found[state] = buffer[start:end]
+    return found
+
+
+class _StateFiles:
+    """Files of states, each open from its parameter's first element to its last."""
+
+    def __init__(self, place: StateFile, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._place, self._shapes = place, shapes
+        self._open: dict[tuple[str, str], tuple[TorchFileWriter, int]] = {}
+
+    def put(self, segment: Segment, name: str, values: torch.Tensor) -> None:
+        """Writes the next elements of a parameter's state, (n,) fp32."""
+        key, shape = (segment.parameter, name), self._shapes[segment.parameter]
+        if key not in self._open:
+            writer = TorchFileWriter(*self._place(*key, Tensor(torch.float32, shape)))
+            writer.begin()
+            self._open[key] = (writer, 0)
+        # Elements come in order: units, ranks and rows of experts all ascend.
+        writer, done = self._open.pop(key)
+        flat: Any = values.contiguous().view(torch.uint8).numpy()
+        writer.write(memoryview(flat))
+        done += len(values)
+        if done == math.prod(shape):
+            writer.close()
+        else:
+            self._open[key] = (writer, done)
+
+    def close(self) -> None:
+        """Closes what an error has left open."""
+        # Behind an error: a file that is complete has closed itself.
+        for writer, _ in self._open.values():
+            writer.close()
+        self._open.clear()
