@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from offload import kernels
 from offload.cli.main import app
 from offload.config import load_config
-from offload.engine import memory_report as reports
+from offload.engine.memory import report as reports
 from offload.engine.setup import dtype_choice, gpu_allocator
 from offload.errors import UsageError
 from offload.finetune import job

@@ -76,7 +76,7 @@ WITHIN = {
         "optim": "callbacks distributed gradients params",
         "training": "activations distributed gradients metrics optim params schedule",
         "checkpoint": "distributed params training",
-        "memory_report": "training",
+        "memory": "distributed training",
         "param_values": "",
         "param_access": "callbacks distributed param_values params training",
         "stack_access": "param_access param_values params",
@@ -86,9 +86,9 @@ WITHIN = {
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint memory_report model_io optim optimizer_state_dict schedule shutdown "
+        "core": "callbacks checkpoint memory model_io optim optimizer_state_dict schedule shutdown "
         "stack_access step training",
-        "api": "checkpoint core keywords memory_report model_io training",
+        "api": "checkpoint core keywords memory model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
         "schedule tiles training",

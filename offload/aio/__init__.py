@@ -18,7 +18,14 @@ from offload.aio.backend import BACKENDS
 from offload.aio.file import DirectFile
 from offload.aio.future import File, IoFuture
 from offload.aio.measure import Bandwidth, bandwidths
-from offload.aio.memory import aligned_empty, huge_page_share, prefer_node, release_pages, resident_bytes
+from offload.aio.memory import (
+    aligned_empty,
+    huge_page_share,
+    prefer_node,
+    release_pages,
+    release_pages_at,
+    resident_bytes,
+)
 from offload.aio.queue import IoQueue, Priority
 from offload.aio.stripes import StripedFile
 
@@ -42,6 +49,7 @@ __all__ = [
     "huge_page_share",
     "prefer_node",
     "release_pages",
+    "release_pages_at",
     "resident_bytes",
 ]
 

@@ -66,6 +66,23 @@ def release_pages(buffer: memoryview) -> None:
         mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
+def release_pages_at(address: int, nbytes: int) -> None:
+    """Does as `release_pages` for a range of such memory of which the caller has no buffer, only the address.
+
+    Args:
+        address: first byte, mapped by this process.
+        nbytes: length of the range in bytes.
+
+    Raises:
+        OSError: madvise fails, for example because the range is not mapped.
+    """
+    start = -(-address // _SYSTEM_PAGE) * _SYSTEM_PAGE
+    stop = (address + nbytes) // _SYSTEM_PAGE * _SYSTEM_PAGE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if start < stop and libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise")
+
+
 def prefer_node(buffer: memoryview, node: int) -> bool:
     """Makes a NUMA node the preferred source of the pages of `buffer`. See mbind(2).
 

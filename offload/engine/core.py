@@ -21,7 +21,8 @@ from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks, Turn
 from offload.engine.checkpoint.manager import Checkpoints
-from offload.engine.memory_report import base_bytes
+from offload.engine.memory.report import base_bytes
+from offload.engine.memory.sleep import FreedBytes, Sleep
 from offload.engine.model_io.save_pretrained import PretrainedWriter
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.optim.unit_updates import UnitUpdate, cut
@@ -109,6 +110,7 @@ class EngineCore(EngineCallbacks):
             self.optimizer_step = OptimizerStep(components, self.state, self.accumulation, module, optimizer)
             shards, need = components.shards, settings.device_need
             self.device_budget = DeviceBudget(module, components.pager, components.gradients, shards.device, need)
+            self.sleeping = Sleep(components, self.device_budget)
             self.inputs = InputCast(device, components.shards.mode.weight_dtype, settings.config.casts_inputs)
             self.param_access = StackAccess(components, self)
             self.pretrained_writer = PretrainedWriter(module, components)
@@ -117,7 +119,7 @@ class EngineCore(EngineCallbacks):
             states = OptimizerStates(self.param_access, components.layouts, components.shards.mode, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
             module.__dict__["zero_grad"] = _ZeroGrad(module, self.forget_gradients)
-            self.shutdown = Shutdown(module, components, self.state, self.enter)
+            self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)
             # A half-built engine must not leave threads, locks or pinned memory behind.
@@ -179,6 +181,15 @@ class EngineCore(EngineCallbacks):
         if self.components.update_worker is not None:
             self.components.update_worker.come_to_rest()
 
+    def _enter_end(self) -> None:
+        """Enters the engine for its end. One that sleeps has nothing to write, and needs no memory for that."""
+        self.check() if self.sleeping.asleep else self.enter()
+
+    def sleep(self, host: bool) -> FreedBytes:
+        """Gives the memory of the arenas back; see `RunningApi.sleep`."""
+        self.check() if self.sleeping.asleep else self.enter_between_steps("sleep")
+        return self.sleeping.sleep(host, self.accumulation.count)
+
     @uninterrupted
     def _begin(self) -> None:
         """Checks the engine, clears the remains of an aborted call, and delivers the blob for which a commit waits."""
@@ -187,6 +198,7 @@ class EngineCore(EngineCallbacks):
             self.components.layer_major.abandon_on_entry()
         self.components.hooks.leave_all()
         self.check()
+        self.sleeping.wake()  # first: all that follows may use weights
         self.components.hooks.reset_aborted()
         self.components.activations.recover()
         self.device_budget.relieve()
@@ -303,6 +315,7 @@ class EngineCore(EngineCallbacks):
 
     def begin_backward(self) -> None:
         self._refuse_capture()
+        self.sleeping.wake()  # a graph of before
         if self.state.scaler is not None:
             self.state.scaler.begin_backward()
 
@@ -383,6 +396,7 @@ class EngineCore(EngineCallbacks):
         return self.components.gradients.pending_unit
 
     def serve_gather(self, unit: int) -> None:
+        self.sleeping.wake()
         self.components.pager.serve_gather(unit)
 
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:

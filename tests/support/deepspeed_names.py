@@ -38,7 +38,6 @@ _MEGATRON = "there is no model parallelism"
 _INFERENCE = "`init_inference` takes the config as a dict"
 _LAYERS = "layers are the model's own"
 _SCHEDULE = "with the differences of [learning rates](deepspeed-compatibility.md#learning-rates)"
-_BUDGETS = "memory is [two budgets](../guides/set-the-budgets.md), which are kept"
 
 SECTIONS: dict[str, tuple[Name, ...]] = {
     "Beginning": (
@@ -133,7 +132,13 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         ),
         Name(f"{ENGINE}.compile", REFUSED, "`block.compile()` for each block before `initialize`"),
         Name(f"{ENGINE}.set_train_micro_batch_size", REFUSED, "`set_train_batch_size` changes the number of them"),
-        *_all(ABSENT, _BUDGETS, f"{ENGINE}.offload_states", f"{ENGINE}.reload_states"),
+        Name(
+            f"{ENGINE}.offload_states",
+            RIGHT,
+            "the [device arena](../guides/give-the-gpu-back.md) goes as a whole, to the CPU alone",
+            "self include device pin_memory non_blocking",
+        ),
+        Name(f"{ENGINE}.reload_states", RIGHT, "", "self non_blocking"),
         *_all(
             ABSENT,
             "gradients are reduced as they come",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,14 @@ from offload.engine.checkpoint.save import SaveRequest
 from offload.engine.core import EngineCore
 from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import SaveOptions
+from offload.engine.training.snapshot import persistent_buffers
+from offload.errors import UsageError
 
 logger = logging.getLogger("offload")
+
+
+_STATES = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
+"""DeepSpeed's names of the states that `offload_states` may move."""
 
 
 class PersistenceApi(DeepSpeedApi):
@@ -57,6 +63,65 @@ class PersistenceApi(DeepSpeedApi):
         """
         self._core.check()
         return self._core.param_access.state_dict(self.module, exclude_frozen_parameters)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the name and a copy of each weight and persistent buffer, one after the other.
+
+        A copy is in the compute dtype, on the engine's device. No more than the copy and its unit is in memory, so this
+        hands a model of any size to an engine that generates. A tied weight comes once, under its first name. One rank
+        may call this alone, between steps.
+
+        Raises:
+            EngineFailed: if an error has stopped the engine.
+        """
+        self._core.check()
+        for name, parameter in self.module.named_parameters():
+            # A placeholder's `detach` is a placeholder, and its `clone` reads the weights.
+            yield name, parameter.detach().clone()
+        for name, buffer in persistent_buffers(self.module).items():
+            yield name, buffer.clone()
+
+    def offload_states(
+        self,
+        include: Iterable[Any] | None = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Gives the engine's device memory back, as `sleep()` does: DeepSpeed's name for it.
+
+        Args:
+            include: DeepSpeed's names of states, or None for all. The arena is one allocation and goes as a whole,
+                whichever are named.
+            device: "cpu". States on disk stay there.
+            pin_memory: True or False; the memory of states is not pinned meanwhile.
+            non_blocking: True or False; the call waits for the copies.
+
+        Raises:
+            UsageError: if an argument has another value; otherwise as in `sleep`.
+            BudgetError: as in `sleep`.
+        """
+        names = [str(getattr(each, "value", each)) for each in (() if include is None else include)]
+        if unknown := [name for name in names if name not in _STATES]:
+            raise UsageError(f"offload_states expects include of {', '.join(_STATES)}, got {unknown[0]!r}")
+        where = str(getattr(device, "value", device))
+        if where != "cpu":
+            raise UsageError(f'offload_states expects device="cpu", got {where!r}: the config places states on nvme')
+        for name, value in (("pin_memory", pin_memory), ("non_blocking", non_blocking)):
+            if not isinstance(value, bool):
+                raise UsageError(f"offload_states expects True or False as {name}, got {value!r}")
+        self.sleep()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Takes the device memory again, as `wake()` does: DeepSpeed's name for it.
+
+        Args:
+            non_blocking: True or False; the call waits for the copies.
+
+        Raises:
+            BudgetError: as in `wake`.
+        """
+        self.wake()
 
     # -- checkpoints --------------------------------------------------------------------------------
 

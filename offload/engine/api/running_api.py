@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from offload.engine.core import EngineCore
-from offload.engine.memory_report import MemoryReport, memory_report
+from offload.engine.memory.report import MemoryReport, memory_report
+from offload.engine.memory.sleep import FreedBytes
 from offload.swapper.prefetch import PrefetchStats
 
 
@@ -110,6 +111,40 @@ class RunningApi:
     def device_memory(self) -> int:
         """Bytes of the device arena: the device budget."""
         return self._core.components.pager.arena.nbytes
+
+    @property
+    def asleep(self) -> bool:
+        """True after `sleep`, until the engine has its memory again."""
+        return self._core.sleeping.asleep
+
+    def sleep(self, host: bool = False) -> FreedBytes:
+        """Gives the engine's device memory back between steps, for others to use, such as an engine that generates.
+
+        The next call that uses the engine takes the memory again, as `wake()` does. Bits do not change. States that
+        the swap files contain are read from them then; all others are copied from the device to host memory meanwhile.
+        Every rank calls it. A graph that was made before cannot be run backward afterwards.
+
+        Args:
+            host: True to give back the host memory too, unpinned, except for states that are nowhere else.
+
+        Returns:
+            The bytes that are given back, by this call and by those since the engine was awake.
+
+        Raises:
+            UsageError: if a forward or a backward is running, if gradients wait for a step, or if a view of weights or
+                the graph of a forward is held. Nothing has changed then.
+            BudgetError: if host memory has no room for states of the device that are in no file.
+        """
+        return self._core.sleep(host)
+
+    def wake(self) -> None:
+        """Takes the memory that `sleep` gave back. Does nothing if the engine has it.
+
+        Raises:
+            BudgetError: if others have not freed it; the engine sleeps on, and the call may be repeated.
+            IoError: if the swap files cannot be read; the engine is stopped then.
+        """
+        self._core.enter()
 
     def io_bytes(self) -> IoBytes:
         """Returns the bytes that the engine has read and written so far in this process."""

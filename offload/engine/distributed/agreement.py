@@ -37,13 +37,10 @@ class Collective(enum.IntEnum):
     USE = 0
     """Use of a unit's weights: in a forward, in a backward, or by a read."""
     REDUCE = 1
-    """Reduction of a unit's gradients."""
     STEP = 2
     """Decision on a step."""
     EDIT = 3
-    """Change of a unit's weights."""
     END = 4
-    """End of the engine."""
     MEAN = 5
     """Exchange of a number, whose mean every rank receives."""
     FORGET = 6
@@ -54,6 +51,8 @@ class Collective(enum.IntEnum):
     """Load of a checkpoint."""
     LOOK = 9
     """Read of a parameter's state, or replacement of its gradient."""
+    SLEEP = 10
+    """Return of the memory to others, between steps."""
 
 
 class RankIntent(NamedTuple):
@@ -363,6 +362,7 @@ _DOES = {
     Collective.SAVE: "saves a checkpoint",
     Collective.LOAD: "loads a checkpoint",
     Collective.LOOK: "accesses a state of a parameter",
+    Collective.SLEEP: "gives its memory back (engine.sleep)",
 }
 
 

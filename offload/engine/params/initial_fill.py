@@ -161,19 +161,6 @@ class InitialFill:
                     self._ranks.broadcast(flat, 0)
             self._put(index, flats)
 
-    def read_back(self, unit_count: int) -> None:
-        """Fills the partitions above DISK from the store's newest slots, on a resume."""
-        assert self._store is not None
-        for unit in range(unit_count):
-            for state, nbytes in self._held.states(unit).items():
-                resident = self._held.resident_of(unit, state)
-                if resident is not None:
-                    # Reads go straight to the host arena; a partition on the device needs memory in between.
-                    buffer = resident.buffer or aligned_empty(nbytes)
-                    self._store.read(unit, state, self._store.newest[unit], 0, buffer[:nbytes]).wait()
-                    if resident.buffer is None:
-                        self._held.put(unit, state, 0, buffer[:nbytes])
-
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Returns zeroed (numel,) memory for the weights of a unit and for each further state of its master."""
         flats: dict[State, torch.Tensor] = {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.layout.flat_layout import UnitLayout
 from offload.states import State, Tier
@@ -89,6 +90,29 @@ class LocalShards:
         part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]
         self.device.copy(torch.frombuffer(buffer, dtype=torch.uint8), part)
         return []
+
+    def tier_of(self, unit: int, state: State) -> Tier:
+        """Returns the tier in which this partition is now: HOST for one promoted from DISK."""
+        if state is State.WEIGHT:
+            return self.sizes[unit].tier
+        resident = self.residents.get((unit, state))
+        if resident is None:
+            return Tier.DISK
+        return Tier.DEVICE if resident.buffer is None else Tier.HOST
+
+    def read_back(self) -> None:
+        """Fills all partitions above DISK that the store contains too, from its newest slots."""
+        for unit in range(len(self.layouts)):
+            for state, nbytes in self.states(unit).items():
+                resident = self.resident_of(unit, state) if self.stored(unit, state) else None
+                if resident is None:
+                    continue
+                assert self.store is not None
+                # Reads go straight to the host arena; a partition on the device needs memory in between.
+                buffer = resident.buffer or aligned_empty(nbytes)
+                self.store.read(unit, state, self.store.newest[unit], 0, buffer[:nbytes]).wait()
+                if resident.buffer is None:
+                    self.put(unit, state, 0, buffer[:nbytes])
 
     def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
         """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""

@@ -79,8 +79,7 @@ class UnitViews:
             ParamHandle.release(mine)
         self.shown: set[int] = set()
         """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
-        self.outdated = 0
-        """Number of changes of units that stay. Others only read it."""
+        self.outdated = 0  # changes of units that stay; others only read it
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
         self.bindings: dict[int, Binding] = {}
@@ -175,21 +174,25 @@ class UnitViews:
         return binding if binding is not None and binding.alive else None
 
     @uninterrupted
-    def settle(self) -> None:
-        """Checks that weights may change: raises `UsageError` if a view of any weights is alive."""
+    def settle(self, stays: bool = False) -> None:
+        """Raises `UsageError` if a view of weights is alive that may not change; with `stays` of any unit at all."""
         with self.lock:
             self.check_not_gathered("changed")
-            self._sweep()
-            if self._live:
+            if self._held(stays):
                 gc.collect()  # a dead cycle, such as an exception's frames, may hold a view
-                self._sweep()
-            if self._live:
-                names = ", ".join(sorted({self._units[each.unit].name for each in self._live}))
+            if names := ", ".join(sorted(self._held(stays))):
                 raise UsageError(
-                    f"weights cannot change while a view of some is held (of {names}): in an attribute of an "
-                    "autograd.Function (use save_for_backward), in a list, in the frames of an exception "
-                    "(sys.last_traceback). Drop the view, or clone() the values that shall stay"
+                    f"weights cannot change while a view of some is held (of {names}): in a graph whose backward has "
+                    "not run, an attribute of an autograd.Function (use save_for_backward), a list, or the frames of "
+                    "an exception (sys.last_traceback). Drop the view, or clone() the values that shall stay"
                 )
+
+    def _held(self, stays: bool) -> set[str]:
+        """Returns the names of units of which a view lives; see `settle`."""
+        self._sweep()
+        names = {self._units[each.unit].name for each in self._live}
+        mine = [(unit, unit.binding) for unit in self._units if unit.stays and stays]
+        return names | {unit.name for unit, at in mine if at and at.memory.viewed_beside(len(unit.handles))}
 
     def check_not_gathered(self, what: str) -> None:
         """Raises `UsageError` if a parameter is gathered, so that weights cannot be `what` (a participle) now."""
@@ -208,7 +211,7 @@ class UnitViews:
 
     @uninterrupted
     def vacate(self) -> None:
-        """Takes the weights away from parameters of units that stay, at the end of the engine."""
+        """Takes the weights away from parameters of units that stay, at the engine's end or until their next use."""
         self.outdate(range(len(self._units)))
         with self.lock:
             for unit in self._units:

@@ -224,7 +224,7 @@ def _fill(
     if not resume:
         filler.fill(model, plan.layouts, plan.config.offload.seed, sources, plan.in_place)
     else:
-        filler.read_back(len(held.layouts))
+        held.read_back()
         # The model's own values are dropped, unread.
         for segment in (segment for layout in plan.layouts for segment in layout.segments):
             if segment.inner:

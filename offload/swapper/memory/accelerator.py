@@ -18,6 +18,7 @@ import torch
 from offload.sizes import GIB, MIB, PAGE, align_up, format_size
 from offload.swapper.memory.device import Device, DeviceRoom, Event
 from offload.swapper.memory.host_side import HostBlock, HostSide
+from offload.swapper.memory.torch_allocator import empty_cache
 
 logger = logging.getLogger("offload")
 
@@ -78,6 +79,17 @@ class AcceleratorDevice(Device):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+
+    def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
+        self.synchronize()
+        # Views stay views of the storage, as in FSDP, and show its next memory after `take_back`.
+        memory.untyped_storage().resize_(0)
+        empty_cache(self.torch)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        memory.untyped_storage().resize_(memory.numel())
+        # Compute in flight may still use what torch has reused here, and other streams do not wait for it.
+        self.synchronize()
 
     # -- pinned host memory -------------------------------------------------------------------------
 

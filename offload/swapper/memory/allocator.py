@@ -28,6 +28,16 @@ def free_regions(holes: Iterable[Region], given: Iterable[tuple[int, int]]) -> l
     return found
 
 
+def gaps(start: int, stop: int, kept: Iterable[Region]) -> list[Region]:
+    """Returns the regions of [start, stop) that no region of `kept` covers, in ascending order."""
+    found: list[Region] = []
+    for first, last in sorted(kept):
+        if start < first:
+            found.append((start, first))
+        start = max(start, last)
+    return [*found, (start, stop)] if start < stop else found
+
+
 class Allocator:
     """Best-fit allocator of offsets within `nbytes` bytes, in steps of 4096 bytes. Free neighbours are merged.
 

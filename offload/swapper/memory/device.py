@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from offload.aio import aligned_empty
+from offload.aio import aligned_empty, release_pages_at
 from offload.swapper.memory.host_side import HostBlock
 
 
@@ -93,6 +93,24 @@ class Device:
         if not nbytes:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(aligned_empty(nbytes), dtype=torch.uint8)
+
+    def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
+        """Waits for all streams and gives regions of a result of `allocate` back to the system.
+
+        The tensor and its views stay, and must not be used before `take_back`; then the regions have any contents.
+
+        Args:
+            memory: the result of `allocate`.
+            regions: (start, stop) in bytes. A device that the host cannot address gives back all of the memory.
+        """
+        for start, stop in regions:
+            release_pages_at(memory.data_ptr() + start, stop - start)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        """Makes memory that was given back usable again by every stream, maybe at another address.
+
+        Raises torch's error, or `OSError`, if the device has not enough; then the memory is given back as before.
+        """
 
     def allocate_host(self, nbytes: int) -> HostBlock:
         """Allocates host memory from whole pages, for I/O and for copies to and from the device."""

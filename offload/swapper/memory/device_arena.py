@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.errors import BudgetError
 from offload.sizes import format_size
-from offload.swapper.memory.allocator import Allocator
+from offload.swapper.memory.allocator import Allocator, Region, gaps
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
 from offload.torch_internals import without_modes
@@ -46,6 +47,8 @@ class DeviceArena:
         """Views of the memory, by offset and size."""
         self._viewed: dict[tuple[int, int], ViewedMemory] = {}
         """Storages over those views, by the identities of view and division, which they keep alive."""
+        self.given_back = False
+        """True between `give_back` and `take_back`."""
         self._readers = [(0, nbytes, self._earlier_compute())]
         """Ranges (start, stop, event): until the event, uploads may write the range or compute read the range."""
 
@@ -54,11 +57,15 @@ class DeviceArena:
         try:
             return self._device.allocate(nbytes)
         except (torch.OutOfMemoryError, OSError) as error:
-            raise BudgetError(
-                f"{self._device.torch} does not have {format_size(nbytes)} of contiguous free memory for the device "
-                f'budget: {error}; lower "device_memory" in the "offload" block, or place weights and states on cpu '
-                "or nvme"
-            ) from error
+            advice = 'lower "device_memory" in the "offload" block, or place weights and states on cpu or nvme'
+            raise self._too_small(nbytes, error, advice) from error
+
+    def _too_small(self, nbytes: int, error: Exception, advice: str) -> BudgetError:
+        """Returns the error for a device that has not `nbytes` for the arena."""
+        return BudgetError(
+            f"{self._device.torch} does not have {format_size(nbytes)} of contiguous free memory for the device "
+            f"budget: {error}; {advice}"
+        )
 
     def _earlier_compute(self) -> Event:
         """Returns an event for newly allocated memory: other streams may write the memory only after this event."""
@@ -96,6 +103,29 @@ class DeviceArena:
         for event in inside:
             event.wait()
         return nbytes
+
+    def give_back(self, kept: Sequence[Region] = ()) -> None:
+        """Gives the memory back to the device, for others. `take_back` must come before any use of the arena.
+
+        Blocks the calling thread until copies and compute in flight are done.
+
+        Args:
+            kept: regions that keep their contents, on a device that works in host memory; others have none.
+        """
+        assert len(self.blocks) == 1, "grown memory is given back before"
+        self._views, self._viewed = {}, {}  # storages over the memory, which would not know its next address
+        self._device.give_back(self.blocks[0][1], gaps(0, self.nbytes, kept))
+        self.given_back = True
+
+    def take_back(self) -> None:
+        """Takes as much memory as was given back. Raises `BudgetError` if the device has not enough, without effect."""
+        try:
+            self._device.take_back(self.blocks[0][1])
+        except (torch.OutOfMemoryError, OSError) as error:
+            advice = "free the memory that others took while the engine was asleep, and call again"
+            raise self._too_small(self.nbytes, error, advice) from error
+        self._readers = []
+        self.given_back = False
 
     def addresses(self) -> list[tuple[int, int]]:
         """Returns the first address of each allocation, and the one behind its end."""

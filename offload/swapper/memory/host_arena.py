@@ -23,7 +23,7 @@ import torch
 from offload.aio import release_pages
 from offload.errors import BudgetError
 from offload.sizes import PAGE, align_up, format_size
-from offload.swapper.memory.allocator import Allocator
+from offload.swapper.memory.allocator import Allocator, gaps
 from offload.swapper.memory.device import Device
 
 TILE_BUFFERS = 8
@@ -81,8 +81,15 @@ class Mapping:
     def give(self, start: int, nbytes: int) -> None:
         """Frees a region, none of which is pinned. Its pages go back to the system, whose free memory counts them."""
         self.space.give(start, nbytes)
+        self.release(start, start + nbytes)
+
+    def release(self, start: int, stop: int) -> None:
+        """Gives the whole pages of [start, stop), none of which is pinned, back to the system, where that is possible.
+
+        They read as zero, and are taken again when they are written.
+        """
         if self._releases_pages:
-            release_pages(self.memory[start : start + nbytes])
+            release_pages(self.memory[start:stop])
 
 
 class HostBuffer:
@@ -184,10 +191,12 @@ class HostArena:
             Region(self._mapping, start, nbytes) for start, nbytes in zip(starts, sizes, strict=True)
         )
         self._parts = {} if copied is None else self._parts_to_pin(copied)
+        self.given_back = False
+        """True between `give_back` and `pin`."""
+        self.pinned: dict[str, int] = {}
+        """Pinned bytes of each part that the device copies, by name, those that it copies most first."""
         try:
-            pinned = device.register(tuple(self._parts.values()))
-            self.pinned = dict(zip(self._parts, pinned, strict=True))
-            """Pinned bytes of each part that the device copies, by name, those that it copies most first."""
+            self.pin()
             # Last: an arena that a Ctrl-C left unfinished must not count for the other engines.
             self._memory._join(self)
         except BaseException:
@@ -255,6 +264,25 @@ class HostArena:
         self.weights = Region(self._mapping, self.weights.start, self.classes.weights)
         if self._taken_bytes < before:
             self._mapping.give(self._start + self._taken_bytes, before - self._taken_bytes)
+
+    def give_back(self, kept: Sequence[tuple[int, int]] = ()) -> None:
+        """Waits for copies in flight, unpins the arena and gives its pages back to the system.
+
+        Buffers stay, and must not be used before `pin`; then they have any contents.
+
+        Args:
+            kept: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
+        """
+        self._mapping.device.unregister(tuple(self._parts.values()))
+        self.given_back = True
+        self.pinned = dict.fromkeys(self.pinned, 0)
+        for start, stop in gaps(0, self.nbytes, kept):
+            self._mapping.release(self._start + start, self._start + stop)
+
+    def pin(self) -> None:
+        """Pins what the device copies of the arena: at its start, and after `give_back`."""
+        pinned = self._mapping.device.register(tuple(self._parts.values()))
+        self.pinned, self.given_back = dict(zip(self._parts, pinned, strict=True)), False
 
     def close(self) -> None:
         """Waits for copies in flight and frees the arena.

@@ -57,6 +57,10 @@ class ViewedMemory:
             return not self._end.expired()
         return self._users.count() != self._own
 
+    def viewed_beside(self, own: int) -> bool:
+        """Returns True if more than `own` tensors beside this object's are in the storage; False without a count."""
+        return self._users is not None and self._users.count() - self._own > own
+
     def let_go(self) -> None:
         """Ends a use. Without a count also this object's own tensors end, so that the storage's end tells of others."""
         if self._users is None:

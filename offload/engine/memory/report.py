@@ -92,7 +92,8 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
     device = components.shards.device.torch
     # The CPU has no allocator to ask, so the arena stands for the whole device.
     on_cpu = device.type == "cpu"
-    allocated = budget.nbytes if on_cpu else torch.get_device_module(device).memory_allocated(device)
+    taken = 0 if budget.given_back else budget.nbytes
+    allocated = taken if on_cpu else torch.get_device_module(device).memory_allocated(device)
     return MemoryReport(
         host={
             "rss": rss,
@@ -109,9 +110,9 @@ def memory_report(components: EngineComponents, base: int) -> MemoryReport:
         },
         device={
             "allocated": allocated,
-            "arena": budget.nbytes,
-            "in_use": budget.used_bytes,
-            "other": allocated - budget.nbytes,
+            "arena": taken,
+            "in_use": min(budget.used_bytes, taken),
+            "other": allocated - taken,
         },
         activations=components.activations.bytes_by_tier(),
         allocator=_allocator(device),
