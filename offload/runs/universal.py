@@ -33,6 +33,7 @@ from offload.fileio.torch_file_writer import TorchFileWriter, write_torch_file
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, sources
+from offload.notices import shell_command
 from offload.runs.export import Exported, check_target
 from offload.sizes import KIB
 from offload.states import State
@@ -99,7 +100,8 @@ def plan_universal(source: TrainedSource, path: Path) -> UniversalPlan:
     if mode.optimizer != ADAM or mode.in_blocks:
         raise StoreError(
             f"{path} is in mode {mode.name}; a universal checkpoint has the moments of AdamW in fp32: convert moments "
-            f"in 8 bits first (offload convert {path} --moments fp32), or export weights alone, without --format"
+            f"in 8 bits first (`{shell_command('convert', path, '--moments', 'fp32')}`), or export weights alone, "
+            "without --format"
         )
     shapes: dict[str, tuple[int, ...]] = {}
     trainable: dict[str, int] = {}
