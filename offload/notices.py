@@ -1,14 +1,24 @@
-"""Notices for a user at the start of a run: warnings and remarks."""
+"""Words for a user: notices at the start of a run, and commands that a message suggests."""
 
 from __future__ import annotations
 
 import logging
+import shlex
 
 logger = logging.getLogger("offload.notices")
 
 
 class Remark(str):
     """A notice that only informs. A notice that is a plain `str` warns of a request not fulfilled, or of a risk."""
+
+
+def shell_command(*words: object) -> str:
+    """Returns a command of `offload` as a shell takes it, with quotes where a path needs them.
+
+    Args:
+        words: the words behind `offload`.
+    """
+    return shlex.join(["offload", *map(str, words)])
 
 
 def announce(notice: str) -> None:

@@ -149,7 +149,7 @@ def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pyte
         train_step(engine)
     with caplog.at_level(logging.WARNING, "offload"):
         engine._core.shutdown.at_exit()
-    assert "at step 3: " in caplog.text and "the next start replaces the run" in caplog.text
+    assert "at step 3: " in caplog.text and "a start without it begins anew" in caplog.text
     caplog.clear()
     engine = begin(tmp_path / "failed", durability={"every": 2})
     for _ in range(4):
@@ -160,7 +160,7 @@ def test_the_final_message_names_the_committed_step(tmp_path: Path, caplog: pyte
     with caplog.at_level(logging.WARNING, "offload"):
         engine._core.shutdown.at_exit()
     assert "at step 4, the last committed one of 5: " in caplog.text
-    assert "the next start that does not resume the run is refused" in caplog.text
+    assert "a start without it is refused while the run is there" in caplog.text
     again = begin(tmp_path / "failed")
     assert again.global_steps == 4
     again.destroy()

@@ -145,6 +145,10 @@ WRONG: dict[str, tuple[dict[str, Any] | str, str]] = {
         "unknown key zero_optimization.device; did you mean zero_optimization.offload_param.device or "
         "zero_optimization.offload_optimizer.device?",
     ),
+    "a block of the top level in another": (
+        zero(aio={"queue_depth": 8}),
+        'unknown key zero_optimization.aio; "aio" belongs at the top level, beside the other blocks',
+    ),
     # older spellings
     "a bucket by both names": (
         zero(prefetch_bucket_size=1, stage3_prefetch_bucket_size=2),

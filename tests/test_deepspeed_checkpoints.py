@@ -233,6 +233,13 @@ def spoil_content(folder: Path) -> None:
     torch.save([1, 2], next(folder.glob("zero_pp_rank_0_*_model_states.pt")))
 
 
+def spoil_entry(folder: Path) -> None:
+    file = next(folder.glob("*_optim_states.pt"))
+    content = torch.load(file, weights_only=False)
+    del content["optimizer_state_dict"]
+    torch.save(content, file)
+
+
 def spoil_save(folder: Path) -> None:
     """Model states of another save, with a larger parameter."""
     file = next(folder.glob("zero_pp_rank_0_*_model_states.pt"))
@@ -258,7 +265,11 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (spoil_tensors, "was saved with tensor parallelism"),
         (spoil_pipeline, "was saved with pipeline parallelism"),
         (spoil_nvme, "was saved with the optimizer on NVMe"),
-        (spoil_content, "does not have the contents of a checkpoint of DeepSpeed"),
+        (
+            spoil_content,
+            "does not have the contents of a checkpoint of DeepSpeed: .*an entry is of another type; fetch",
+        ),
+        (spoil_entry, "and the entry 'optimizer_state_dict' is missing; fetch all of its files"),
         (spoil_save, "do not belong together"),
     ],
 )
@@ -273,6 +284,19 @@ def test_what_is_damaged_or_not_supported_changes_nothing(
     result = run("import", folder, tmp_path / "imported")
     assert result.exit_code == 2 and not (tmp_path / "imported" / TAG).exists()
     assert_same_tensors(states(engine), before)
+
+
+def test_a_parameter_without_moments_is_named(data: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(data / "z3-bf16-2" / "universal", tmp_path / "saved"))
+    for state in ("exp_avg", "exp_avg_sq"):
+        (folder / "zero" / "transformer.wte.weight" / f"{state}.pt").unlink()
+    file = tmp_path / "file"
+    file.write_text("")
+    result = run("import", folder, file)
+    assert result.exit_code == 2 and f"{file} is a file; expected a folder of checkpoints" in result.stderr
+    result = run("import", folder, tmp_path / "imported")
+    assert "has no moments of transformer.wte.weight: they begin at zero" in result.output, result.output
+    assert result.output.count("has no moments") == 1
 
 
 def test_another_model_is_refused_by_its_names(data: Path, tmp_path: Path) -> None:

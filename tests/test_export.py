@@ -300,6 +300,17 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_without_its_files_is_refused_with_the_option_that_keeps_them(tmp_path: Path) -> None:
+    trained(models.GPT2, tmp_path / "swap").finish({})
+    run_folder = tmp_path / "swap" / "default"
+    for command in (
+        ["export", str(run_folder), str(tmp_path / "out")],
+        ["convert", str(run_folder), "--moments", "int8"],
+    ):
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 2 and "removed at the end" in result.stderr and "--keep" in result.stderr
+
+
 def test_no_room_is_an_error_before_anything_is_written(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def test_it_is_replaced_with_a_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     first, messages = script(tmp_path)
     assert not any("is replaced" in line for line in messages)
     (left,) = [record.getMessage() for record in caplog.records if "the run is kept in" in record.getMessage()]
-    assert '"resume": "auto" resumes the run, the next start replaces the run; `offload rm' in left
+    assert '"resume": "auto" goes on from there, a start without it begins anew in its place; `offload rm' in left
     again, messages = script(tmp_path)
     (line,) = [line for line in messages if "is replaced" in line]
     assert re.match(r"the run in \S+ \(\S+ \w+\), which was closed at its end, is replaced; ", line)
@@ -73,7 +73,7 @@ def test_one_that_ended_without_destroy_is_replaced(
     caplog.clear()
     engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records)
-    assert f"at step {steps}: " in line and "the next start replaces the run" in line
+    assert f"at step {steps}: " in line and "a start without it begins anew" in line
     _, messages = script(tmp_path)
     assert any("which was closed at its end, is replaced" in line for line in messages)
 
@@ -92,7 +92,7 @@ def test_one_that_ended_by_an_error_is_protected(
     caplog.clear()
     engine._core.shutdown.at_exit()
     (line,) = (record.getMessage() for record in caplog.records if "is kept in" in record.getMessage())
-    assert "the next start that does not resume the run is refused" in line
+    assert "a start without it is refused while the run is there" in line
     with pytest.raises(StoreError, match="holds a run that did not end"):
         script(tmp_path)
 
@@ -156,7 +156,7 @@ def _exits_on_ranks(folder: Path) -> list[str]:
 def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     with rank_pool.pool(2) as ranks:
         (line,), others = ranks.run(_exits_on_ranks, tmp_path)
-    assert "the next start replaces the run" in line and others == []
+    assert "a start without it begins anew" in line and others == []
 
 
 def test_on_several_ranks_the_complete_run_is_replaced(tmp_path: Path) -> None:

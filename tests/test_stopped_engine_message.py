@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shlex
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ def message_of(folder: Path, error: BaseException, rewritten: bool = False, **op
 def test_a_run_that_is_not_removed_after_an_error_is_reported(
     durability: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The command is one for a shell, whatever the path."""
+    tmp_path /= "a drive's runs"
+    tmp_path.mkdir()
     engine = start(models.GPT2, DISK, tmp_path, durability=durability)
     train_step(engine, models.GPT2, 0)
     engine._core.components.update_worker.finish(commit=False)
@@ -37,7 +41,8 @@ def test_a_run_that_is_not_removed_after_an_error_is_reported(
         engine.destroy(remove=True)
     messages = [each.getMessage() for each in caplog.records if "is kept" in each.getMessage()]
     folder = tmp_path / "default"
-    kept = f"an error has stopped the engine, so the run in {folder} is kept: `offload rm {folder}` deletes it"
+    delete = f"offload rm {shlex.quote(str(folder))}"
+    kept = f"an error has stopped the engine, so the run in {folder} is kept: `{delete}` deletes it"
     assert messages == ([kept] if durability == "step" else []) and folder.exists() == bool(messages)
 
 

@@ -38,6 +38,9 @@ def unknown_key(model: type[Block], near: str | None, matches: str, dotted: str)
     """
     if matches:
         return f"unknown key {dotted}; did you mean {matches}?"
+    name = dotted.rpartition(".")[2]
+    if name in Config.model_fields:
+        return f'unknown key {dotted}; "{name}" belongs at the top level, beside the other blocks'
     keys = f"; keys with an effect are {', '.join(model.keys())}" if model.keys() else ""
     hint = f'did you mean "{near}"?' if near else f"remove it{keys}"
     return f"unknown key {dotted}; {hint}"

@@ -24,7 +24,7 @@ from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
-from offload.notices import announce
+from offload.notices import announce, shell_command
 from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
@@ -89,9 +89,9 @@ class Shutdown:
         self._end(bool(remove), meet=True, keep=remove is False, facts=facts)
         if stopped and remove and self._components.rank == 0 and self.resumable:
             logger.warning(
-                "an error has stopped the engine, so the run in %s is kept: `offload rm %s` deletes it",
+                "an error has stopped the engine, so the run in %s is kept: `%s` deletes it",
                 self.resumable,
-                self.resumable,
+                shell_command("rm", self.resumable),
             )
 
     def abandon(self, remove: bool) -> None:
@@ -199,13 +199,13 @@ class Shutdown:
         if store is None or folder is None:
             return
         if store.durable is None:
-            announce(f"no step was committed in {folder}; `offload rm {folder}` deletes it")
+            announce(f"no step was committed in {folder}; `{shell_command('rm', folder)}` deletes it")
             return
         made = f", the last committed one of {steps}" if store.durable.step != steps else ""
-        goes = "the next start that does not resume the run is refused" if keep else "the next start replaces the run"
+        anew = "is refused while the run is there" if keep else "begins anew in its place"
         announce(
-            f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" resumes the run, '
-            f"{goes}; `offload rm {folder}` deletes the run"
+            f'the run is kept in {folder}, at step {store.durable.step}{made}: "resume": "auto" goes on from there, '
+            f"a start without it {anew}; `{shell_command('rm', folder)}` deletes the run"
         )
 
     # -- closing ------------------------------------------------------------------------------------

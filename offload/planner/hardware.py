@@ -15,6 +15,7 @@ from typing import NamedTuple
 from offload.aio.windows import rate_of_both
 from offload.errors import ConfigError
 from offload.hardware.probe import DriveRates, Probed, drive_under
+from offload.notices import shell_command
 from offload.planner.published import card_rates
 from offload.planner.published.gpus import find_gpu
 from offload.planner.published.rate import Origin, Rate, sentences
@@ -362,7 +363,7 @@ def _measured(found: Probed, folder: str) -> DriveRates:
     """Returns the rates of the drive of `folder`."""
     rates = drive_under(found, folder)
     if rates is None:
-        raise ConfigError(f"the drive of {folder} was not measured: run `offload probe {folder}`")
+        raise ConfigError(f"the drive of {folder} was not measured: run `{shell_command('probe', folder)}`")
     return rates
 
 

@@ -83,6 +83,13 @@ def open_foreign(path: Path, tag: str | None) -> ForeignCheckpoint:
     return look_foreign(Path(folder), True, {})
 
 
+def check_output(out: Path) -> None:
+    """Raises `StoreError` if there cannot be a folder `out`, because a file is there or above."""
+    there = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise StoreError(f"{there} is a file; expected a folder of checkpoints, or a new path: give another folder")
+
+
 def nbytes_of(found: ForeignCheckpoint) -> int:
     """Returns the bytes of the states of an import."""
     return sum(tensor.nbytes for tensor in _tensors(found).values())

@@ -24,6 +24,7 @@ from offload.fileio.torch_file_writer import TorchFileWriter
 from offload.layout.fingerprint import described_layouts
 from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.master_weights import join, sources
+from offload.notices import shell_command
 from offload.sizes import KIB
 from offload.states import State
 from offload.swapper.modes import ADAM, MODES, Mode
@@ -85,7 +86,8 @@ def plan_states(source: TrainedSource, path: Path, kind: str) -> StatesPlan:
     if mode.optimizer != ADAM or mode.in_blocks:
         raise StoreError(
             f"{path} is in mode {mode.name}; {kind} has the moments of AdamW in fp32: convert moments "
-            f"in 8 bits first (offload convert {path} --moments fp32), or export weights alone, without --format"
+            f"in 8 bits first (`{shell_command('convert', path, '--moments', 'fp32')}`), or export weights alone, "
+            "without --format"
         )
     shapes: dict[str, tuple[int, ...]] = {}
     trainable: dict[str, int] = {}

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import Enum
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -15,6 +14,7 @@ import typer
 from offload.cli.console import BAD_INPUT, FAILED, Json, errors
 from offload.cli.signals import signals
 from offload.errors import ConfigError, StoreError, UsageError
+from offload.notices import shell_command
 from offload.sizes import count_of, format_size
 
 if TYPE_CHECKING:
@@ -123,11 +123,12 @@ def import_(
     from rich.console import Console
 
     from offload.aio import IoQueue
-    from offload.runs.import_checkpoint import import_checkpoint, nbytes_of, open_foreign
+    from offload.runs.import_checkpoint import check_output, import_checkpoint, nbytes_of, open_foreign
 
     console = Console(stderr=json_output, highlight=False, soft_wrap=True)
     with errors(FAILED), _refusals(), signals():
         _check_folder(path)
+        check_output(out)
         found = open_foreign(path, tag)
         with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
             done = import_checkpoint(found, out, queue, progress)
@@ -254,9 +255,8 @@ def convert(
             # Parameters are read from their places in a partition, where there is no checksum to compare with.
             with closing(RunChecking(path)) as checking, _bar(console, checking.nbytes) as progress:
                 if not checking.run(queue, progress).whole:
-                    raise StoreError(
-                        f"{path} is damaged, and is not converted; `offload verify {quote(str(path))}` says where"
-                    )
+                    say_where = shell_command("verify", path)
+                    raise StoreError(f"{path} is damaged, and is not converted; `{say_where}` says where")
             with closing(StoreSource(path, queue)) as source:
                 made = plan(source, path, forms, run)
                 with _bar(console, made.nbytes // 2) as progress:
@@ -269,7 +269,7 @@ def convert(
         options = " ".join(f"--{what} {form}" for what, form in done.after.items() if form != "fp32" or what in changed)
         console.print(
             f"step {done.step}: {words}, {format_size(done.nbytes)} in {done.run}; resume with --run {done.run.name} "
-            f"{options} --resume must; `offload rm {quote(str(path))}` deletes the run that was converted",
+            f"{options} --resume must; `{shell_command('rm', path)}` deletes the run that was converted",
             markup=False,
         )
 

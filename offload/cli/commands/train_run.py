@@ -26,6 +26,7 @@ from offload.cli.commands.train_progress import ProgressLine, StepLog
 from offload.cli.console import BAD_INPUT, FAILED
 from offload.cli.signals import ENDING, exit_on_signal, handlers
 from offload.errors import BudgetError, ConfigError, OffloadError, StoreError, UsageError
+from offload.notices import shell_command
 from offload.sizes import count_of, format_size
 
 _LISTS = {
@@ -252,7 +253,8 @@ class Training:
         if job.output is not None:
             self.console.print(f"saved in {job.output}", markup=False)
         if job.folder and not remove:
-            self.console.print(f"the swap files are kept in {job.folder}; delete them with: offload rm {job.folder}")
+            delete = shell_command("rm", job.folder)
+            self.console.print(f"the swap files are kept in {job.folder}; delete them with: {delete}", markup=False)
         self._result(result)
 
     def _end(self, job: Any) -> None:
@@ -264,7 +266,7 @@ class Training:
         if job.folder:
             print(
                 f"stopped; the last committed step is kept in {job.folder}: resume with the same command and "
-                f"--resume auto, or delete the run with: offload rm {job.folder}",
+                f"--resume auto, or delete the run with: {shell_command('rm', job.folder)}",
                 file=sys.stderr,
             )
         else:

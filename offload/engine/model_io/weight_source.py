@@ -18,6 +18,7 @@ from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import Extents, Manifest
+from offload.swapper.store.format.run_notes import FINISHED
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.rank_folder import Lock
 
@@ -159,6 +160,11 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
         refuse_rank(run)
+        if (run / FINISHED).is_file():
+            raise StoreError(
+                f"the run in {run} has ended, and its swap files were removed at the end: give the folder of its model "
+                "(offload train --output), or train again with --keep, or with engine.destroy(remove=False)"
+            )
         raise StoreError(
             f"{run} contains neither swap files (no rank<r> folder) nor a checkpoint: give a run's folder, or a "
             "folder that save_checkpoint has written"

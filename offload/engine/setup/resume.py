@@ -14,7 +14,7 @@ from offload.engine.optim.optimizer import Optimizer
 from offload.engine.training.snapshot import Snapshot, persistent_buffers
 from offload.errors import StoreError
 from offload.layout.memory_plan import PlacedStates
-from offload.notices import Remark
+from offload.notices import Remark, shell_command
 from offload.sizes import count_of, format_size
 from offload.swapper.store import (
     Shortage,
@@ -107,8 +107,8 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
         if offload.resume == "never" and not status.closed:
             raise StoreError(
                 f'{folder} holds a run that did not end; resume the run with --resume auto ("resume": "auto"), or '
-                'start over with --resume restart ("resume": "restart"), or delete the run with `offload rm '
-                f"{folder}`, or choose another run name"
+                'start over with --resume restart ("resume": "restart"), or delete the run with '
+                f"`{shell_command('rm', folder)}`, or choose another run name"
             )
         size = format_size(find_removal(Path(folder)).nbytes)
         how = "which was closed at its end" if status.closed else "which did not end"
@@ -134,8 +134,8 @@ def leftovers(config: Config) -> tuple[str, ...]:
     are = "other run that no process uses takes" if len(found) == 1 else "other runs that no process uses take"
     return (
         Remark(
-            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; `offload inspect "
-            f"{found[0].path.parent}` describes them, `offload rm` deletes one"
+            f"{len(found)} {are} {format_size(sum(each.nbytes for each in found))}: {shown}{more}; "
+            f"`{shell_command('inspect', found[0].path.parent)}` describes them, `offload rm` deletes one"
         ),
     )
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from offload.aio import DirectFile
 from offload.errors import StoreError
+from offload.notices import shell_command
 from offload.sizes import count_of
 from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.commit_record import Record, Records, read_if_any, was_committed
@@ -54,13 +55,14 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
             if not (ended and number == drive):
                 raise StoreError(
                     f"{folder} holds drive {number} of a run whose first drive is {at}: mount that drive and give the "
-                    "drives in their former order, or choose another run name, or delete these files with `offload rm "
-                    f"{folder.parent}`"
+                    "drives in their former order, or choose another run name, or delete these files with "
+                    f"`{shell_command('rm', folder.parent)}`"
                 )
         elif was_committed(folder) and not (over and not drive) and not (folder.parent / FINISHED).exists():
             raise StoreError(
                 f"{folder} holds a run that did not end; resume the run with --resume auto and its drives in their "
-                f"former order, or choose another run name, or delete the run with `offload rm {folder.parent}`"
+                f"former order, or choose another run name, or delete the run with "
+                f"`{shell_command('rm', folder.parent)}`"
             )
 
 
@@ -130,7 +132,7 @@ def _check_units(folder: Path, record: Record, units: int) -> None:
         raise StoreError(
             f"{folder} belongs to another model: the run contains {count_of(len(record.slots), 'unit')}, this model "
             f'{units}; resume with the "units" and "experts" that the run had, choose another run name, or remove the '
-            f"run with `offload rm {folder.parent}`"
+            f"run with `{shell_command('rm', folder.parent)}`"
         )
 
 

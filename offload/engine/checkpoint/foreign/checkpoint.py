@@ -38,6 +38,9 @@ _PRECISION = "fp32"
 _OPEN = 64
 """Files that are open at a time: a universal checkpoint has three of each parameter."""
 
+_NAMED = 3
+"""Most names in a line."""
+
 
 class _Format(NamedTuple):
     """A kind of checkpoint."""
@@ -115,8 +118,10 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         progress = snapshot(contents)
     # A file of torch.save may contain anything under the names that are expected.
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        lacks = f"the entry {error} is missing" if isinstance(error, KeyError) else "an entry is of another type"
         raise StoreError(
-            f"{folder} does not have the contents of a checkpoint of {found.program}: {type(error).__name__}: {error}"
+            f"{folder} does not have the contents of a checkpoint of {found.program}: expected files of one save, and "
+            f"{lacks}; fetch all of its files again, or load another checkpoint"
         ) from error
     theirs, lost = client_state(contents)
     about = {"class": f"{found.program}'s", "config": None, "tied": dict(contents.tied)}
@@ -131,7 +136,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
         progress=progress,
         contents={CLIENT_STATE: as_bytes(json.dumps(theirs).encode())},
         own=True,
-        notices=_notices(folder, contents, lost),
+        notices=_notices(folder, contents, lost, mode.moments if states else ()),
         parameters=tuple(contents.parameters.values()),
     )
 
@@ -155,12 +160,23 @@ def _mode(contents: SavedContents, folder: Path, states: bool) -> Mode:
     )
 
 
-def _notices(folder: Path, contents: SavedContents, lost: Sequence[str]) -> tuple[str, ...]:
+def _notices(folder: Path, contents: SavedContents, lost: Sequence[str], moments: Sequence[State]) -> tuple[str, ...]:
     """Returns lines about what the checkpoint does not have, or has and is not loaded."""
     found = [
         f"{folder} is a checkpoint of {contents.program}, of which neither random generators nor a position in the "
         "data are loaded: both go on from where they are"
     ]
+    without = [
+        name
+        for name, each in contents.parameters.items()
+        if each.trainable and not all(each.states.get(state) for state in moments)
+    ]
+    if without:
+        more = f" and {len(without) - _NAMED} more" if len(without) > _NAMED else ""
+        found.append(
+            f"{folder} has no moments of {', '.join(without[:_NAMED])}{more}: they begin at zero, as for a parameter "
+            "that never had a gradient"
+        )
     if lost:
         found.append(f"the client state {', '.join(lost)} of {folder} consists of other than plain values: not loaded")
     return tuple(found)

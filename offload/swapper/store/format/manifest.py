@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.errors import StoreError
+from offload.notices import shell_command
 from offload.states import State
 from offload.swapper.store.format.commit_record import FORMAT_VERSION
 from offload.swapper.store.rank_folder import read_whole
@@ -261,7 +262,7 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
         difference = _difference(expected, there, "layout" if name == "fingerprint" else name)
         if difference is None:
             continue
-        advice = f"choose another run name, or remove the run with `offload rm {folder.parent}`"
+        advice = f"choose another run name, or remove the run with `{shell_command('rm', folder.parent)}`"
         # Differences that a setting of the user explains get advice of their own.
         if name == "slots":
             advice = 'resume with the durability that the run had, or leave "durability" out'
@@ -288,12 +289,12 @@ def _advice_of_modes(there: str, here: str, folder: Path) -> str:
     (dtype, optimizer, forms), (other_dtype, other_optimizer, other_forms) = _words(there), _words(here)
     if (dtype, optimizer) == (other_dtype, other_optimizer) and forms != other_forms:
         changed = [what for what in forms if forms[what] != other_forms[what]]
+        options = [word for what in changed for word in (f"--{what}", other_forms[what])]
         keys = " and ".join(f'"{what}": "{forms[what]}"' for what in changed)
         return (
             f'resume with {keys} in the block "offload" ({", ".join(f"--{what}" for what in changed)}), as the run '
-            f"had; or convert the run: `offload convert {folder.parent} "
-            f"{' '.join(f'--{what} {other_forms[what]}' for what in changed)}`; or call save_checkpoint in the run and "
-            "load_checkpoint in a new one"
+            f"had; or convert the run: `{shell_command('convert', folder.parent, *options)}`; or call "
+            "save_checkpoint in the run and load_checkpoint in a new one"
         )
     if dtype == other_dtype:
         return "resume with the optimizer that the run had (change the config, or optimizer=)"
