@@ -83,3 +83,13 @@ def test_the_dtype_is_the_models_and_nothing_is_clipped(dtype: torch.dtype) -> N
     assert engine.bfloat16_enabled() is (dtype is torch.bfloat16)
     assert engine.config["gradient_clipping"] == 0 and engine.gradient_accumulation_steps() == 2
     engine.destroy(remove=True)
+
+
+def test_a_parameter_says_after_destroy_what_to_call() -> None:
+    model, optimizer = made()
+    offload.initialize(model, optimizer=optimizer, weights="cpu").engine.destroy(remove=True)
+    for use in (lambda: model[0].weight.sum(), lambda: model(torch.ones(16)), lambda: model[0].weight.detach().numpy()):
+        with pytest.raises(
+            UsageError, match=r"engine was destroyed: call state_dict\(\) before destroy\(\), or resume"
+        ):
+            use()
