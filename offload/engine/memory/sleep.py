@@ -108,8 +108,8 @@ class Sleep:
         free = free_host_memory()
         if nbytes > free:
             raise BudgetError(
-                f"{of} needs {format_size(nbytes)} of host memory, {format_size(free)} are free: free some, or place "
-                "states on nvme"
+                f"sleep or wake needs {format_size(nbytes)} of host memory for {of}, {format_size(free)} are free: "
+                "place states on nvme, or free some"
             )
 
     @uninterrupted
@@ -141,7 +141,7 @@ class Sleep:
             return
         components = self._components
         # Both checks come before the first change, so that a call that fails can be repeated.
-        self._check_room(self._freed.host, "the host arena of a sleeping engine")
+        self._check_room(self._freed.host, "the host arena")
         components.pager.arena.take_back()
         try:
             for arena in self._host_arenas():
@@ -151,7 +151,7 @@ class Sleep:
             components.shards.read_back()
             while self._aside:
                 (unit, state), values = self._aside.popitem()
-                components.shards.put(unit, state, 0, memoryview(values.numpy()))
+                components.shards.put(unit, state, 0, values.numpy().data)
             self._freed = None
             components.pager.end_load()
         except BaseException as error:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from offload.engine.params.opaque.buffers import with_adopted_buffers
 from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
+from offload.engine.setup.plain_config import PlainKeywords, plain_config
 from offload.engine.setup.plan import decide
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
@@ -36,6 +38,9 @@ from offload.errors import ConfigError
 from offload.notices import announce
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import compute_device, open_device
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("offload")
 
@@ -68,11 +73,11 @@ def initialize(
     dist_init_required: bool | None = None,
     distributed_port: int | None = None,
     mesh_param: Any = None,
+    **plain: Unpack[PlainKeywords],
 ) -> Initialized:
     """Returns an engine over `model`, as `deepspeed.initialize` does: (engine, optimizer, loader, lr_scheduler).
 
-    The engine takes over the parameters, which become placeholders outside of forward and backward. All ranks must call
-    it.
+    The engine takes over the parameters: placeholders outside of forward and backward. All ranks must call it.
 
     Args:
         args: Namespace whose `deepspeed_config` is read if `config` and `config_params` are None.
@@ -89,6 +94,7 @@ def initialize(
         dist_init_required: For compatibility; None or a bool, without effect.
         distributed_port: For compatibility; None or the launcher's port.
         mesh_param: For compatibility; must be None.
+        **plain: Keywords that stand for a config: weights, states, path, host_memory, device_memory, dtype, and so on.
 
     Raises:
         ConfigError: If the config is wrong or does not fit the model. This and the following come before any change.
@@ -101,9 +107,8 @@ def initialize(
     meet_others()
     try:
         refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
-        loaded = with_configured(load_config(chosen_config(args, config, config_params)))
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+        args, model = _model_of(args, model)
+        loaded = with_configured(load_config(chosen_config(args, config, config_params, model, plain)))
         check_data(training_data, collate_fn)
         let_segments_grow(loaded.offload.device)  # before CUDA is used
         device = open_device(compute_device(loaded.offload.device))
@@ -201,12 +206,26 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
     return tuple(line for holds, line in lines if holds)
 
 
-def chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:
+    """Returns the namespace and the model, which may come first, in the place of DeepSpeed's `args`."""
+    if model is None and isinstance(args, nn.Module):
+        return None, args
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
+    return args, model
+
+
+def chosen_config(
+    args: Any, config: Any, config_params: Any, model: Any = None, plain: Mapping[str, Any] = MappingProxyType({})
+) -> Any:
     """Returns the single config of the arguments of `initialize`; raises `ConfigError`."""
     given = [c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None]
+    # Two configs are an error of their own.
+    if plain and len(given) < 2:
+        return plain_config(model, given[0] if given else None, plain)
     if len(given) != 1:
         raise ConfigError(
             f"expected one of config, config_params and args.deepspeed_config, got {len(given)}; "
-            f"give the path of a DeepSpeed JSON file or its content as a dict"
+            f'give the path of a DeepSpeed JSON file or its content as a dict, or keywords such as states="nvme"'
         )
     return given[0]

@@ -124,6 +124,7 @@ class DeviceArena:
         except (torch.OutOfMemoryError, OSError) as error:
             advice = "free the memory that others took while the engine was asleep, and call again"
             raise self._too_small(self.nbytes, error, advice) from error
+        # Every stream has ended by now, so no buffer waits for an earlier one.
         self._readers = []
         self.given_back = False
 

@@ -273,6 +273,7 @@ class HostArena:
         Args:
             kept: (start, stop) within the arena of bytes that keep their contents, in ordinary memory.
         """
+        # Pinned pages cannot go.
         self._mapping.device.unregister(tuple(self._parts.values()))
         self.given_back = True
         self.pinned = dict.fromkeys(self.pinned, 0)
