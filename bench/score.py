@@ -95,8 +95,14 @@ def _write(name: str, layers: int | None, dtype: str, folder: Path) -> None:
 
 
 def _llama(layers: int) -> transformers.LlamaConfig:
-    width = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 16}
-    return transformers.LlamaConfig(**width, num_hidden_layers=layers, vocab_size=8192)
+    return transformers.LlamaConfig(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        num_hidden_layers=layers,
+        vocab_size=8192,
+    )
 
 
 def _read(files: list[Path]) -> None:

@@ -27,7 +27,7 @@ def static_cache(config: Any, length: int) -> Any:
     text = config.get_text_config(decoder=True)
     try:
         cache = StaticCache(config, max_cache_len=length)
-        plain = all(layer.max_cache_len for layer in cache.layers)
+        plain = all(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
     # transformers raises these for kinds of layers that it has no static form of.
     except (AttributeError, KeyError, TypeError, ValueError):
         plain = False

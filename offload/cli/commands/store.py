@@ -133,7 +133,7 @@ def import_(
         with IoQueue() as queue, _bar(console, nbytes_of(found)) as progress:
             done = import_checkpoint(found, out, queue, progress)
     for notice in done.notices:
-        console.print(notice, markup=False)
+        typer.echo(notice, err=True)
     if json_output:
         print(json.dumps({**done._asdict(), "path": str(done.path)}))
     else:
@@ -194,7 +194,7 @@ def export(
                 with _bar(console, read_nbytes(plan)) as progress:
                     done = write(source, out, plan, queue, progress, tokenizer)
     for notice in done.notices:
-        console.print(notice, markup=False)
+        typer.echo(notice, err=True)
     if json_output:
         print(json.dumps({**done._asdict(), "epoch": done.step, "path": str(done.path)}))
     else:
