@@ -12,6 +12,7 @@ from offload.config import load_config
 from offload.engine.optim.matrices.directions import balance
 from offload.errors import ConfigError
 from tests.support.matrix_models import SINKGD
+from tests.support.narrow_states import JOB, bytes_of_a_parameter
 from tests.support.oracle import (
     assert_same,
     assert_same_tensors,
@@ -67,6 +68,12 @@ def test_a_run_is_resumed_and_saved_with_its_states(tmp_path: Path) -> None:
 def test_a_killed_run_resumes_with_the_same_bits(tmp_path: Path) -> None:
     job = SINKGD._replace(steps=20, dtype="bf16")
     assert_same(kill_and_resume(job, DISK, tmp_path / "killed", 8), run(job, DISK, tmp_path / "whole"))
+
+
+def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
+    """No state is read or written: a weight and its low bits each way, and 2 as the backward reads weights."""
+    found = bytes_of_a_parameter(tmp_path, JOB._replace(optimizer="SinkGD"))
+    assert found.moved <= 10.3 and 8 < found.stored <= 8.4
 
 
 def test_a_matrix_has_no_state(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from tests.support import models
 from tests.support.early_updates import finish_step_before
-from tests.support.oracle import start, train_step
+from tests.support.oracle import Job, start, train_step
 
 JOB = models.GPT2._replace(dtype="bf16", steps=4)
 RULES = {
@@ -35,9 +35,9 @@ class Bytes(NamedTuple):
     stored: float
 
 
-def bytes_of_a_parameter(folder: Path, **options: Any) -> Bytes:
-    """Trains with everything on disk, and counts by the queue and the store."""
-    job = JOB._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
+def bytes_of_a_parameter(folder: Path, job: Job = JOB, **options: Any) -> Bytes:
+    """Trains with everything on disk, and counts by the queue and the store; nearly all parameters are matrices."""
+    job = job._replace(model=lambda: models.gpt2(layers=4, width=256), steps=1)
     engine = start(job, ("nvme", "nvme"), folder, speculate=False, **options)
     store, queue = engine._core.components.store, engine._core.components.queue
     assert store is not None and queue is not None
