@@ -302,6 +302,7 @@ class EngineCore(EngineCallbacks):
             self._begin()
 
     def begin_backward(self) -> None:
+        # For a plain `loss.backward()`: no call of the engine has asked before.
         self._refuse_capture()
         if self.state.scaler is not None:
             self.state.scaler.begin_backward()
