@@ -17,9 +17,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import offload
+from offload import interrupts
 from tests.support import warm_process
 from tests.support.late_device import LateDevice, Ticks, use_device
-from tests.support.oracle import Job, start, train_step
+from tests.support.oracle import Job, room_for, start, train_step
 
 BLOCKS = 6
 AT = 3
@@ -32,7 +33,16 @@ class Watch:
     def __init__(self) -> None:
         self.blocks: list[int] = []
         self.threads: set[int] = set()
-        self.armed = False
+        self.armed = self.in_change = False
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@interrupts.uninterrupted
+def interrupt_a_change() -> None:
+    interrupt()
 
 
 class Mark(torch.autograd.Function):
@@ -46,7 +56,7 @@ class Mark(torch.autograd.Function):
         ctx.watch.blocks.append(ctx.block)
         ctx.watch.threads.add(threading.get_ident())
         if ctx.watch.armed and ctx.block == AT:
-            os.kill(os.getpid(), signal.SIGINT)
+            (interrupt_a_change if ctx.watch.in_change else interrupt)()
         return gradient.clone(), None, None
 
 
@@ -114,6 +124,20 @@ def test_ctrl_c_ends_a_backward_within_one_unit(model: type[Net], device: LateDe
         engine.zero_grad()
         assert [train_step(engine, job, step) for step in (1, 2)] == losses[1:]
     assert watch.threads == {threading.get_ident()} and device.broken == []
+    engine.destroy(remove=True)
+
+
+def test_a_ctrl_c_that_had_to_wait_for_a_change_is_obeyed_by_the_next_unit(
+    device: LateDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However soon the next units are done: the signal arrives again only after a moment."""
+    monkeypatch.setattr(interrupts, "_RETRY_S", 0.3)
+    engine = start(JOB, ("nvme", "nvme"), tmp_path, device_memory=room_for(JOB, 2))
+    watch = engine.module.watch
+    watch.armed = watch.in_change = True
+    with Ticks(device), pytest.raises(KeyboardInterrupt):
+        engine.backward(loss(engine, 0, 0))
+    assert len(watch.blocks) <= BLOCKS - AT + 1
     engine.destroy(remove=True)
 
 

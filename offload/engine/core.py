@@ -314,6 +314,7 @@ class EngineCore(EngineCallbacks):
             self._begin()
 
     def begin_backward(self) -> None:
+        # For a plain `loss.backward()`: no call of the engine has asked before.
         self._refuse_capture()
         self.sleeping.wake()  # a graph of before
         if self.state.scaler is not None:

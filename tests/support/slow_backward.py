@@ -44,9 +44,8 @@ class Signals:
             time.sleep(60)
 
     def _send(self) -> None:
-        self.waiting = False
         os.kill(os.getpid(), signal.SIGINT)
-        self.sent = time.monotonic()
+        self.sent, self.waiting = time.monotonic(), False
 
     def obeyed(self) -> int:
         """Returns the number of units that began after the last signal."""

@@ -150,7 +150,8 @@ class DeviceToHost:
                 self.device.wait_event(piece.computed)
             try:
                 copies = [copy_of(pieces)]
-            except torch.OutOfMemoryError:  # there is no room to join them
+            # A copy of each gradient by itself needs no memory on the device, and brings the same bytes.
+            except torch.OutOfMemoryError:
                 copies = [copy_of([piece]) for piece in pieces]
             for copy in copies:
                 joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
@@ -169,6 +170,7 @@ class DeviceToHost:
         """
         try:
             return allocate()
+        # The error is dropped before the second attempt: its frames refer to what the first one has allocated.
         except torch.OutOfMemoryError:
             if not self._sent and not self._small.pieces:
                 raise

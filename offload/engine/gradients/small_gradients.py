@@ -113,6 +113,8 @@ class SmallGradients:
 def group(pieces: Sequence[Piece]) -> list[list[Piece]]:
     """Returns the pieces by the copy with which they leave: neighbours in host memory, then all others together."""
     runs: list[list[Piece]] = []
+    # A gradient that is added, or whose squares the host sums, is received chunk by chunk: it has no place to go to
+    # straight away.
     straight = [piece for piece in pieces if piece.target is not None and piece.receive is None]
     for piece in sorted(straight, key=_address):
         if runs and _gap(runs[-1][-1], piece) is not None:
@@ -122,6 +124,7 @@ def group(pieces: Sequence[Piece]) -> list[list[Piece]]:
     runs = [
         run for run in runs if len(run) == len(pieces) or sum(piece.source.nbytes for piece in run) >= THROUGH_STAGING
     ]
+    # Short runs between parameters without a gradient would each be a copy again: they join the others.
     leaving = {piece.place for run in runs for piece in run}
     others = [piece for piece in pieces if piece.place not in leaving]
     return [*runs, others] if others else runs
@@ -150,6 +153,7 @@ def _gap(left: Piece, right: Piece) -> int | None:
     """
     if left.target is None or right.target is None or left.receive is not None or right.receive is not None:
         return None
+    # Two allocations may be next to each other by chance, and no tensor can span both.
     if left.target.untyped_storage().data_ptr() != right.target.untyped_storage().data_ptr():
         return None
     gap = right.target.data_ptr() - left.target.data_ptr() - left.target.nbytes
@@ -164,6 +168,7 @@ def _side_by_side(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
     for left, right in pairwise(pieces):
         gap = _gap(left, right)
         if gap:
+            # Zeros, as the padding was at the start: nobody reads it, and no run's files shall depend on it.
             parts.append(torch.zeros(gap, dtype=torch.uint8, device=right.source.device))
         parts.append(right.source.view(torch.uint8))
     source = torch.cat(parts)

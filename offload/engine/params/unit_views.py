@@ -31,7 +31,7 @@ from torch.autograd.graph import increment_version
 from offload.engine._native import Handle, view_of
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.errors import BudgetError, UsageError
-from offload.interrupts import uninterrupted
+from offload.interrupts import let_deferred_in, uninterrupted
 from offload.layout.flat_layout import UnitLayout, view_places
 from offload.swapper.memory.viewed_memory import Binding, ViewPlaces
 from offload.swapper.pager import Pager
@@ -160,6 +160,7 @@ class UnitViews:
         Raises:
             UsageError: if the weights have changed since the view was saved.
         """
+        let_deferred_in()  # a backward that is quick and mostly within changes obeys a Ctrl-C here at the latest
         # A gradient of newer weights than the forward's would be wrong without an error.
         if self._pager.updates(saved.unit) != saved.updates:
             raise UsageError(
