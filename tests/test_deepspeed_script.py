@@ -187,6 +187,34 @@ def test_parameters_are_gathered_between_steps_and_are_there_in_a_forward(tmp_pa
     engine.destroy()
 
 
+def test_weights_that_a_backward_has_saved_are_available(tmp_path: Path) -> None:
+    """As trl's head asks; and the keys with a dot that trl adds to a config have no effect."""
+    available = deepspeed.zero.ZeroParamStatus.AVAILABLE
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, weight = ctx.saved_tensors
+            assert weight.ds_status is available
+            return gradients[0] @ weight, gradients[0].t() @ x
+
+    class Layer(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return Product.apply(input, self.weight)  # type: ignore[no-any-return]
+
+    model = nn.Sequential(Layer(4, 4, bias=False), Layer(4, 4, bias=False))
+    dotted = {"zero_optimization.reduce_bucket_size": 16}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path, **dotted))
+    engine.backward(engine(torch.ones(2, 4)).square().mean())
+    assert deepspeed.utils.safe_get_full_grad(model[0].weight).abs().sum() > 0
+    engine.destroy()
+
+
 def test_parameters_have_deepspeeds_attributes_and_copies_have_none(tmp_path: Path) -> None:
     model, other = net(), net()
     engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config(tmp_path))

@@ -19,7 +19,7 @@ BLOCKS = [
     for guide in sorted(GUIDES.glob("*.md"))
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
 ]
-OPTIONAL = {"bitsandbytes", "torchao"}
+OPTIONAL = {"bitsandbytes", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
 
 
@@ -35,6 +35,7 @@ def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
     return done
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
 @pytest.mark.parametrize("code", BLOCKS)
 def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OPTIONAL & set(re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)):

@@ -13,6 +13,8 @@ from offload.config import read_json
 _engines = itertools.count()
 """Engines so far of this process whose config names no run."""
 
+_DOTTED = "zero_optimization."
+
 
 def content_of(config: Any) -> dict[str, Any]:
     """Returns a copy of a config that is given as a path, as text in base64 or as a mapping.
@@ -27,7 +29,8 @@ def content_of(config: Any) -> dict[str, Any]:
     # accelerate's word for no lines.
     if content.get("steps_per_print") == math.inf:
         del content["steps_per_print"]
-    return content
+    # trl adds such keys for the engine of a reference; DeepSpeed knows none with a dot, and ignores them.
+    return {key: value for key, value in content.items() if not str(key).startswith(_DOTTED)}
 
 
 def of_a_script(content: Mapping[str, Any], leaves: Iterable[str], trains: bool) -> dict[str, Any]:

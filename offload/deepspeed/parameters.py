@@ -53,6 +53,8 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
     if not hasattr(nn.Parameter, "ds_id"):
         for name, read in _READ.items():
             setattr(nn.Parameter, name, _property(name, read))
+        # Weights that a backward of one's own has saved are views of them, which have memory; trl asks each.
+        setattr(torch.Tensor, "ds_status", property(_has_memory))  # noqa: B010 - mypy knows no such attribute
     for parameter in parameters:
         if not is_marked(parameter):
             setattr(parameter, _ID, next(_ids))
@@ -78,6 +80,13 @@ def _status(parameter: Any) -> ZeroParamStatus:
     # By the class of the moment: the pager changes it at each use, and nothing else has to be told.
     absent = handle_of(parameter) is not None or is_deferred(parameter)
     return ZeroParamStatus.NOT_AVAILABLE if absent else ZeroParamStatus.AVAILABLE
+
+
+def _has_memory(tensor: torch.Tensor) -> ZeroParamStatus:
+    """Returns AVAILABLE for any tensor that is no parameter of an engine; an unmarked parameter has no status."""
+    if isinstance(tensor, nn.Parameter):
+        raise AttributeError(f"{type(tensor).__name__!r} object has no attribute 'ds_status'")
+    return ZeroParamStatus.AVAILABLE
 
 
 def _partition(parameter: Any) -> torch.Tensor:
