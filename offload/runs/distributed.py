@@ -175,8 +175,11 @@ class _Writing:
             # Durable before the metadata, which name it.
             file.flush()
             os.fsync(file.fileno())
-        for place in self._metadata.storage_data.values():
-            place.length = place.length or (self._folder / place.relative_path).stat().st_size
+        places = self._metadata.storage_data
+        for index, place in tuple(places.items()):
+            if not place.length:
+                file_nbytes = (self._folder / place.relative_path).stat().st_size
+                places[index] = stored_at(place.relative_path, 0, file_nbytes)
         data = io.BytesIO()
         pickle.dump(self._metadata, data)
         # Last, since it makes the folder a checkpoint to torch.

@@ -48,7 +48,7 @@ class _Format(NamedTuple):
     program: str
     matches: Callable[[Path], bool]
     """Returns whether a folder is one checkpoint of this kind."""
-    read: Callable[[Path, bool], SavedContents]
+    read_contents: Callable[[Path, bool], SavedContents]
     """Reads all but the tensors of a folder; the second argument is False if optimizer states are not needed."""
 
 
@@ -112,7 +112,7 @@ def look_foreign(folder: Path, states: bool, tied_here: Mapping[str, str]) -> Fo
     """
     found = next(each for each in _FORMATS if each.matches(folder))
     try:
-        contents = found.read(folder, states)
+        contents = found.read_contents(folder, states)
         mode = _mode(contents, folder, states)
         layouts = tuple(_layout(name, parameter) for name, parameter in contents.parameters.items())
         progress = snapshot(contents)
