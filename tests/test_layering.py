@@ -86,7 +86,7 @@ WITHIN = {
         "model_io": "checkpoint distributed keywords params training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
-        "core": "callbacks checkpoint memory model_io optim optimizer_state_dict schedule shutdown "
+        "core": "callbacks checkpoint gradients memory model_io optim optimizer_state_dict schedule shutdown "
         "stack_access step training",
         "api": "checkpoint core keywords memory model_io training",
         "engine": "api keywords training",

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from torch import nn
 
 from offload.engine.callbacks import Edit, EngineCallbacks, Turn
 from offload.engine.checkpoint.manager import Checkpoints
+from offload.engine.gradients.zero_grad import ZeroGrad
 from offload.engine.memory.report import base_bytes
 from offload.engine.memory.sleep import FreedBytes, Sleep
 from offload.engine.model_io.save_pretrained import PretrainedWriter
@@ -49,24 +49,6 @@ from offload.torch_internals import inside_backward
 logger = logging.getLogger("offload")
 
 _T = TypeVar("_T")
-
-
-class _ZeroGrad:
-    """`model.zero_grad()` under an engine, which holds the gradients.
-
-    A deep copy of the model receives the method of its class again.
-    """
-
-    def __init__(self, module: nn.Module, forget: Callable[[], None]) -> None:
-        self._module, self._forget = module, forget
-
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Drops the engine's gradients. `set_to_none` has no effect, since `.grad` is always None."""
-        self._forget()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Returns the class's own `zero_grad`, bound to the copied module."""
-        return types.MethodType(type(self._module).zero_grad, memo[id(self._module)])
 
 
 class EngineCore(EngineCallbacks):
@@ -118,7 +100,7 @@ class EngineCore(EngineCallbacks):
             """Resident bytes of the process when the engine was built, without the memory of engines."""
             states = OptimizerStates(self.param_access, components.layouts, components.shards.mode, self.state)
             optimizer.attach(self.end_step, self.forget_gradients, self.state.regrouped, states)
-            module.__dict__["zero_grad"] = _ZeroGrad(module, self.forget_gradients)
+            module.__dict__["zero_grad"] = ZeroGrad(module, self.forget_gradients)
             self.shutdown = Shutdown(module, components, self.state, self._enter_end)
         except BaseException:
             module.__dict__.pop("zero_grad", None)

@@ -77,8 +77,7 @@ class UnitViews:
             places = view_places(layout, dtype)
             self._units.append(_Unit(known.setdefault(places, places), layout.name, mine, pager.stays(index)))
             ParamHandle.release(mine)
-        self.shown: set[int] = set()
-        """Units that stay, and whose parameters are ordinary ones now. Others only read it."""
+        self.shown: set[int] = set()  # units that stay, and whose parameters are ordinary ones now; others only read it
         self.outdated = 0  # changes of units that stay; others only read it
         self._live: list[Binding] = []
         """Every binding that still owns a pin of the pager, oldest first."""
