@@ -248,7 +248,8 @@ class Engine(MicroBatchesApi):
         overwritten them.
 
         Args:
-            *objects: objects with `state_dict()`, which returns plain values, and `load_state_dict(state)`.
+            *objects: objects with `load_state_dict(state)` and `state_dict()`, which returns plain values and tensors
+                of the CPU of at most 64 KiB. What can be iterated is a loader: its state is that of the step's end.
 
         Raises:
             UsageError: if an object lacks one of the methods, its state is not plain, or it is not the object that the

@@ -1,40 +1,47 @@
 """Conversion between plain Python values and JSON, so that objects of the user survive a commit unchanged.
 
-Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values. JSON has no
-tuples, no keys other than strings, and no numbers that are not finite. Such values, for example the
-milestones of MultiStepLR, a Counter with integer keys, are written as objects with one reserved key.
+Plain values are None, booleans, numbers, strings, and lists, tuples, dicts and Counters of plain values; where a caller
+allows it, small tensors on the CPU too, such as the state of a generator. JSON has no tuples, no keys other than
+strings, and no numbers that are not finite. Such values, for example the milestones of MultiStepLR, a Counter with
+integer keys, are written as objects with one reserved key.
 """
 
 from __future__ import annotations
 
+import base64
 import math
 import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from offload.errors import UsageError
 
 _MARK = "\0"  # begins the reserved keys of values that JSON cannot express
 _DEPTH = 100
+_TENSOR_NBYTES = 65_536
+"""Most bytes of a tensor: a commit is no place for weights."""
 _SURE_BITS = 2000  # Python writes at least 640 digits, whatever its limit is
 
 
-def to_plain(value: Any, name: str, advice: str) -> Any:
+def to_plain(value: Any, name: str, advice: str, tensors: bool = False) -> Any:
     """Returns a copy of `value` that JSON can hold.
 
     Args:
         value: The value to convert.
         name: Name of `value` in error messages.
         advice: Last part of an error message: the action that the user should take.
+        tensors: True to allow tensors on the CPU of at most 64 KiB.
 
     Raises:
         UsageError: If something in `value` is not plain; the message names it.
     """
-    return _encode(value, name, advice, _DEPTH)
+    return _encode(value, name, advice, _DEPTH, tensors)
 
 
-def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
+def _encode(value: Any, name: str, advice: str, depth: int, tensors: bool) -> Any:
     """Converts `value`, of at most `depth` nested levels; see `to_plain` for the arguments."""
     # `json` would write NaN and Infinity, which are not JSON.
     if isinstance(value, float) and not math.isfinite(value):
@@ -47,12 +54,16 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
         raise UsageError(f"{name} is nested more than {_DEPTH} levels deep, or contains itself; {advice}")
 
     def inner(item: Any, key: Any) -> Any:
-        return _encode(item, f"{name}[{key!r}]", advice, depth - 1)
+        return _encode(item, f"{name}[{key!r}]", advice, depth - 1, tensors)
 
     if isinstance(value, list | tuple):
         items = [inner(item, index) for index, item in enumerate(value)]
         # JSON would turn a tuple into a list, and the user's object would not receive what it has saved.
         return items if isinstance(value, list) else {f"{_MARK}tuple": items}
+    if tensors and isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.nbytes <= _TENSOR_NBYTES:
+        content = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        encoded = base64.b64encode(content).decode("ascii")
+        return {f"{_MARK}tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), encoded]}
     if not isinstance(value, dict):
         raise UsageError(f"{name} is a {type(value).__module__}.{type(value).__qualname__}; {advice}")
     for key in value:
@@ -61,7 +72,7 @@ def _encode(value: Any, name: str, advice: str, depth: int) -> Any:
                 f"{name} contains the key {key!r}, a {type(key).__module__}.{type(key).__qualname__}; {advice}"
             )
         _check_digits(key, f"a key of {name}")
-    pairs = [[_encode(key, name, advice, depth), inner(item, key)] for key, item in value.items()]
+    pairs = [[_encode(key, name, advice, depth, tensors), inner(item, key)] for key, item in value.items()]
     if isinstance(value, Counter):
         return {f"{_MARK}counter": pairs}
     # The usual case stays readable JSON. A key that begins like a reserved one is escaped by the pairs below.
@@ -87,6 +98,8 @@ def from_plain(value: Any) -> Any:
     for name, make in ((f"{_MARK}tuple", tuple), (f"{_MARK}dict", _as_dict), (f"{_MARK}counter", _as_counter)):
         if isinstance(value, dict) and name in value:
             return make(from_plain(value[name]))
+    if isinstance(value, dict) and f"{_MARK}tensor" in value:
+        return _as_tensor(*value[f"{_MARK}tensor"])
     return _unmarked(value, from_plain)
 
 
@@ -123,3 +136,9 @@ def _as_dict(pairs: list[list[Any]]) -> dict[Any, Any]:
 def _as_counter(pairs: list[list[Any]]) -> Counter[Any]:
     """Returns the Counter of a list of pairs."""
     return Counter(_as_dict(pairs))
+
+
+def _as_tensor(dtype: str, shape: list[int], encoded: str) -> torch.Tensor:
+    """Returns the tensor of a dtype's name, a shape and its bytes in base 64."""
+    content = torch.tensor(list(base64.b64decode(encoded)), dtype=torch.uint8)
+    return content.view(getattr(torch, dtype)).view(shape)

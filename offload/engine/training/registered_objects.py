@@ -5,6 +5,9 @@ a resumed run    as many objects as the commit contains must be registered befor
                  in the same order; each receives its state at once. After that step more may be registered
 a load           each registered object receives its state at once. Further objects of the checkpoint must be registered
                  as in a resumed run; objects that the checkpoint lacks stay as they are
+
+A commit contains a loader's state as of the step's end, since the loop draws the next batch before it calls the engine
+again; of all other objects as of the first call after the step.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ from offload.sizes import count_of
 
 _ADVICE = (
     "a commit holds None, booleans, numbers, strings, and lists, tuples and dicts of them. Let state_dict() return "
-    "such values; tensors can be buffers of the model, which each commit holds"
+    "such values, and tensors of the CPU of at most 64 KiB; larger ones can be buffers of the model, which each commit "
+    "holds"
 )
 
 
@@ -29,6 +33,8 @@ class RegisteredObjects:
         self._objects: list[Any] = []
         self._waiting: list[Mapping[str, Any]] = []
         """States from the resumed commit or checkpoint whose objects are not registered yet."""
+        self._positions: dict[int, Mapping[str, Any]] = {}
+        """States of the loaders among the objects, by their number, as of the step's end."""
         # True if objects may be registered for which the commit contains no state.
         self._may_grow = True
 
@@ -57,6 +63,7 @@ class RegisteredObjects:
         for thing, held in zip(self._objects, states, strict=False):
             thing.load_state_dict(from_plain(held["state"]))
         # Objects without a state show that the user knows of more objects than the checkpoint, so others may follow.
+        self._keep_positions()
         more = max(0, len(self._objects) - len(states))
         self._waiting, self._may_grow = list(states[len(self._objects) :]), may_grow or more > 0
         return more
@@ -108,6 +115,7 @@ class RegisteredObjects:
             thing.load_state_dict(from_plain(held["state"]))
         self._waiting = self._waiting[len(objects) :]
         self._objects.extend(objects)
+        self._keep_positions()
 
     def check_complete(self) -> None:
         """Raises `UsageError` if the next step would lose the state of an object that is not registered."""
@@ -120,18 +128,25 @@ class RegisteredObjects:
             )
 
     def stepped(self) -> None:
-        """Allows new objects after a step, also in a resumed run."""
+        """Takes the positions of loaders at a step's end, and allows new objects, also in a resumed run."""
         self._may_grow = True
+        self._keep_positions()
 
     def states(self) -> list[Mapping[str, Any]]:
         """Returns the states for the next commit as JSON, including those whose objects are not registered yet."""
-        return [_state(thing, number) for number, thing in enumerate(self._objects, 1)] + self._waiting
+        numbered = enumerate(self._objects, 1)
+        return [self._positions.get(number) or _state(thing, number) for number, thing in numbered] + self._waiting
+
+    def _keep_positions(self) -> None:
+        """Takes the states of all loaders: of objects that are iterated."""
+        numbered = enumerate(self._objects, 1)
+        self._positions = {number: _state(thing, number) for number, thing in numbered if hasattr(thing, "__iter__")}
 
 
 def _state(thing: Any, number: int) -> Mapping[str, Any]:
     """Returns type and state of an object as JSON."""
     what = f"registered object {number}, {type(thing).__name__}: its state_dict()"
-    return {"type": type(thing).__name__, "state": to_plain(thing.state_dict(), what, _ADVICE)}
+    return {"type": type(thing).__name__, "state": to_plain(thing.state_dict(), what, _ADVICE, tensors=True)}
 
 
 def _names(states: Sequence[Mapping[str, Any]]) -> str:
