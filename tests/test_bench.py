@@ -28,6 +28,7 @@ def _figures(capsys: pytest.CaptureFixture[str]) -> dict[str, float]:
     return figures
 
 
+@pytest.mark.slow
 def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1", "--micro-batches", "2"]
     step.main([str(tmp_path), *sizes, "--schedules", "layer_major,micro_batch_major"])
@@ -52,6 +53,7 @@ def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str])
     assert _figures(capsys)["plain_forward_us"] > 0
 
 
+@pytest.mark.slow
 def test_bench_predict_reports_its_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

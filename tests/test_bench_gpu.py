@@ -133,6 +133,7 @@ def test_an_installation_without_transformers_is_told_what_to_install(monkeypatc
         command.check_machine("cpu")
 
 
+@pytest.mark.slow
 def test_a_step_has_as_many_tokens_as_fit_beside_the_model() -> None:
     """8 x 4096 where there is room: on a fast GPU smaller steps wait for the host and say nothing of copies."""
     found = [largest_step("llama-1b", memory * GIB) for memory in (140, 80, 48, 24, 1)]

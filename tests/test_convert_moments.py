@@ -208,6 +208,7 @@ def test_a_damaged_run_is_not_converted(tmp_path: Path) -> None:
     assert not (tmp_path / "default-int8").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_conversion_leaves_the_run_and_can_be_made_again(tmp_path: Path) -> None:
     job = JOB._replace(model=lambda: models.gpt2(layers=8, width=256))
     weights, moments = trained(job, tmp_path)

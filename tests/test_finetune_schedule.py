@@ -65,6 +65,7 @@ def test_both_orders_have_the_same_bits(options: tuple[str, ...], folder: Path) 
     assert all(value.equal(saved[1][key]) for key, value in saved[0].items()) and saved[0].keys() == saved[1].keys()
 
 
+@pytest.mark.slow
 def test_further_micro_batches_read_no_more_weights(folder: Path, tmp_path: Path) -> None:
     """By the bytes in the log, of budgets without room for a cache."""
     make_folder(tmp_path / "deep", MARKING_TEMPLATE, num_hidden_layers=8, hidden_size=128, intermediate_size=512)

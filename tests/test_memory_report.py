@@ -54,6 +54,7 @@ def _train(folder: str, tiers: tuple[str, str]) -> dict[str, Any]:
     return {"report": dict(report), "rss": rss, "words": words, "host": engine.host_memory}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "cpu"), ("none", "none")], ids=lambda tiers: tiers[0])
 def test_it_adds_up_to_rss(tiers: tuple[str, str], tmp_path: Path) -> None:
     found = forked(_train, str(tmp_path), tiers)[0]

@@ -43,6 +43,7 @@ def test_a_prediction_beside_a_step_of_others_is_generated(number: int) -> None:
     assert table.step_row(table.STEPS[number]) in PAGE.splitlines(), "run: python -m offload.planner.guide_table"
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(len(table.CARD_CASES)))
 def test_a_row_of_13b_on_one_card_is_generated(number: int) -> None:

@@ -142,6 +142,7 @@ def check(run: Run, unbroken: tuple[list[Any], dict[str, torch.Tensor]]) -> None
         assert_same_tensors(mine, weights)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("late", [0.0, 0.01])
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
 def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> None:
@@ -163,6 +164,7 @@ def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> Non
     check(run, unbroken)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["Muon", "torch.optim.Adafactor"])
 def test_killed_while_ranks_step_parameters_together(optimizer: str, tmp_path: Path) -> None:
     """The other rank ends, whatever part of a parameter it waits for, and both go on from the same step."""

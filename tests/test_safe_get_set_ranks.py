@@ -59,6 +59,7 @@ def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[li
     return found, after, losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
 def test_two_ranks_read_and_set_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -152,6 +153,7 @@ def doubled_complete(job: Job, folder: Path) -> Found:
     return {name: value if value is None or name.split()[0] in frozen else value * 2 for name, value in found.items()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_the_shards_of_all_ranks_are_complete(dtype: str, ranks: RankPool, tmp_path: Path) -> None:
     job = ROWS._replace(dtype=dtype)

@@ -129,6 +129,7 @@ except MemoryError:
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("in_files", [True, False])
 def test_data_may_be_larger_than_memory(tmp_path: Path, in_files: bool) -> None:
     """20 MB of text are 20 million tokens without a tokenizer, 340 MB with all that is known of each."""

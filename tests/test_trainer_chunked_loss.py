@@ -302,6 +302,7 @@ def trained(folder: Path, checkpoint: Path | None = None, **more: Any) -> Run:
         return result(mine)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_computes_its_loss_as_it_began(
     calls: list[torch.Size], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
