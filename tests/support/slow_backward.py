@@ -102,6 +102,7 @@ def main(device: str, folder: str, moments: list[str]) -> None:
         try:
             value = loss(engine, signals.step, 0)
             engine.backward(value)
+            time.sleep(0.02)  # a signal that came in the last unit is taken here, and not in step()
         except KeyboardInterrupt:
             print(f"obeyed {signals.obeyed()}", flush=True)
             if interrupted:
