@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "lose small gradients that a Ctrl-C kept from leaving",
         "offload.engine.gradients.device_to_host",
-        "        for pieces in group(self._small.pieces):\n",
-        "        for pieces in group(self._small.pieces):\n            self._small.remove(pieces)\n",
+        "        for each in group(self._small.pieces):\n",
+        "        for each in group(self._small.pieces):\n            self._small.remove(each.pieces)\n",
         "tests/test_small_gradients.py",
     ),
     Mutant(

@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from offload.engine.gradients.small_gradients import Piece, Place, Receive, SmallGradients, copy_of, group
+from offload.engine.gradients.small_gradients import Group, Piece, Place, Receive, SmallGradients, copy_of, group
 from offload.swapper.memory.device import Device, Event
 from offload.swapper.memory.host_arena import HostBuffer
 from offload.swapper.memory.interruptible_lock import InterruptibleLock
@@ -145,14 +145,14 @@ class DeviceToHost:
 
     def flush(self) -> None:
         """Sends the small gradients that were collected, neighbours in host memory as one copy, all others as one."""
-        for pieces in group(self._small.pieces):
-            for piece in pieces:  # computed on their backward's streams; this stream may be another
+        for each in group(self._small.pieces):
+            for piece in each.pieces:  # computed on their backward's streams; this stream may be another
                 self.device.wait_event(piece.computed)
             try:
-                copies = [copy_of(pieces)]
+                copies = [copy_of(each)]
             # A copy of each gradient by itself needs no memory on the device, and brings the same bytes.
             except torch.OutOfMemoryError:
-                copies = [copy_of([piece]) for piece in pieces]
+                copies = [copy_of(Group([piece], [])) for piece in each.pieces]
             for copy in copies:
                 joined = tuple(piece.source for piece in copy.pieces) if len(copy.pieces) > 1 else ()
                 computed = self.device.record_event()

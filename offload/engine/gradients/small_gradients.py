@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -53,6 +52,14 @@ class Piece(NamedTuple):
     target: torch.Tensor | None
     """(n,) of the same dtype in HOST, or None."""
     receive: Receive | None
+
+
+class Group(NamedTuple):
+    """Gradients of a unit that leave as one copy."""
+
+    pieces: Sequence[Piece]
+    gaps: Sequence[int] | None
+    """Bytes of padding before each piece but the first, if all are neighbours in host memory; otherwise None."""
 
 
 class Copy(NamedTuple):
@@ -110,32 +117,36 @@ class SmallGradients:
         self.pieces = [piece for piece in self.pieces if piece.place not in places]
 
 
-def group(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def group(pieces: Sequence[Piece]) -> list[Group]:
     """Returns the pieces by the copy with which they leave: neighbours in host memory, then all others together."""
-    runs: list[list[Piece]] = []
+    # The thread that launches the backward runs this for each unit, so each pair of neighbours is looked at once.
+    runs: list[tuple[list[Piece], list[int]]] = []
     # A gradient that is added, or whose squares the host sums, is received chunk by chunk: it has no place to go to
     # straight away.
     straight = [piece for piece in pieces if piece.target is not None and piece.receive is None]
     for piece in sorted(straight, key=_address):
-        if runs and _gap(runs[-1][-1], piece) is not None:
-            runs[-1].append(piece)
+        gap = _gap(runs[-1][0][-1], piece) if runs else None
+        if gap is None:
+            runs.append(([piece], []))
         else:
-            runs.append([piece])
-    runs = [
-        run for run in runs if len(run) == len(pieces) or sum(piece.source.nbytes for piece in run) >= THROUGH_STAGING
-    ]
+            runs[-1][0].append(piece)
+            runs[-1][1].append(gap)
+    if len(runs) == 1 and len(straight) == len(pieces):
+        return [Group(*runs[0])]
     # Short runs between parameters without a gradient would each be a copy again: they join the others.
-    leaving = {piece.place for run in runs for piece in run}
+    groups = [Group(*run) for run in runs if sum(piece.source.nbytes for piece in run[0]) >= THROUGH_STAGING]
+    leaving = {piece.place for each in groups for piece in each.pieces}
     others = [piece for piece in pieces if piece.place not in leaving]
-    return [*runs, others] if others else runs
+    return [*groups, Group(others, None)] if others else groups
 
 
-def copy_of(pieces: Sequence[Piece]) -> Copy:
+def copy_of(group: Group) -> Copy:
     """Returns the copy of the pieces of one group, which the current stream may read."""
+    pieces = group.pieces
     if len(pieces) == 1:
         return Copy(pieces, pieces[0].source, pieces[0].target, pieces[0].receive)
-    if all(_gap(left, right) is not None for left, right in pairwise(pieces)):
-        source, target = _side_by_side(pieces)
+    if group.gaps is not None:
+        source, target = _side_by_side(pieces, group.gaps)
         return Copy(pieces, source, target, None)
     source, receive = join(pieces)
     return Copy(pieces, source, None, receive)
@@ -151,8 +162,7 @@ def _gap(left: Piece, right: Piece) -> int | None:
 
     A parameter of one element takes `ALIGNMENT` elements, so a smaller gap contains none.
     """
-    if left.target is None or right.target is None or left.receive is not None or right.receive is not None:
-        return None
+    assert left.target is not None and right.target is not None
     # Two allocations may be next to each other by chance, and no tensor can span both.
     if left.target.untyped_storage().data_ptr() != right.target.untyped_storage().data_ptr():
         return None
@@ -161,16 +171,15 @@ def _gap(left: Piece, right: Piece) -> int | None:
     return gap if alike and 0 <= gap < ALIGNMENT * left.target.itemsize else None
 
 
-def _side_by_side(pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+def _side_by_side(pieces: Sequence[Piece], gaps: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the bytes of neighbours with the padding between them, on their device, and their places in one."""
     first, parts = pieces[0], [pieces[0].source.view(torch.uint8)]
     assert first.target is not None
-    for left, right in pairwise(pieces):
-        gap = _gap(left, right)
+    for piece, gap in zip(pieces[1:], gaps, strict=True):
         if gap:
             # Zeros, as the padding was at the start: nobody reads it, and no run's files shall depend on it.
-            parts.append(torch.zeros(gap, dtype=torch.uint8, device=right.source.device))
-        parts.append(right.source.view(torch.uint8))
+            parts.append(torch.zeros(gap, dtype=torch.uint8, device=piece.source.device))
+        parts.append(piece.source.view(torch.uint8))
     source = torch.cat(parts)
     return source, first.target.view(torch.uint8).as_strided((source.nbytes,), (1,))
 
