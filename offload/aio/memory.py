@@ -56,14 +56,9 @@ def release_pages(buffer: memoryview) -> None:
     Args:
         buffer: memory of `aligned_empty`, or a part of it; the caller still owns the memory.
     """
-    mapping = buffer.obj
-    assert isinstance(mapping, mmap.mmap), "memory of aligned_empty"
-    base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    offset = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - base if buffer else 0
-    start = -(-offset // _SYSTEM_PAGE) * _SYSTEM_PAGE
-    stop = (offset + len(buffer)) // _SYSTEM_PAGE * _SYSTEM_PAGE
-    if start < stop:
-        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+    assert isinstance(buffer.obj, mmap.mmap), "memory of aligned_empty"
+    if buffer:
+        release_pages_at(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
 
 
 def release_pages_at(address: int, nbytes: int) -> None:
