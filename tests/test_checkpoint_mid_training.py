@@ -193,7 +193,7 @@ def test_other_objects_are_an_error_before_anything_changes(tmp_path: Path) -> N
         script.engine.load_checkpoint(checkpoint)
     assert first.count == 1 and script.engine.global_steps == 2
     assert_same_tensors(before, script.engine.module.state_dict())
-    first.count = torch.ones(1)
+    first.count = object()
     with pytest.raises(UsageError, match="registered object 1, Counter"):
         script.engine.load_checkpoint(checkpoint, load_module_only=True)
     first.count = 1

@@ -284,10 +284,8 @@ def test_what_cannot_be_registered_is_an_error(tmp_path: Path) -> None:
     script = Script(tmp_path)
     with pytest.raises(UsageError, match=r"got a dict without state_dict and load_state_dict; .*client_state"):
         script.engine.register_for_checkpointing({})
-    with pytest.raises(
-        UsageError, match=r"number 1|object 1, Counter: its state_dict\(\)\['count'\] is a torch.Tensor"
-    ):
-        script.engine.register_for_checkpointing(Counter(torch.ones(1)))
+    with pytest.raises(UsageError, match=r"object 1, Counter: its state_dict\(\)\['count'\] is a builtins.object"):
+        script.engine.register_for_checkpointing(Counter(object()))
     script.step()
     script.end()
     script = Script(tmp_path)  # and neither is in the run
