@@ -67,6 +67,7 @@ def by_engine(folder: Path, tier: str = DISK, accumulation: int = 2, **blocks: A
             accelerator.engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Trainers", "Accelerate's loop: `accumulate`, `backward`, `clip_grad_norm_`", "right")
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.numeric

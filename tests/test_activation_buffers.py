@@ -61,7 +61,7 @@ NORMS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in NORMS])
 def test_statistics_are_those_of_the_plain_model(name: str, tier: str, tmp_path: Path) -> None:
@@ -112,6 +112,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "refused")) for name in REFUSED]
@@ -141,6 +142,7 @@ class Table(Block):
         return super().forward(hidden) + self.table[: len(hidden), None] * self.constant
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "a block with a table that grows", "right")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_table_that_grows_keeps_the_bits(tier: str, tmp_path: Path) -> None:

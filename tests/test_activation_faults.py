@@ -54,7 +54,7 @@ class Once:
 
 
 @pytest.mark.works(AREA, "an I/O error at an input: told once, with its cause", "the step fails, training goes on")
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("after", [0, 1, 3, 7, 11, 14, 20, 25])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_request_that_fails_is_told_once_and_training_goes_on(
@@ -96,6 +96,7 @@ def _slopes(model: Any, times: int) -> tuple[list[torch.Tensor], int]:
     return found, errors
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("operation", "after"), [("read", 0), ("read", 5), ("read", 11), ("write", 11)])
 def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
     operation: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -114,6 +115,7 @@ def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
         gives_back(engine)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_request_that_cannot_start_is_told_and_training_goes_on(
     operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -175,7 +177,7 @@ def test_a_full_drive_is_told_and_training_goes_on_when_there_is_room(
         gives_back(engine)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
 @pytest.mark.parametrize("seed", range(3))
 def test_requests_that_are_late_change_no_bit(
@@ -206,6 +208,7 @@ def _held() -> tuple[int, int, int]:
     return psutil.Process().num_fds(), threading.active_count(), process_memory().needed_bytes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
 def test_after_destroy_nothing_is_held(tier: str, tmp_path: Path) -> None:
     """Files, threads and host memory, after whole steps, a failed one, and a graph that is alive."""

@@ -48,7 +48,7 @@ def _numbers(loop: Loop, job: Job, placement: tuple[str, str], folder: Path, **o
 
 
 @pytest.mark.works(AREA, '"activations" in any tier, with every loop of the table Graphs but the next', "right")
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, in its jvp
 @pytest.mark.parametrize("tier", ALL_TIERS)
 @pytest.mark.parametrize("name", ONCE)
@@ -163,13 +163,14 @@ def _after(order: str, folder: Path, **options: Any) -> list[float]:
     return found
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("order", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in ORDERS])
 def test_forwards_and_backwards_in_any_order_keep_their_bits(order: str, tier: str, tmp_path: Path) -> None:
     assert _after(order, tmp_path / tier, activations=tier) == _after(order, tmp_path / "plain")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_what_was_kept_is_forgotten_though_a_graph_is_always_alive(tier: str, tmp_path: Path) -> None:
     """The next forward begins before the backward of the last, for ever."""
@@ -265,7 +266,7 @@ def _of(block: type[Block]) -> Job:
     return JOB._replace(model=type("Of" + block.__name__, (Stack,), {"block": lambda self, index: block()}))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in INSIDE])
 def test_what_a_block_does_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:
@@ -289,6 +290,7 @@ class Fails(Block):
         return super().forward(hidden)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "an exception in the middle of a recomputation", "right")
 @pytest.mark.parametrize("tier", ("device", *TIERS))
 def test_after_an_exception_in_a_recomputation_training_goes_on(tier: str, tmp_path: Path) -> None:

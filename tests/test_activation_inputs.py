@@ -178,7 +178,7 @@ CPU_ONLY = ("complex", "negated", "sparse")
 """What the test device has no kernels for."""
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("tier", ["device", *TIERS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in FORMS])
 def test_inputs_of_every_form_keep_the_bits(name: str, tier: str, tmp_path: Path) -> None:
@@ -231,6 +231,7 @@ class Passes(Stack):
         return hidden + torch.stack(notes).mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "inputs in tuples, dictionaries, dataclasses, and a list that a block extends", "right")
 @pytest.mark.parametrize("tier", ["device", *TIERS])
 def test_arguments_of_every_kind_keep_the_bits(tier: str, tmp_path: Path) -> None:
@@ -260,6 +261,7 @@ CACHED = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tier", ["device", *TIERS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in CACHED])
 def test_a_model_with_a_cache_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:
@@ -412,6 +414,7 @@ def _is_computed_again(engine: offload.Engine, job: Job, block: nn.Module) -> bo
     return len(calls) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_weights_and_batches_are_never_copied(tier: str, tmp_path: Path) -> None:
     """A block whose inputs are the batch, one that needs a gradient, and a weight of another module."""

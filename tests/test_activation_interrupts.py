@@ -87,7 +87,7 @@ def _goes_on(engine: offload.Engine, expected: list[float]) -> None:
 
 
 @pytest.mark.works(AREA, "Ctrl-C in forward and backward, at any moment", "right")
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("only_waits", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 7, 10, 12, 14, 17, 30, 44, 60, 99, 150, 200, 290, 333, 404, 505])
 def test_a_ctrl_c_at_a_call_gives_everything_back(
@@ -106,7 +106,7 @@ def test_a_ctrl_c_at_a_call_gives_everything_back(
         _goes_on(engine, expected)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("seed", range(20))
 def test_a_ctrl_c_at_a_random_time_gives_everything_back(
@@ -129,7 +129,7 @@ def test_a_ctrl_c_at_a_random_time_gives_everything_back(
 
 
 @pytest.mark.works(AREA, "a handler of a signal that destroys the engine, at any moment", "right")
-@pytest.mark.sample(8)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("raises", [True, False])
 @pytest.mark.parametrize("only_waits", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3, 5, 8, 12, 40, 77, 140, 222])

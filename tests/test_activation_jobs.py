@@ -69,7 +69,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in TRAINING]
@@ -101,7 +101,7 @@ COMPILED = {"`block.compile()`": CompiledStack, "`torch.compile(block)`": Compil
 
 @pytest.mark.cpu_only("the compiler has no code for another device of tests")
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in COMPILED]
@@ -119,6 +119,7 @@ def overflowing_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_step_that_fp16_skips_keeps_the_bits(tier: str, tmp_path: Path) -> None:
     job = JOB._replace(dtype="fp16", loss=overflowing_loss, steps=4)
@@ -144,7 +145,7 @@ def _on_a_rank(job: Job, folder: Path, tier: str) -> list[Result]:
 
 @pytest.mark.cpu_only("the ranks are processes of the CPU")
 @pytest.mark.works(AREA, "two ranks, each with inputs of its own", "right")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", ["gpt2", "mixture"])
 def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_a_run_that_is_killed_and_resumed_is_the_unbroken_one(tier: str, tmp_pat
 # -- two engines --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "two engines, one model's output is the other's input", "right")
 @pytest.mark.parametrize("tiers", [("nvme", "nvme"), ("cpu", "nvme"), ("nvme", "device")], ids=str)
 def test_two_engines_keep_their_bits(tiers: tuple[str, str], tmp_path: Path) -> None:
@@ -225,6 +227,7 @@ def _calls(engine: offload.Engine) -> Callable[[], list[int]]:
     return since
 
 
+@pytest.mark.sample(4)
 @pytest.mark.works(AREA, "DeepSpeed's keys, one by one", "right")
 @pytest.mark.parametrize(
     ("keys", "again"),
@@ -288,6 +291,7 @@ class Repeats(Stack):
         self.blocks = nn.ModuleList([self.blocks[0], self.blocks[1]] * 4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "one block in several places", "right")
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_block_in_several_places_keeps_the_bits(tier: str, tmp_path: Path) -> None:
@@ -310,6 +314,7 @@ def test_a_copy_of_the_model_is_an_ordinary_model(tier: str, tmp_path: Path) -> 
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_a_deep_stack_trains(tmp_path: Path) -> None:
     """As many blocks as the largest models have."""
     _same(JOB._replace(model=stack(96), steps=2), tmp_path, "nvme", MEMORY)

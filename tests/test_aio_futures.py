@@ -230,6 +230,7 @@ def test_ctrl_c_in_a_callback_on_the_main_thread_is_not_lost(backend: str, tmp_p
     assert seen == [future]
 
 
+@pytest.mark.sample(1)
 def test_a_callback_that_is_added_while_the_queue_closes(backend: str, tmp_path: Path) -> None:
     seen: list[bool] = []
     with DirectFile(tmp_path / "file", create=True) as file:

@@ -128,6 +128,7 @@ def test_bytes_are_those_of_a_reference(
         assert queue.written_bytes == queue.read_bytes == sum(request.nbytes for request in requests)
 
 
+@pytest.mark.sample(1)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(_lengths(LONGEST), st.integers(0, 3 * MIB), st.sampled_from([0, 1, 4095]), st.integers(0, 2**32))
 @example(LONGEST, 0, 0, 0)

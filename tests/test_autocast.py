@@ -66,6 +66,7 @@ class PlainAutocast(PlainEngine):
             return self.module(*args, **kwargs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 def test_as_a_plain_loop_and_the_same_bits_everywhere(name: str, tmp_path: Path) -> None:
     job = JOBS[name]
@@ -93,6 +94,7 @@ class Told(models.Mixture):
         return super().forward(ids)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_under_a_context_of_the_users_own(recomputed: bool, tmp_path: Path) -> None:
     """The same bits, and torch keeps no casts of weights on the device until the context ends."""

@@ -35,7 +35,7 @@ def failing(operation: str, after: int) -> object:
     return fails
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.works(
     "Recovery",
     "an I/O error on a background thread: told once, with its cause",

@@ -65,6 +65,7 @@ def test_values_stay_as_in_training() -> None:
         assert ((tensor == 0) | (tensor.abs() > 1e-37)).all()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -75,7 +75,7 @@ def test_the_kernel_counts_the_same(tmp_path: Path) -> None:
     assert row["kernel_read_bytes"] >= 0.9 * row["read_bytes"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("options", "nbytes"),
     [

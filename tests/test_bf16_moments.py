@@ -167,7 +167,7 @@ def test_a_run_with_other_moments_is_refused(before: dict[str, Any], after: dict
     again.destroy(remove=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("before", "after"), [({}, BF16), (BF16, {}), (BF16, BF16)])
 def test_a_checkpoint_converts_moments(
@@ -202,6 +202,7 @@ def test_the_run_names_its_moments(tmp_path: Path) -> None:
     assert inspect(tmp_path)["runs"][0]["mode"] == "bf16 bf16-moments"
 
 
+@pytest.mark.slow
 def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
     """16 bytes of disk in place of 24, and 16 of 24 bytes of updates; the drive is the bound, so a step is shorter."""
     shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])

@@ -98,6 +98,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """12 of disk traffic, and a sixteenth for the scales: 5 each way, and 2 as the backward reads weights."""
     found = bytes_of_a_parameter(tmp_path, **SMALL)
@@ -173,6 +174,7 @@ def test_the_option_becomes_a_key_and_chooses_bf16() -> None:
     assert load_config(auto_dtype(merge(None, Options(master="bf24"))[0])).dtype == "bf16"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("before", "after"), [("fp32", "bf24"), ("bf24", "fp32"), ("bf24", "bf24, int8")])
 def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path: Path) -> None:
     trained(tmp_path, **forms(before)).destroy()
@@ -184,7 +186,7 @@ def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path:
     again.destroy(remove=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Lamb"])
 @pytest.mark.parametrize(
     ("before", "after"),
@@ -215,6 +217,7 @@ def convert(*given: object) -> Any:
     return CliRunner().invoke(app, ["convert", *map(str, given)])
 
 
+@pytest.mark.slow
 def test_a_converted_run_goes_on(tmp_path: Path) -> None:
     """To bf24 to nearest, with moments alone bit for bit; there and back with all moments; also what is frozen."""
     job = JOB._replace(model=with_a_frozen_part)
@@ -313,6 +316,7 @@ def test_the_cpu_updates_them_where_the_device_has_kernels(tmp_path: Path) -> No
         assert {row[State.GRAD] for row in planned.placement.tiers} == {tier}
 
 
+@pytest.mark.slow
 def test_a_plan_counts_them_and_names_them_as_a_change() -> None:
     """10 bytes of disk in place of 12, and 2 of updates less, of states in RAM more; the drive bounds the step."""
     shape, machine = from_count(7_000_000_000, 32, 1024), described("24GB", 16 * GIB, [parse_drive("7GB/s,5GB/s")])

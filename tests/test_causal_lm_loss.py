@@ -215,6 +215,7 @@ def chunked_loss(model: Any, step: int, micro: int) -> torch.Tensor:
 CHUNKED = Job(Chunked, chunked_loss, steps=3, accumulation=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_bits_do_not_depend_on_the_tier(dtype: str, tmp_path: Path) -> None:
     job = CHUNKED._replace(dtype=dtype)

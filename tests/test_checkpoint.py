@@ -57,7 +57,7 @@ def goes_on(
 # -- going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
@@ -75,7 +75,7 @@ def test_a_run_goes_on_in_every_placement(one: tuple[str, str], other: tuple[str
     goes_on(models.DROPOUT._replace(dtype="bf16", steps=4), one, other, tmp_path)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -84,6 +84,7 @@ def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tu
     goes_on(job, DISK, placement, tmp_path / "back")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -223,6 +224,7 @@ def test_masters_of_a_bf16_checkpoint_are_weights_in_fp32_and_back(tmp_path: Pat
     back.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 def test_without_optimizer_states_moments_stay(placement: tuple[str, str], tmp_path: Path) -> None:
     job = MIXTURE._replace(dtype="bf16")
@@ -282,6 +284,7 @@ def test_what_does_not_fit_is_named_as_load_state_dict_does(tmp_path: Path) -> N
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", [DISK, CPU])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_not_strict_loads_what_both_have(placement: tuple[str, str], dtype: str, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def harm(folder: Path, how: str) -> None:
         (folder / "manifest.json").write_text(text.replace('"format": 1', '"format": 2'))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -176,6 +176,7 @@ def test_a_load_that_fails_half_way_stops_the_engine(tmp_path: Path, monkeypatch
 # -- disks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("known", [True, False])
 def test_a_disk_without_room_keeps_what_was_there(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = models.GPT2

@@ -82,6 +82,7 @@ OTHERS: tuple[Callable[[Path, Path], None], ...] = (
 )
 
 
+@pytest.mark.sample(13)
 @pytest.mark.parametrize("name", ["tag", ".tag.partial", ".tag.old", ".tag.removed"])
 @pytest.mark.parametrize("make", OTHERS)
 def test_what_is_not_ours_is_refused_and_stays(

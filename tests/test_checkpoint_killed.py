@@ -114,7 +114,7 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     return step
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("moment", "same_tag"),
     [(moment, same) for moment in MOMENTS for same in (False, True) if same or moment not in _REPLACES],
@@ -129,6 +129,7 @@ def test_killed_at_each_moment(moment: str, same_tag: bool, tmp_path: Path) -> N
     assert step == (2 if gone or (named and same_tag) else 1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("same_tag", [False, True], ids=["others", "the same"])
 def test_killed_at_random_moments(same_tag: bool, tmp_path: Path) -> None:
     chance = random.Random(same_tag)

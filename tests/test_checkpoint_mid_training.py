@@ -51,7 +51,7 @@ def unbroken(folder: Path, setup: Setup) -> tuple[Any, ...]:
     return seen, script.engine.get_lr(), script.end()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("begin_anew", [False, True], ids=["same iterator", "new iterator"])
 @pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
 def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_anew: bool, tmp_path: Path) -> None:
@@ -74,6 +74,7 @@ def test_a_loop_that_loads_goes_on_as_the_one_that_saved(setup: Setup, begin_ane
     assert_equal((seen, script.engine.get_lr(), script.end()), expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("loads", [1, 2])
 def test_two_loads_in_a_row_are_one(loads: int, tmp_path: Path) -> None:
     setup = SETUPS[2]
@@ -96,7 +97,7 @@ def killed_after(script: Script) -> None:
     script.engine._core.shutdown.abandon(remove=False)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [0, SAVED, 5])
 @pytest.mark.parametrize("setup", SETUPS, ids=Setup.title)
 def test_a_kill_right_after_a_load_loses_nothing_of_it(setup: Setup, at: int, tmp_path: Path) -> None:

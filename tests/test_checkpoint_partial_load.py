@@ -60,6 +60,7 @@ def step(engine: offload.Engine) -> None:
     engine.step()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("state", "frozen", "element"),
     [(State.WEIGHT, False, 9000), (State.EXP_AVG_SQ, False, 9000), (State.WEIGHT, True, 17000)],
@@ -100,6 +101,7 @@ def test_damage_in_what_stays_is_an_error(
         assert CliRunner().invoke(app, ["verify", str(run / "default")]).exit_code == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damaged", [True, False])
 def test_damage_in_a_unit_that_stays_as_a_whole_is_an_error(damaged: bool, tmp_path: Path) -> None:
     """The head is a unit of its own, which the checkpoint does not contain."""

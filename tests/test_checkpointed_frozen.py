@@ -42,6 +42,7 @@ def mixture(reentrant: bool | None) -> nn.Module:
     return adapted(qwen(16), reentrant, target_modules=["q_proj", "v_proj"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Training", "LoRA beside `gradient_checkpointing_enable()`, with the default budgets", "right")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(

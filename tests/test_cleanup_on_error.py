@@ -32,6 +32,7 @@ def workers() -> int:
     return sum(thread.name == "offload-update" for thread in threading.enumerate())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("where", "name"),
     [
@@ -65,6 +66,7 @@ def _without_json(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.
     return made
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reason", ["the schedule's state", "memory", "room"])
 def test_a_start_that_is_refused_late_keeps_the_run_that_it_would_replace(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -109,6 +111,7 @@ def test_a_start_that_fails_early_leaves_no_queue_open(
     assert not opened
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("part", ["update_worker", "gradients", "pager", "queue"])
 def test_a_component_that_cannot_be_closed_keeps_nothing_open(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

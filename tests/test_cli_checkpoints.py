@@ -163,7 +163,7 @@ def test_what_is_neither_run_nor_checkpoint_is_refused(tmp_path: Path) -> None:
 # -- export -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("placement", [DISK, MEMORY], ids=["disk", "memory"])
 @pytest.mark.parametrize("job", [models.GPT2, LLAMA, FROZEN], ids=["tied", "llama", "frozen"])

@@ -55,6 +55,7 @@ def gpt2() -> Any:
     return models.gpt2(2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "model",
     [(), ("--model", "Llama"), ("--model", "Qwen3"), ("--model", "Llama", "--lora", "r=4,targets=q_proj")],
@@ -99,6 +100,7 @@ def test_adapters_on_the_head_keep_all_logits(calls: list[torch.Size]) -> None:
 RUN = (*STEPS, "--schedule", "constant", "--warmup", "0", "--eval-every", "1")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("typed", [(), ("--no-chunked-loss",)], ids=["in chunks", "from all logits"])
 def test_a_resumed_run_computes_its_loss_as_it_began(typed: tuple[str, ...], calls: list[torch.Size]) -> None:
     """Bit for bit, though the command of the resumed run leaves the loss open."""

@@ -93,6 +93,7 @@ def test_a_folder_without_a_tokenizer_is_reported() -> None:
     assert done.exit_code == 2 and "bare contains no tokenizer" in done.stderr, done.output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("data", ["chats", "pairs", "texts"])
 def test_every_kind_of_document_is_learned(data: str) -> None:
     found = facts(call("--steps", "12", "--lr", "3e-3", "--json", data=f"{data}.jsonl"))
@@ -124,6 +125,7 @@ def test_a_preset_learns_documents_as_bytes() -> None:
     assert result.exit_code == 0 and "gpt2-tiny is trained from scratch" in result.stdout, result.output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapters", [(), ("--lora", "r=4,dropout=0.1", "--lr", "1e-2")])
 def test_activation_checkpointing_changes_no_bit(adapters: tuple[str, ...]) -> None:
     plain, again = (
@@ -218,6 +220,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_touches_nothing(arguments: str) -> None:
     Path("bad.jsonl").write_text('{"text": "right"}\n{"text": ')

@@ -24,7 +24,7 @@ __all__ = ["run_folder"]
 DONE = ("--steps", "1", "--resume", "auto")
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("more", "message"),
     [
@@ -176,6 +176,7 @@ def test_the_help_has_one_name_of_each_option() -> None:
     assert "Hugging Face" in message
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -90,6 +90,7 @@ def test_a_run_that_goes_on_is_foreseen_again() -> None:
     assert [line["step"] for line in lines if "predicted" in line.get("about", {})] == [1, 3]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [(), ("--activation-checkpointing", "--lora", "r=2,dropout=0.5,targets=all-linear")])
 def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
     make_folder(Path("model"))
@@ -101,6 +102,7 @@ def test_losses_are_the_same_with_a_prediction(more: tuple[str, ...]) -> None:
     assert after["losses"] == before["losses"] and after["grad_norms"] == before["grad_norms"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("machine", "message"),
     [

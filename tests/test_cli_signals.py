@@ -78,6 +78,7 @@ def signalled(number: int, delay: float) -> Iterator[None]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_stopped_again_and_again() -> None:
     assert train().exit_code == 0
     unbroken = log()
@@ -100,7 +101,7 @@ def test_stopped_again_and_again() -> None:
     assert log() == unbroken
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_stopped_within_a_window_of_commits(number: int) -> None:
     """With a commit every 100 steps: the end of the run is one, so nothing that was logged is done again."""
@@ -139,6 +140,7 @@ def test_a_process_that_is_stopped(number: int) -> None:
     assert Path("swap/default").is_dir()
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes() -> None:
     """The run ends as on SIGTERM, though nothing can be printed any more."""
     master, slave = os.openpty()

@@ -205,6 +205,7 @@ BAD = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("arguments", BAD)
 def test_bad_input_touches_nothing(arguments: str) -> None:
     Path("folder").mkdir()

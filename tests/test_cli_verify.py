@@ -118,6 +118,7 @@ def test_an_intact_run_passes(run: Path) -> None:
     assert inspected(run)["damaged"] == []
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("state", MODES["bf16"].states)
 def test_a_flipped_bit_of_any_state_is_named(state: State, run: Path) -> None:
     _, place = newest(run)
@@ -207,6 +208,7 @@ def test_a_lost_commit_file(run: Path, swap: Path) -> None:
     assert resumed(swap) is None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("drive", ["first", "second"])
 @pytest.mark.parametrize("how", ["flipped", "deleted", "of another drive"])
 def test_a_damaged_manifest_is_named(how: str, drive: str, run: Path, swap: Path) -> None:

@@ -70,6 +70,7 @@ def train_step(engine: offload.Engine) -> tuple[float, float, int]:
     return loss.item(), engine.get_lr()[0], getattr(engine.lr_scheduler, "last_epoch", 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("leave", ["destroy", "exit"])
 def test_a_step_whose_schedule_was_interrupted_is_not_committed(when: str, leave: str, tmp_path: Path) -> None:

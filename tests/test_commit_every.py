@@ -46,7 +46,7 @@ def commits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return epochs
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("nvme", "none"), ("cpu", "cpu")])
 @pytest.mark.parametrize("every", [2, 100])
 def test_commits_change_no_bit(every: int, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -55,6 +55,7 @@ def test_commits_change_no_bit(every: int, placement: tuple[str, str], tmp_path:
     assert_same(each_step(placement), mine, "each step and every")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
 def test_a_commit_every_third_step_and_at_the_end(
     placement: tuple[str, str], tmp_path: Path, commits: list[int], monkeypatch: pytest.MonkeyPatch
@@ -101,7 +102,7 @@ def _die_after(folder: Path, placement: tuple[str, str], steps: int, writes: int
     engine.destroy()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("writes", [1, 6])
 @pytest.mark.parametrize(("steps", "committed"), [(1, 0), (3, 0), (5, 3), (6, 3)])
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
@@ -148,6 +149,7 @@ def edited_in_memory() -> tuple[list[float], dict[str, torch.Tensor]]:
         engine.destroy()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme")])
 def test_edits_in_a_window(placement: tuple[str, str], tmp_path: Path, commits: list[int]) -> None:
     """They belong to the next commit, or to that of `destroy`; one that has no step behind it too."""
@@ -201,7 +203,7 @@ def losses_in_memory(edited: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("edited", [False, True])
 @pytest.mark.parametrize("durability", ["step", {"every": 3}], ids=str)
 def test_ctrl_c_in_a_forward_and_another_process(durability: Any, edited: bool, tmp_path: Path) -> None:
@@ -229,6 +231,7 @@ def _interrupt(*_: object) -> None:
 # -- changes on the way -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_window_at_a_resume(tmp_path: Path, commits: list[int]) -> None:
     """How often is no property of the store."""
     unbroken = each_step(DISK)

@@ -189,7 +189,7 @@ def test_a_kill_in_a_commit_loses_at_most_that_commit(point: str, tmp_path: Path
     resumed(tmp_path, EPOCH - 1 + counts, unbroken)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", [*IN_COMMIT, "when the first blob is reserved", "when both blobs are reserved"])
 def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> None:
     if point in IN_COMMIT:
@@ -202,13 +202,14 @@ def test_in_the_first_commit(point: str, tmp_path: Path, unbroken: Result) -> No
     resumed(tmp_path, 0 if counts else NONE, unbroken)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("point", IN_CREATE)
 def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_path: Path, unbroken: Result) -> None:
     killed(tmp_path, in_call_of, "create", IN_CREATE[point])
     resumed(tmp_path, NONE, unbroken)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("moment", "goes_back"),
     [
@@ -240,6 +241,7 @@ def _back_and_dead(writes: int) -> None:
     die_after_writes(writes)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("writes", [1, 2, 9])
 def test_in_the_first_update_after_a_commit(writes: int, tmp_path: Path, unbroken: Result) -> None:
     killed(tmp_path, after_commit_of, EPOCH, writes)

@@ -51,6 +51,7 @@ def _nothing_compiled_yet() -> Iterator[None]:
     torch.compiler.reset()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(
@@ -71,6 +72,7 @@ def test_compiled_blocks_train_with_the_same_bits(model: Callable[[], nn.Module]
     rounding_bounds.same_losses(on_disk.losses, eager.losses, job)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.works("Engines and processes", "compiled blocks, engine after engine", "right")
 def test_compiled_blocks_of_engine_after_engine(tmp_path: Path) -> None:
@@ -129,6 +131,7 @@ def llama_loss(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("recompute", [False, True])
 def test_compiled_layers_of_a_llama(recompute: bool, tmp_path: Path) -> None:

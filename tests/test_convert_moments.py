@@ -74,7 +74,7 @@ def assert_converted(found: dict[str, torch.Tensor], before: dict[str, torch.Ten
             assert_close_to_nearest(found[key].view(-1), value.view(-1), key.endswith(("exp_avg_sq", "sum")))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def fails_for_rank_1(store: Store, step: int, contents: Any, real: Any = Store.c
     real(store, step, contents)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "bf16")])
 def test_a_run_of_two_ranks_is_converted(before: str, after: str, ranks: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(clip=0.0)

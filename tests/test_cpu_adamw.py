@@ -38,6 +38,7 @@ JOB = Job(net, lambda *_: torch.zeros(()), steps=1, lr=1e-2)
 """What `train` does, for its bounds."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("decoupled", [True, False])
 def test_a_thousand_steps_are_those_of_torch(decoupled: bool) -> None:
     """From the same state, step by step: within 6 ulp of the larger of a weight and its change."""

@@ -188,6 +188,7 @@ def test_the_log_of_a_failed_compilation_is_in_the_error(fake: FakeCuda) -> None
         fake.compiler().compile("wrong", "void f() { nowhere(); }", ["--gpu-architecture=sm_90"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mask", "lane"), [("0xFFFFu", "threadIdx.x % 32"), ("0xFFFFFFFFu", "16")])
 def test_a_shuffle_that_would_hang_or_read_anything_is_found(fake: FakeCuda, mask: str, lane: str) -> None:
     """So the tests of sums would see a wrong mask: threads outside of it, or of which some are gone."""
@@ -222,7 +223,7 @@ def test_a_program_is_compiled_once_and_then_taken_from_the_cache(fake: FakeCuda
     assert compile_sums(fake) == (0, True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", ["cut", "bit", "other json", "no json", "no base64", "empty"])
 def test_a_damaged_file_of_the_cache_is_compiled_again(fake: FakeCuda, empty_cache: Path, damage: str) -> None:
     compile_sums(fake)

@@ -74,7 +74,7 @@ def run(*arguments: object) -> Any:
 # -- going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_losses_go_on_as_deepspeeds(case: str, data: Path, tmp_path: Path) -> None:
     dtype, theirs = case.split("-")[1], json.loads((data / case / "losses.json").read_text())
@@ -107,6 +107,7 @@ def test_several_ranks_go_on(data: Path, ranks: RankPool, tmp_path: Path) -> Non
         assert mine == pytest.approx(theirs["after"], abs=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["z2-fp32-2", "z3-bf16-2"])
 def test_masters_and_moments_are_those_of_deepspeeds_own_converter(case: str, data: Path, tmp_path: Path) -> None:
     """Also in an engine of another dtype, and by way of a universal checkpoint and of `offload import`."""
@@ -140,6 +141,7 @@ def test_weights_alone(data: Path, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_universal_checkpoint_of_ours_holds_the_run(dtype: str, tmp_path: Path) -> None:
     """From a run and from a checkpoint. `tests/support/deepspeed_run.py --universal` has DeepSpeed go on from it."""
@@ -252,6 +254,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -100,6 +100,7 @@ def test_a_run_has_the_bits_of_offload_initialize(tmp_path: Path) -> None:
     assert not any(path.is_file() for path in (tmp_path / "there" / "drive").rglob("*"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", MAKE)
 def test_an_optimizer_of_deepspeed_has_the_bits_of_the_configs(kind: str, tmp_path: Path) -> None:
     make, block = MAKE[kind]

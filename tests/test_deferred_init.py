@@ -26,6 +26,7 @@ def _weights(job: Job, placement: tuple[str, str], folder: Path, **options: obje
     return weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("job", [models.GPT2, models.MIXTURE, Job(models.mixtral, models.language_loss)])
 def test_weights_depend_on_the_seed_alone(job: Job, tmp_path: Path) -> None:
     first = _weights(job, ("none", "none"), tmp_path)

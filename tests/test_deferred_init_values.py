@@ -71,6 +71,7 @@ WAYS: dict[str, Callable[[nn.Module, Path, dict[str, torch.Tensor]], Any]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = given
@@ -82,6 +83,7 @@ def test_loaded_values_are_kept(way: str, given: tuple[Path, dict[str, torch.Ten
     assert_same_tensors(begins_with(model, tmp_path), tensors)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("by", ["auto class", "class", "with the model's config", "with info"])
 def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, tensors = given
@@ -99,6 +101,7 @@ def test_from_pretrained_is_streamed(by: str, given: tuple[Path, dict[str, torch
     assert not isinstance(kind.from_pretrained(folder).lm_head.weight, DeferredParameter), "outside it is as ever"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", sorted(_LEFT_OUT_IF_NONE))
 def test_a_keyword_that_is_none_is_as_if_left_out(
     name: str, given: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path

@@ -52,6 +52,7 @@ def in_the_move_of_the_batch(engine: Any) -> None:
         JOB.loss(engine, 0, 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("act", [in_the_move_of_the_batch, in_forward, in_backward])
 def test_an_out_of_memory_error_names_the_settings_to_change(act: Callable[[Any], None], tmp_path: Path) -> None:
     engine = start(JOB, ("nvme", "nvme"), tmp_path)

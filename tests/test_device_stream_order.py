@@ -86,6 +86,7 @@ def test_random_lateness_changes_no_bit(
         assert device.broken == [] and device.copies > 50
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_where_the_device_sums_no_squares_the_host_does(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -140,6 +141,7 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
     return numels
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_lives_on_the_device_is_updated_there(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,6 +207,7 @@ def test_gradients_on_the_device_are_read_and_set(tmp_path: Path, monkeypatch: p
     assert all(torch.equal(one.cpu(), other) for one, other in zip(found["plain"][0], found["late"][0], strict=True))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["Lion", "Lamb"])
 def test_what_has_no_kernel_there_is_updated_on_the_host(
     optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -257,6 +260,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])

@@ -153,13 +153,13 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     return added
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(16))
 def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(500, 508))
 def test_a_random_plan_that_adds_up_on_the_device(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)

@@ -49,7 +49,7 @@ def run(*arguments: object) -> Any:
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sharded", "flat", "cut"), [(True, False, 0), (True, True, 1), (False, False, 0)])
 def test_losses_go_on_as_torchs(sharded: bool, flat: bool, cut: int, ranks: RankPool, tmp_path: Path) -> None:
     """Of FSDP2 on two ranks, by rows or columns, and of a plain model; from the folder and by `offload import`."""
@@ -65,6 +65,7 @@ def test_losses_go_on_as_torchs(sharded: bool, flat: bool, cut: int, ranks: Rank
         engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("sharded", "flat"), [(True, False), (False, True)])
 def test_torch_goes_on_from_an_export(sharded: bool, flat: bool, ranks: RankPool, tmp_path: Path) -> None:
     engine = start(tmp_path / "run")

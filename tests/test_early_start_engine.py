@@ -71,6 +71,7 @@ def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.cpu_only("the engine is on the late device")
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_the_first_unit_of_the_next_forward_comes_with_its_update(
@@ -88,6 +89,7 @@ def test_the_first_unit_of_the_next_forward_comes_with_its_update(
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.cpu_only("the engine is on the late device")
 @pytest.mark.parametrize("seed", range(8))
 def test_late_reads_and_late_copies_change_no_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ class Storm:
         self.pager.weight_updates.flushed(unit)
 
 
-@pytest.mark.sample(30)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("seed", range(60))
 def test_each_use_sees_the_newest_weights(seed: int) -> None:
     Storm(seed).run()

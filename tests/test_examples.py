@@ -64,6 +64,7 @@ def test_taking_the_weights_out(tmp_path: Path) -> None:
     assert "exported: torch.float32, loss" in run("export.py", tmp_path)
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_goes_on_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

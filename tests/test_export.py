@@ -88,6 +88,7 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("job", [models.GPT2, LLAMA, FROZEN], ids=["tied", "llama", "frozen"])
 def test_transformers_loads_it_and_gives_the_same_logits(job: Job, dtype: str, tmp_path: Path) -> None:
@@ -383,6 +384,7 @@ class Wide(nn.Module):
         self.layer = nn.Linear(4096, 16384, bias=False)
 
 
+@pytest.mark.slow
 def test_a_large_parameter_is_never_completely_in_memory(tmp_path: Path) -> None:
     """256 MiB of fp32 from 64 Mi elements: what torch and our buffers take is counted, and what is read ahead."""
     engine = offload.initialize(

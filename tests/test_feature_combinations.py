@@ -115,6 +115,7 @@ def test_as_pytorch_and_the_same_bits_in_another_tier(case: Case, tmp_path: Path
     rounding_bounds.same_training(mine, plain, job)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("model", JOBS)
 def test_the_bounds_see_a_clip(model: str) -> None:
     """Else a case with a clip would show nothing. In bf16 what it does is below the roundings of the deepest two."""

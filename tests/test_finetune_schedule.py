@@ -46,6 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [("--dtype", "fp32"), ("--dtype", "bf16"), ("--activations", "nvme"), ("--no-chunked-loss",), ("--lora", "r=4")],
@@ -102,6 +103,7 @@ def test_further_micro_batches_read_no_more_weights(folder: Path, tmp_path: Path
     assert max(layered) <= two and layered[1] - layered[0] < 0.2 * (eight - two)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_with_its_bits(folder: Path) -> None:
     def start(run: str, *options: str) -> Any:
         chosen = ("--model", "model", "--data", "chats.jsonl", "--steps", "40", "--run", run, "--log", f"{run}.jsonl")

@@ -89,7 +89,7 @@ def test_stacked_experts_are_matrices_and_kernels_and_tables_are_none() -> None:
 
 
 @pytest.mark.works(AREA, "LoRA of peft over nf4 and int8: the bits of the same values in memory", "right")
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_has_the_bits_of_one_over_the_values_in_memory(form: str, dtype: str, tmp_path: Path) -> None:
@@ -116,6 +116,7 @@ def experts() -> nn.Module:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "made",
     [
@@ -130,6 +131,7 @@ def test_other_models_have_the_bits_of_values_in_memory(made: Callable[[], nn.Mo
     assert names(made())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_gradients_of_adapters_are_those_of_torch(form: str, tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, frozen=form)
@@ -176,7 +178,7 @@ def test_several_micro_batches_in_either_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.works(AREA, "a run that is killed and resumed", "right")
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_run_that_was_killed_goes_on_with_them(form: str, tmp_path: Path) -> None:
     job = JOB._replace(steps=40)  # so many that a busy machine does not end them between two kills
@@ -204,6 +206,7 @@ def stored_and_read(folder: Path, form: str | None) -> tuple[int, int]:
     return frozen, read
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_matrices_take_the_bytes_of_their_codes_on_disk(form: str, tmp_path: Path) -> None:
     model = models.lora()
@@ -215,6 +218,7 @@ def test_matrices_take_the_bytes_of_their_codes_on_disk(form: str, tmp_path: Pat
     assert abs(plain - found - saved) <= 4096 * 2 * units, "but for the padding of each unit"
 
 
+@pytest.mark.slow
 @pytest.mark.works(AREA, "codes that exceed both budgets", "right")
 def test_codes_that_exceed_both_budgets_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model in 4 bits does not fit into what the engine may take of memory."""

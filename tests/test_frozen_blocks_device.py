@@ -17,6 +17,7 @@ pytestmark = pytest.mark.test_device
 SHORT = JOB._replace(steps=3, accumulation=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.works(AREA, "a device with streams of its own (that of the tests; no GPU yet)", "right")
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
 @pytest.mark.parametrize("form", FORMS)

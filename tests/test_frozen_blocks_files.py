@@ -49,7 +49,7 @@ def frozen_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.works(AREA, "export and save_16bit_model: values", "right")
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export_contains_values(form: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +127,7 @@ def test_a_model_that_is_initialized_unit_by_unit_has_the_same_blocks(tmp_path: 
 # -- checkpoints --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "a checkpoint, in a run of the same form", "right")
 @pytest.mark.parametrize("form", FORMS)
 def test_a_checkpoint_is_loaded_into_a_run_of_the_same_form(form: str, tmp_path: Path) -> None:
@@ -158,6 +159,7 @@ def weights_of_frozen(engine: offload.Engine) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "a checkpoint, in a run of another form", "refused")
 @pytest.mark.parametrize(("saved", "here"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
 def test_a_checkpoint_of_another_form_is_refused_before_anything_changes(
@@ -188,6 +190,7 @@ def test_a_checkpoint_without_frozen_weights_is_of_no_form(tmp_path: Path) -> No
 # -- runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "a resume in another form", "refused")
 @pytest.mark.parametrize(("before", "after"), [("nf4", "int8"), ("nf4", None), (None, "nf4")])
 def test_a_run_goes_on_in_its_own_form_alone(before: str | None, after: str | None, tmp_path: Path) -> None:

@@ -196,6 +196,7 @@ def test_a_checkpoint_with_other_ones_replaces_them(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("same", [True, False])
 def test_a_failed_load_reports_whether_the_last_commit_is_intact(
     same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

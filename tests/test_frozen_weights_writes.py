@@ -59,6 +59,7 @@ def extents_of(rank: Path, itemsize: int) -> tuple[list[Extent], list[Extent]]:
     return frozen, trained
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("weights", ["cpu", "nvme"])
 def test_frozen_weights_are_read_and_never_written(

@@ -51,6 +51,7 @@ def no_sync_with_steps(engine: offload.Engine, job: Job, step: int) -> None:
     engine.step()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loop", [as_accelerate, as_ddp, no_sync_with_steps])
 @pytest.mark.parametrize("placement", [MEMORY, DISK])
 def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -67,6 +68,7 @@ def test_the_caller_of_a_boundary_changes_no_bit(loop: Loop, placement: tuple[st
     assert_same_tensors(weights, others)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
 def test_any_split_of_a_batch_gives_the_same_step(dtype: str, tmp_path: Path) -> None:
@@ -153,6 +155,7 @@ def test_in_no_sync_each_backward_is_a_micro_batch_without_accumulation_too(tmp_
     engine.destroy()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Graphs", "`loss.backward()` while micro-batches accumulate: added as it is, never divided", "right")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_plain_backward_is_never_divided(mixed: bool, tmp_path: Path) -> None:

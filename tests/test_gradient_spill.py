@@ -54,7 +54,7 @@ def _run_in(folder: Path, job: Job, host_memory: int, **options: Any) -> tuple[R
 JOBS = {"gpt2": models.GPT2, "mixture": models.MIXTURE, "dropout": models.DROPOUT}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", JOBS)

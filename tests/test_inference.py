@@ -50,6 +50,7 @@ def states_of(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Without training", "a folder in its files' dtype, sharded or not, tied or not", "right")
 @pytest.mark.parametrize(
     ("dtype", "shard", "tied"), [("float32", "1GB", True), ("bfloat16", "100KB", False), ("float16", "100KB", True)]

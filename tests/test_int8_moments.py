@@ -117,6 +117,7 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 # -- what users see -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     """14 of disk traffic in bf16, and a sixteenth for the scales: 6 each way, and 2 as the backward reads weights."""
     found = bytes_of_a_parameter(tmp_path, **INT8)
@@ -124,6 +125,7 @@ def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
     assert 12 < found.stored <= 12.1
 
 
+@pytest.mark.slow
 def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
     engine = start(JOB, DISK, tmp_path, **INT8)
     train_step(engine, JOB, 0)
@@ -185,6 +187,7 @@ def test_a_rule_of_matrices_refuses_them(tmp_path: Path, optimizer: str) -> None
         offload.initialize(model=JOB.model(), config=content)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("other", ["fp32", "bf16"])
 def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None:
     for before, after in ((other, "int8"), ("int8", other)):
@@ -199,7 +202,7 @@ def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None
         again.destroy(remove=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad", "Lamb"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_a_checkpoint_converts_moments(before: str, after: str, dtype: str, name
     other.destroy(remove=True)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fp32", "int8"), ("int8", "fp32"), ("int8", "int8")])
 def test_units_of_several_chunks_are_loaded(before: str, after: str, tmp_path: Path) -> None:
     """A unit of 2.1 million elements, whose parameters begin within blocks where moments are not in 8 bits."""
@@ -285,6 +288,7 @@ def save_and_load(job: Job, folder: Path, save: bool) -> dict[str, torch.Tensor]
     return found
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Codes and scales are copied: bit for bit, from two ranks to one and back."""
     job = JOB._replace(clip=0.0)

@@ -104,6 +104,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateDevice]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Net, Recomputed, Reentrant])
 def test_ctrl_c_ends_a_backward_within_one_unit(model: type[Net], device: LateDevice, tmp_path: Path) -> None:
     job = JOB._replace(model=model)

@@ -155,7 +155,7 @@ def test_the_order_is_shown_with_the_rates(drive: Drive, tmp_path: Path) -> None
 # -- the queue and the engine -------------------------------------------------------------------------
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("window", [1, 1 << 16, 1 << 30])
 def test_all_bytes_move_in_windows(backend: str, window: int, tmp_path: Path) -> None:
     """Reads and writes of each priority in random order, all of them queued at once."""

@@ -26,6 +26,7 @@ def float64_sum(values: torch.Tensor) -> float:
     return float(np.square(values.double().numpy()).sum())
 
 
+@pytest.mark.sample(79)
 @pytest.mark.parametrize("numel", SIZES)
 @pytest.mark.parametrize("out_dtype", DTYPES)
 @pytest.mark.parametrize("grad_dtype", DTYPES)

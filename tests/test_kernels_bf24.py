@@ -94,6 +94,7 @@ def moments_of(part: Partition) -> list[Array]:
     return [each.numpy() for each in found]
 
 
+@pytest.mark.sample(31)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("name", STEPS)

@@ -84,6 +84,7 @@ def cpp() -> Kernels:
 CASES = list(itertools.product(WEIGHTS, GRADS))
 
 
+@pytest.mark.sample(4)
 @needs_compiler
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), CASES)
 def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -96,6 +97,7 @@ def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dty
         same(mine, theirs)
 
 
+@pytest.mark.sample(2)
 @needs_compiler
 @pytest.mark.parametrize("weight_dtype", WEIGHTS)
 @pytest.mark.parametrize("noise", [Noise(77, 0), Noise(78, (1 << 32) - 1234)])
@@ -127,6 +129,7 @@ def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * scale).to(dtype)
 
 
+@pytest.mark.sample(11)
 @needs_compiler
 @pytest.mark.parametrize("dtype", GRADS)
 @pytest.mark.parametrize(("numel", "chunk"), SIZES)

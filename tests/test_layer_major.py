@@ -101,6 +101,7 @@ def moved(engine: offload.Engine) -> int:
 # -- what moves ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 8, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 32))])
 def test_a_step_moves_26_bytes_a_parameter_whatever_the_number_of_micro_batches(
     accumulation: int, tmp_path: Path
@@ -116,6 +117,7 @@ def test_a_step_moves_26_bytes_a_parameter_whatever_the_number_of_micro_batches(
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [2, 6])
 def test_gradients_leave_the_device_once_a_step(
     accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -178,6 +180,7 @@ def test_train_batch_and_parts_of_a_step_are_the_same_step(tmp_path: Path) -> No
 # -- what ends early ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("at", [(9, -1), (-1, 9)], ids=["forward", "backward"])
 def test_after_an_error_the_step_can_be_run_again(at: tuple[int, int], tmp_path: Path) -> None:
     undisturbed = start(WIDE, DISK, tmp_path / "undisturbed", **LAYERED)
@@ -278,6 +281,7 @@ class SetsUp(Wide):
         return super().forward(hidden)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [Keeps, KeepsInside, KeepsBuffer])
 def test_a_model_that_keeps_values_on_its_modules_is_run_one_micro_batch_after_the_other(
     model: type[Wide], tmp_path: Path, caplog: pytest.LogCaptureFixture

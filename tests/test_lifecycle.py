@@ -140,6 +140,7 @@ def _boom(*_: object) -> None:
 # -- side by side -------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Engines and processes", "several engines, one training inside of another's step", "right")
 @pytest.mark.parametrize("inside", [False, True], ids=["between forward and backward", "inside of a forward"])
 def test_engines_inside_of_one_anothers_steps(inside: bool, tmp_path: Path) -> None:

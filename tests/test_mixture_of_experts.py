@@ -135,6 +135,7 @@ def _counting(real: Any, calls: list[tuple[int, State]]) -> Any:
     return call
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Modules", "experts that are modules: those without a token cost no read and no update", "right")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_what_no_token_visits_is_neither_read_nor_updated(
@@ -198,7 +199,7 @@ def test_more_experts_that_nobody_visits_move_no_byte(tmp_path: Path) -> None:
     assert written[0] == written[1]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.works("Modules", "experts in one fused parameter, some without a token", "right")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -253,6 +254,7 @@ def mixtral(implementation: str) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.numeric
 def test_mixtral_with_an_expert_that_no_token_visits(implementation: str, tmp_path: Path) -> None:

@@ -109,6 +109,7 @@ def test_the_direction_is_the_polynomial_of_the_singular_values(shape: tuple[int
     assert float((found - expected).norm()) <= error * float(expected.norm())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("ns_steps", [4, 5])
 def test_without_products_in_bf16_placements_have_the_same_bits(
     ns_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,7 +135,7 @@ def test_flags_of_the_processor_and_limits_decide_on_bf16() -> None:
     assert not has_products_in_bf16("flags : fpu amx_bf16", {"ONEDNN_MAX_CPU_ISA": "AVX2"})
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_placements_have_the_same_bits(accumulation: int, dtype: str, tmp_path: Path) -> None:
@@ -156,6 +157,7 @@ def test_one_thread_has_the_bits_of_one_thread_in_any_placement(tmp_path: Path) 
         torch.set_num_threads(before)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_run_is_resumed_and_saved_with_its_states(dtype: str, tmp_path: Path) -> None:
     assert_resumes_and_loads(MUON._replace(dtype=dtype), tmp_path, units=["blocks.0", "embed"])

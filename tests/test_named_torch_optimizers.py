@@ -45,7 +45,7 @@ def _named(name: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"type": f"torch.optim.{name}", "params": params}
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_name_stands_for_the_object(name: str, tmp_path: Path) -> None:
     engine = offload.initialize(model=make_model(), config=_settings(tmp_path / "a", _named(name, CLASSES[name])))[0]
@@ -120,6 +120,7 @@ def test_the_key_behind_it_is_none_of_a_file() -> None:
         load_config({"optimizer": {"type": "torch.optim.NAdam", "params": 3}})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
     content = _settings(tmp_path, _named(name, CLASSES[name]))

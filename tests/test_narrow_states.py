@@ -35,7 +35,7 @@ FORM = pytest.mark.parametrize("form", [form for form in FORMS if form != "bf24"
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [(dtype, form) for dtype in ("bf16", "fp16", "fp32") for form in FORMS if "bf24" not in form or dtype == "bf16"],
@@ -51,6 +51,7 @@ def test_same_bits_in_every_placement(name: str, dtype: str, form: str, tmp_path
     ), "moments and masters are those of fp32"
 
 
+@pytest.mark.sample(2)
 @pytest.mark.numeric
 @FORM
 @pytest.mark.parametrize(("isa", "threads"), [(isa, 1 + number % 2) for number, isa in enumerate(ISAS)])
@@ -62,7 +63,7 @@ def test_threads_and_instruction_sets_give_the_same_bits(isa: str, threads: int,
 
 @pytest.mark.numeric
 @FORM
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_accumulated_micro_batches_give_the_same_bits_everywhere(form: str, tmp_path: Path) -> None:
     same_bits(JOB._replace(accumulation=3), tmp_path, [("none", "none"), HOST, DISK], **FORMS[form])
 
@@ -119,7 +120,7 @@ def on_two_ranks(job: Job, form: str, folder: Path) -> Result:
 
 @pytest.mark.numeric
 @FORM
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["AdamW", "Lion"])
 def test_two_ranks_round_as_one(name: str, form: str, ranks: RankPool, tmp_path: Path) -> None:
     """An element has its number in the whole unit, whichever rank has it, and ranks hold whole blocks."""
@@ -139,7 +140,7 @@ def in_small_pieces(job: Job, form: str, folder: Path) -> Result:
 
 @pytest.mark.numeric
 @FORM
-@pytest.mark.sample(1)
+@pytest.mark.slow
 def test_lamb_on_two_ranks_moves_by_the_norms_of_rounded_moments(form: str, ranks: RankPool, tmp_path: Path) -> None:
     """The norms come from another pass than the update, on the thread of `step()`."""
     job = RULES["Lamb"]._replace(clip=0.0)

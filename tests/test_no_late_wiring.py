@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,16 @@ OF_OTHERS = {
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
+def _nodes(source: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(source)))
+
+
 def _own(target: ast.Attribute) -> bool:
     return isinstance(target.value, ast.Name) and target.value.id in ("self", "cls")
 
 
-def _methods(tree: ast.AST) -> set[str]:
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def _methods(nodes: Sequence[ast.AST]) -> set[str]:
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def _is_callable(value: ast.expr | None, functions: set[str]) -> bool:
@@ -40,8 +44,8 @@ def _is_callable(value: ast.expr | None, functions: set[str]) -> bool:
     return isinstance(value, ast.Name) and value.id in functions
 
 
-def _assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr | None]]:
-    for node in ast.walk(tree):
+def _assignments(nodes: Sequence[ast.AST]) -> Iterator[tuple[ast.Attribute, ast.expr | None]]:
+    for node in nodes:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         )
@@ -52,32 +56,31 @@ def _assignments(tree: ast.AST) -> Iterator[tuple[ast.Attribute, ast.expr | None
                     yield each, value
 
 
-def _callable_attributes(tree: ast.AST) -> set[str]:
+def _callable_attributes(nodes: Sequence[ast.AST]) -> set[str]:
     """Returns names of attributes that an annotation declares to be callables."""
     return {
         each.target.attr if isinstance(each.target, ast.Attribute) else each.target.id
-        for each in ast.walk(tree)
+        for each in nodes
         if isinstance(each, ast.AnnAssign)
         and isinstance(each.target, ast.Attribute | ast.Name)
         and "Callable[" in ast.unparse(each.annotation)
     }
 
 
-def wired_late(source: str, callables: set[str]) -> list[str]:
-    """Returns the places that put a callable into another object."""
-    tree = ast.parse(source)
+def wired_late(nodes: Sequence[ast.AST], callables: set[str]) -> list[str]:
+    """Returns the places that put a callable into another object, of the nodes of one file."""
     properties = {
         node.name
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.FunctionDef) and any("property" in ast.unparse(d) for d in node.decorator_list)
     }
-    functions = _methods(tree) - properties
+    functions = _methods(nodes) - properties
     found = [
         ast.unparse(target)
-        for target, value in _assignments(tree)
+        for target, value in _assignments(nodes)
         if not _own(target) and (target.attr in callables or _is_callable(value, functions))
     ]
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+    calls = (node for node in nodes if isinstance(node, ast.Call))
     return found + [
         ast.unparse(call)
         for call in calls
@@ -86,9 +89,9 @@ def wired_late(source: str, callables: set[str]) -> list[str]:
 
 
 def test_nothing_is_wired_after_it_was_built() -> None:
-    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in FILES}
-    callables = {name for source in sources.values() for name in _callable_attributes(ast.parse(source))}
-    late = {(name, place) for name, source in sources.items() for place in wired_late(source, callables)}
+    parsed = {str(path.relative_to(PACKAGE)): _nodes(path.read_text()) for path in FILES}
+    callables = {name for nodes in parsed.values() for name in _callable_attributes(nodes)}
+    late = {(name, place) for name, nodes in parsed.items() for place in wired_late(nodes, callables)}
     assert late == OF_OTHERS
 
 
@@ -104,8 +107,9 @@ def test_nothing_is_wired_after_it_was_built() -> None:
     ],
 )
 def test_what_is_wired_late_is_found(source: str) -> None:
-    assert wired_late(source, {"receive"})
+    assert wired_late(_nodes(source), {"receive"})
 
 
 def test_what_is_complete_passes() -> None:
-    assert not wired_late("class A:\n    def __init__(self, f): self.receive = f\nentry.pins = 1", {"receive"})
+    source = "class A:\n    def __init__(self, f): self.receive = f\nentry.pins = 1"
+    assert not wired_late(_nodes(source), {"receive"})

@@ -169,6 +169,7 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         static_cache(transformers.DeepseekV3Config(num_hidden_layers=1), 20)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -46,7 +46,7 @@ JOBS = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", JOBS)
 def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_it_is_the_optimizer_of_torch(name: str, dtype: str, tmp_path: Path) -> 
     rounding_bounds.same_training(mine, plain, job)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", [name for name in JOBS if name != "AdamW"])
 def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) -> None:
@@ -66,6 +66,7 @@ def test_fp16_has_the_same_bits_in_all_placements(tmp_path: Path) -> None:
     same_bits(GPT2._replace(dtype="fp16", steps=3), tmp_path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_lamb_has_the_same_bits_in_tiles_of_any_size(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -100,7 +101,7 @@ def _square(model: Any, step: int, micro: int) -> torch.Tensor:
     return model(rows).float().square().mean()
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["Lamb", "Adagrad", "Lion", "SGD", "momentum"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, dtype: str, tmp_path: Path) -> None:
@@ -132,6 +133,7 @@ def test_a_run_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 # -- optimizers of torch ------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "name"),
     [
@@ -212,6 +214,7 @@ def test_assert_same_can_fail(tmp_path: Path) -> None:
         assert_same(one, other)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_momentum_of_one_group_leaves_the_other_as_torch_does(dampening: float, dtype: str, tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ ITS_OWN: dict[str, dict[str, Any]] = {
 WITH_EXPERTS = ("mixtral", "qwen3_moe")
 
 
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", sorted(APART))
 @pytest.mark.numeric

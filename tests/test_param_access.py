@@ -270,7 +270,7 @@ def _rows(area: str, names: Any, outcome: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.works(area, name, outcome)) for name in names]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", ACTIONS, "right"))
 @pytest.mark.numeric
@@ -392,7 +392,7 @@ REFUSED: dict[str, tuple[Action, str]] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", REFUSED, "refused"))
 def test_refused_and_nothing_is_harmed(name: str, tmp_path: Path) -> None:
     job = GPT2._replace(steps=3)

@@ -33,6 +33,7 @@ def undo(optimizer: Any, groups: list[Any]) -> None:
     optimizer.param_groups[:] = groups
 
 
+@pytest.mark.sample(2)
 @pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
 @pytest.mark.parametrize("change", [add, remove])
 @pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])
@@ -88,6 +89,7 @@ class TorchGroups:
         self._optimizer.add_param_group(group)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "a group of its own for what was frozen meanwhile: `add_param_group`", "right")
 @pytest.mark.parametrize("schedule", [None, "WarmupLR"])
 @pytest.mark.numeric
@@ -189,6 +191,7 @@ NUMBERS: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any],
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", NUMBERS)
 def test_a_group_that_no_step_can_read(case: str, tmp_path: Path) -> None:
     """Nothing has changed then, and training goes on once the group is as it was."""

@@ -335,7 +335,7 @@ def test_an_uncut_copy_over_borders_would_be_refused(install: Install) -> None:
         torch.zeros(2 * PAGE, dtype=torch.uint8).copy_(memory[SMALL - PAGE : SMALL + PAGE], non_blocking=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("granted", [0, 7, 10**6])
 @pytest.mark.parametrize("placement", [("cpu", "cpu"), ("nvme", "nvme"), ("nvme", "none")])
 def test_training_does_not_see_what_is_pinned(

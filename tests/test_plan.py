@@ -96,6 +96,7 @@ def test_help_has_an_example() -> None:
         assert done.exit_code == 0 and f"Example: offload {command}" in done.stdout
 
 
+@pytest.mark.sample(11)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -169,6 +170,7 @@ def test_a_config_is_planned_as_it_is(tmp_path: Path) -> None:
 # -- time ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("speculate", "near"), [(False, 0.02), (True, 0.15)])
 @pytest.mark.parametrize(("billions", "layers"), [(13, 40), (70, 80)])
 def test_a_step_on_drives_follows_the_formula(billions: int, layers: int, speculate: bool, near: float) -> None:

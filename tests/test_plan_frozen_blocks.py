@@ -34,6 +34,7 @@ def shape_of(form: str | None) -> Shape:
     return from_training(JOB.model(), 16, torch.bfloat16, (), {"use_cache": False}, form)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["nf4", "int8"])
 def test_bytes_are_those_of_the_run(form: str, tmp_path: Path) -> None:
     shape = shape_of(form)

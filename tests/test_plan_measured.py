@@ -81,6 +81,7 @@ def test_the_rates_come_to_what_was_timed(
     assert replace(found, **{name: getattr(machine, name) for name in same}) == machine, "nothing else has changed"
 
 
+@pytest.mark.slow
 def test_a_model_without_room_is_measured_by_some_layers(
     shape: Shape, machine: Hardware, taking: Callable[[float], list[int]], tmp_path: Path
 ) -> None:

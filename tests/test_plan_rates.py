@@ -101,6 +101,7 @@ def test_amounts_are_read_in_units(value: float, unit: str, words: str) -> None:
 # -- one memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gpu", UNIFIED, ids=lambda gpu: gpu.name)
 def test_copies_take_no_time_where_gpu_and_cpu_have_one_memory(gpu: Gpu) -> None:
     machine = described(gpu.name, drives=[parse_drive("7GB/s,5GB/s")])

@@ -59,6 +59,7 @@ def tight(load: Load) -> choice.Planned:
     return planned(load, on, shape, host_memory=gradients + 700 * MIB, device_memory=device)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("schedule", BOTH)
 def test_bytes_a_parameter_follow_the_order(schedule: str, count: int) -> None:
@@ -248,6 +249,7 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, ["plan", *MODEL, *MACHINE, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command_compares_the_orders() -> None:
     done = run("--batch-size", "8", "--accumulation", "8", "--json")
     assert done.exit_code == 0, done.output

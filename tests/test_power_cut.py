@@ -162,6 +162,7 @@ def expect_none(log: Log, drives: int, room: Path, random_cuts: int, seed: int =
     return len(found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("drives", [1, 2])
 def test_a_power_cut_at_any_moment(drives: int, tmp_path: Path, room: Path, queue: IoQueue) -> None:
     log = recorded(tmp_path, drives, queue, everything_that_runs_do)
@@ -178,6 +179,7 @@ def test_a_power_cut_while_a_first_commit_is_given_up(tmp_path: Path, room: Path
     expect_none(recorded(tmp_path, 2, queue, work), 2, room, 2)
 
 
+@pytest.mark.slow
 def test_a_power_cut_while_a_run_is_removed(tmp_path: Path, room: Path, queue: IoQueue) -> None:
     def work(run: Run) -> None:
         for _ in range(2):
@@ -250,7 +252,7 @@ def test_cut_again_and_again_and_again(room: Path) -> None:
 RANK = "drives/{}/run/rank0"
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "path",
     [

@@ -250,6 +250,7 @@ def _on_its_own_machine(fail: bool) -> Any:
         precision.rates = before
 
 
+@pytest.mark.slow
 def test_ranks_on_machines_of_different_kinds_decide_alike() -> None:
     with shared_pool(2) as ranks:
         assert ranks.run(_on_its_own_machine, False) == [True, True]
@@ -343,6 +344,7 @@ def test_train_keeps_the_dtype_of_options_and_files(
     assert train("--steps", "1", "--config", "ds.json").startswith("bf16 on cpu: ")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("there", "here", "dtype"), [(FAST, SLOW, "bf16"), (SLOW, FAST, "fp32")])
 def test_a_run_that_goes_on_elsewhere_stays_as_it_is(
     there: Rates, here: Rates, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -133,6 +133,7 @@ def _reads_on_demand(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("late", [0.0, 0.01])
 def test_from_the_second_step_on_nothing_is_read_on_demand(
     late: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +155,7 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
         engine.destroy(remove=True)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("keys", "limits"),
     [

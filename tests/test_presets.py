@@ -24,6 +24,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PRESETS)
 def test_parameters_as_published(name: str) -> None:
     with offload.init():

@@ -25,7 +25,7 @@ from tests.support.pretrained_models import CAUSAL, DISK, FAMILIES, SMALL, Plain
 pytestmark = pytest.mark.usefixtures("engines_end")
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:
@@ -86,6 +86,7 @@ def test_files_of_torch_save_are_read(files: int, tmp_path: Path) -> None:
     assert_same_tensors({name: state[name] for name in given}, given)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_the_master_has_all_the_precision_that_the_files_have(dtype: str, stored: torch.dtype, tmp_path: Path) -> None:
@@ -241,6 +242,7 @@ def test_buffers_come_at_once(tmp_path: Path) -> None:
 # -- before and after initialize ----------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "use",
     [

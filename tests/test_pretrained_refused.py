@@ -138,6 +138,7 @@ SPOILS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__.removeprefix("spoil_"))
 def test_a_folder_that_is_not_right_is_an_error(spoil: Callable[[Path], None], tmp_path: Path) -> None:
     """Nothing is written, and nothing of a model that was given is changed."""

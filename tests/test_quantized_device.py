@@ -14,6 +14,7 @@ from tests.test_quantized_subclasses import AREA, DISK, KINDS, job
 pytestmark = pytest.mark.test_device
 
 
+@pytest.mark.sample(4)
 @pytest.mark.works(AREA, "a device with streams of its own (that of the tests; no GPU yet)", "right")
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
 @pytest.mark.parametrize("kind", ["wrapper", "wrapper of a wrapper", "parameters of integers"])

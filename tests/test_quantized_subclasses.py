@@ -209,6 +209,7 @@ def test_losses_and_gradients_are_those_in_memory(kind: str, tmp_path: Path) -> 
     as_in_memory(job(KINDS[kind]), tmp_path)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_placements_have_the_same_bits(kind: str, tmp_path: Path) -> None:
     same_bits(job(KINDS[kind]), tmp_path, PLACEMENTS[::4])

@@ -31,7 +31,7 @@ DISK = ("nvme", "nvme")
 # -- what one rank would do ---------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.numeric
 def test_two_ranks_equal_one_rank_with_the_complete_batch(name: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def train_late(job: Job, folder: Path, device_memory: int) -> Result:
         return train(job, DISK, folder, device_memory=device_memory)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [1, 2])
 def test_same_bits_where_each_rank_is_late_by_itself(units: int, ranks: RankPool, tmp_path: Path) -> None:
     job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", accumulation=2)
@@ -139,6 +139,7 @@ def give_memory_back(job: Job, folder: Path) -> Result:
     return Result(losses, [], weights)
 
 
+@pytest.mark.slow
 def test_each_rank_gives_device_memory_back_by_itself(ranks: RankPool, tmp_path: Path) -> None:
     job = models.GPT2._replace(loss=language_rows_loss, steps=5, dtype="bf16", accumulation=2)
     one, other = ranks.run(give_memory_back, job, tmp_path / "given")
@@ -260,6 +261,7 @@ def edit(folder: Path, everywhere: bool, dtype: str) -> dict[str, torch.Tensor]:
     return loaded
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("everywhere", "dtype"), [(False, "bf16"), (True, "bf16"), (True, "fp16"), (True, "fp32")])
 @pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
 def test_edits_of_the_lowest_rank_count(everywhere: bool, dtype: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -354,7 +356,7 @@ def wrong(folder: Path, what: str) -> str:
     return ""
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("what", "messages"),
     [

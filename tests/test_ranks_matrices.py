@@ -104,7 +104,7 @@ def everywhere(job: Job, options: dict[str, Any], folder: Path) -> Result:
     return results[0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     name: str, ranks: RankPool, tmp_path: Path
@@ -118,7 +118,7 @@ def test_the_same_rows_give_the_bits_of_one_process_in_any_placement(
     assert_same_tensors(alone.weights, one.weights)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["Muon", "SinkGD", "Adafactor"])
 @pytest.mark.numeric
 def test_ranks_with_rows_of_their_own_train_as_one_process(name: str, ranks: RankPool, tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def in_small_pieces(job: Job, folder: Path) -> tuple[Result, Result]:
         return train(job, DISK, folder / "roomy"), train(job, DISK, folder / "tight", host_memory=least)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Muon, bf16", "Adafactor, bf16"])
 def test_the_least_memory_gives_the_same_bits(name: str, ranks: RankPool, tmp_path: Path) -> None:
     for roomy, tight in ranks.run(in_small_pieces, JOBS[name], tmp_path):

@@ -45,7 +45,7 @@ def everywhere(job: Job, folder: Path) -> Result:
     return results[0]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRIED)
 @pytest.mark.numeric
 def test_same_bits_in_some_placements(name: str, ranks: rank_pool.RankPool, tmp_path: Path) -> None:
@@ -98,6 +98,7 @@ def in_two_parts(folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
     return norms, weights
 
 
+@pytest.mark.slow
 def test_lamb_resumes_with_the_same_bits(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
     unbroken, _ = ranks.run(train, LAMB, DISK, tmp_path / "whole")
     for norms, weights in ranks.run(in_two_parts, tmp_path / "parts"):

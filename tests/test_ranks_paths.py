@@ -57,6 +57,7 @@ def other_order() -> nn.Module:
     return Experts(((0, 1, 2), (2, 0, 3)))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [one_path, other_experts, other_order])
 @pytest.mark.works("Several ranks", "experts that only some ranks use, in any order", "right")
 @pytest.mark.numeric

@@ -75,6 +75,7 @@ LOOPS: dict[str, tuple[Callable[[Any], list[float]], Job]] = {
 ROWS = [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in LOOPS]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.numeric

@@ -63,6 +63,7 @@ class Script:
         return losses
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("workers", "accumulation"), [(0, 1), (2, 1), (0, 2)])
 def test_draws_before_the_first_call_come_again(workers: int, accumulation: int, tmp_path: Path) -> None:
     unbroken = Script(tmp_path / "whole", workers, accumulation)

@@ -143,6 +143,7 @@ def test_epochs_are_counted(tmp_path: Path) -> None:
     assert counts == [[0] * 6, [0] * 4, [1] * 8, [1] * 2 + [2] * 10]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("change", "notice", "left"),
     [
@@ -189,6 +190,7 @@ def test_client_state_is_that_of_the_committed_step(tmp_path: Path) -> None:
     script.engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("value", "message"),
     [

@@ -62,6 +62,7 @@ def test_one_that_is_to_be_kept_is_refused_and_unharmed(tmp_path: Path) -> None:
     assert_same(Result([], [], first.weights), script(tmp_path, resume="must")[0])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("steps", [0, JOB.steps])
 def test_one_that_ended_without_destroy_is_replaced(
     steps: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -226,6 +226,7 @@ def test_training_goes_on_from_what_was_set(dtype: str, tmp_path: Path) -> None:
     rounding_bounds.same_losses(first[0], expected, job)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_was_set_is_read(dtype: str, tmp_path: Path) -> None:
     """Bit for bit, before it was written and after, of a scalar too; what was not set stays."""
@@ -249,6 +250,7 @@ def test_what_was_set_is_read(dtype: str, tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, MEMORY])
 @pytest.mark.works(AREA, "`safe_set_full_grad`", "right")
 @pytest.mark.numeric
@@ -320,7 +322,7 @@ def test_what_is_set_in_one_unit_is_written_together(tmp_path: Path) -> None:
 # -- commits ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_was_set_is_committed_at_the_end(dtype: str, placement: tuple[str, str], tmp_path: Path) -> None:

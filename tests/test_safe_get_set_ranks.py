@@ -59,7 +59,7 @@ def look_and_set(job: Job, placement: tuple[str, str], folder: Path) -> tuple[li
     return found, after, losses
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric
 def test_two_ranks_read_and_set_as_one(dtype: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ def test_single():
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("arguments", "passed", "deselected"), [((), 3, 3), (("--whole",), 6, 0), (("test_it.py::test_grid",), 5, 0)]
 )

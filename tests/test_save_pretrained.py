@@ -46,7 +46,7 @@ def listed(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("dtype", [None, "fp32", "fp16", torch.bfloat16])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_every_placement_gives_its_weights_and_masters(placement: tuple[str, str], dtype: Any, tmp_path: Path) -> None:
@@ -149,6 +149,7 @@ def test_a_tokenizer_comes_along(engine: offload.Engine, tmp_path: Path) -> None
     assert not (tmp_path / "three").exists()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [

@@ -59,7 +59,7 @@ def test_a_folder_of_an_earlier_save_is_replaced(
     assert_same_tensors(all_tensors(tmp_path / "out"), untied(engine))
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("foreign", [True, False])
 @pytest.mark.parametrize("failure", ["room", "reserve", "head", "begin", "write", "config", "tokenizer"])
 def test_a_disk_that_is_full_leaves_what_was_there(
@@ -109,6 +109,7 @@ def test_a_disk_that_is_full_leaves_what_was_there(
     train_step(engine, JOB, 2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("moves", range(4))
 def test_a_kill_between_two_moves_leaves_nothing_that_loads_as_a_mixture(
     moves: int, engine: offload.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,6 +30,7 @@ from tests.support.rounding_bounds import sum_error
 DISK = ("nvme", "nvme")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_it_does_what_its_paper_has_bit_for_bit(dtype: str, accumulation: int, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def on_device(engine: offload.Engine) -> int:
     return int(engine.memory_report()["host"]["device_arena"])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("states", TIERS)
 @pytest.mark.parametrize("weights", TIERS)
 def test_a_run_that_sleeps_and_wakes_at_random_steps_has_the_bits_of_an_undisturbed_one(

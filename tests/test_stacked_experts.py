@@ -75,7 +75,7 @@ def of_experts(calls: list[tuple[str, State]], *states: State) -> set[str]:
 
 
 @pytest.mark.works("Modules", "stacked experts of Mixtral, Qwen3-MoE, gpt-oss, each a unit of its own", "right")
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str, tmp_path: Path) -> None:
@@ -87,6 +87,7 @@ def test_the_numbers_are_those_of_whole_stacks_in_memory(family: str, dtype: str
     assert_same_tensors(each.weights, whole.weights)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("rule", ["Adam", "Lion", "SGD", "Adagrad"])
 def test_an_expert_without_a_token_is_updated_as_torch_updates_it(rule: str, tmp_path: Path) -> None:
     """Its gradient is zero there: moments fade, and weights move by momentum and decay."""
@@ -148,6 +149,7 @@ def test_a_killed_run_resumes(experts: str, tmp_path: Path) -> None:
 # -- the bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "visited"])
 def test_only_visited_experts_are_read(experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(SIXTEEN, DISK, tmp_path, device_memory="150KB", experts=experts)
@@ -302,6 +304,7 @@ def test_a_model_of_transformers_that_saves_experts_one_by_one_is_loaded(tmp_pat
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "second"), [("each", "whole"), ("whole", "each"), ("each", "each")])
 def test_a_checkpoint_loads_whether_stacks_are_whole_or_not(first: str, second: str, tmp_path: Path) -> None:
     job = SIXTEEN._replace(dtype="bf16", clip=0.0)
@@ -396,6 +399,7 @@ def large() -> nn.Module:
     return peft.get_peft_model(transformers.MixtralForCausalLM(config), adapters)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["int8", "nf4"])
 def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path: Path) -> None:
     job = Job(large, few_tokens, steps=3, clip=0.0)
@@ -408,6 +412,7 @@ def test_frozen_experts_in_blocks_are_those_of_whole_stacks(form: str, tmp_path:
 # -- a plan -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_plan_divides_as_the_run_does(family: str, tmp_path: Path) -> None:
     """Also for a model whose own implementation goes by the router's choice, which a plan does not know."""

@@ -129,6 +129,7 @@ def read_and_set(folder: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.slow
 def test_values_are_read_and_set_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(read_and_set, tmp_path)
 
@@ -149,6 +150,7 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("experts", ["each", "whole"])
 def test_a_checkpoint_of_two_ranks_loads_on_one(experts: str, ranks: RankPool, tmp_path: Path) -> None:
     weights = ranks.run(saved, tmp_path)[0]

@@ -64,6 +64,7 @@ def bf16(values: torch.Tensor, noise: Noise) -> torch.Tensor:
     return moment
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("name", WITH_MOMENTS)
 def test_every_rule_computes_its_formula_and_rounds_its_moments(name: str, isa: str) -> None:

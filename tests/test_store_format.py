@@ -289,6 +289,7 @@ def compare(run: Path, dtype: str, found: list[Any]) -> None:
     assert reader.buffers()["calls"] == weights["calls"].item()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_a_run_on_two_drives(dtype: str, tmp_path: Path, put_back: Any) -> None:
     found = [of_the_engine(dtype, tmp_path)]

@@ -320,6 +320,7 @@ def _damage(run: Path, state: str, offset: int = 0) -> None:
     flip_bit(run / "rank0" / "states", place.offset(offset))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("found_by", ["training", "verify"])
 def test_after_damage_the_commit_before_is_taken(found_by: str, tmp_path: Path) -> None:
     engine = train([tmp_path], 3)
@@ -367,6 +368,7 @@ def test_bytes_behind_the_records_are_cut_off(tmp_path: Path) -> None:
     assert commit.stat().st_size == 8192 and verified(tmp_path / "default") == 0
 
 
+@pytest.mark.slow
 def test_tiny_tiles_share_checksums(tmp_path: Path) -> None:
     """Each commit holds a checksum for each tile, for which there was room before training."""
     settings = config(JOB, DISK, tmp_path)

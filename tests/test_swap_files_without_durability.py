@@ -35,6 +35,7 @@ def named_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
 def test_nothing_is_left_that_takes_room(end: str, tmp_path: Path) -> None:
     done = warm_process.python(PROGRAM.format(folder=str(tmp_path), end=end), cwd=Path(__file__).parents[1])

@@ -366,6 +366,7 @@ def peak(run: Callable[[], Any]) -> int:
     return counted.peak
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("positions", [2048, 8192])
 def test_memory_is_one_chunk_and_the_gradients(positions: int, dtype: torch.dtype) -> None:

@@ -87,7 +87,7 @@ JOBS = {
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
 def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:
@@ -109,6 +109,7 @@ def on_two_ranks(job: Job, folder: Path) -> tuple[Result, Result]:
     return memory, rank_pool.train(job, DISK, folder / "disk", tile_mlp=3, device_memory=4 * room_for(job, 1))
 
 
+@pytest.mark.slow
 def test_ranks_train_tiles(ranks: RankPool, tmp_path: Path) -> None:
     """With the same bits in memory and on disk, and the numbers of one rank."""
     job = rank_jobs.JOBS["gpt2"]._replace(steps=3)
@@ -133,6 +134,7 @@ def test_the_config_the_call_and_plain_torch_give_the_same(tmp_path: Path) -> No
     rounding_bounds.same_training(run(by_hand, DISK, tmp_path / "3"), plain_loop(by_hand), by_hand)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("units", [(), ("Linear",)], ids=["layers", "matrices"])
 def test_a_small_budget_changes_no_bit(units: tuple[str, ...], tmp_path: Path) -> None:
     """With matrices as units and room for two, the three of an MLP never fit together."""
@@ -210,6 +212,7 @@ def test_a_parameter_has_one_gradient_a_micro_batch(tmp_path: Path) -> None:
     engine.destroy(remove=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_a_chunk_is_recovered_from(error: type[BaseException], tmp_path: Path) -> None:
     """In the forward, and in the backward; the next micro-batch gives the bits that it would have given."""
@@ -258,6 +261,7 @@ def compiled() -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.cpu_only("the compiler knows no device of tests")
 @pytest.mark.filterwarnings("ignore")  # of torch.compile itself
 def test_compiled_layers_change_no_bit(tmp_path: Path) -> None:
@@ -327,6 +331,7 @@ class Stack(nn.Module):
         return hidden
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("positions", [1024, 4096])
 def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: int, dtype: str, tmp_path: Path) -> None:
@@ -406,6 +411,7 @@ def test_mlps_of_decoders_are_known(kind: str) -> None:
     assert known_mlps.known_mlps(model) == ("model.layers.0.mlp", "model.layers.1.mlp")
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     ("make", "expected"),
     [

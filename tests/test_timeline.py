@@ -30,6 +30,7 @@ from tests.support.timeline_reader import DISK, JOB, _content, counters, names, 
 # -- what it holds ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_every_byte_is_in_it_and_no_bit_is_another(placement: tuple[str, str], tmp_path: Path) -> None:
     plain = run(JOB, placement, tmp_path / "plain")

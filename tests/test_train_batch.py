@@ -69,6 +69,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dic
     return [(losses[i] + losses[i + 1]) / 2 for i in (0, 2, 4)], weights
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("form", ["loss", "dict", "tuple"])
 @pytest.mark.numeric
 def test_train_batch_is_the_loop(form: str, expected: Any, tmp_path: Path) -> None:

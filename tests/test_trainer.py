@@ -46,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.works("Trainers", "transformers' `Trainer`: losses, norms, rates and weights of the stock one", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 @pytest.mark.numeric
@@ -66,6 +66,7 @@ def test_decay_has_the_groups_of_the_trainer(tmp_path: Path) -> None:
     assert float(mine.weights["transformer.wte.weight"].std()) < 0.018, "the embedding has"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changed", [{}, {"bf16": True}], ids=["fp32", "bf16"])
 def test_on_disk_it_is_what_it_is_in_memory(changed: dict[str, Any], tmp_path: Path) -> None:
     """With dropout, so that the generators matter."""

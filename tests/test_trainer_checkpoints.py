@@ -79,6 +79,7 @@ def test_resumed_is_the_unbroken_run(changed: dict[str, Any], tmp_path: Path) ->
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
+@pytest.mark.slow
 def test_resumed_between_two_epochs(tmp_path: Path) -> None:
     complete = unbroken(models.gpt2_dropout)
     changed = {"save_steps": 3}
@@ -86,6 +87,7 @@ def test_resumed_between_two_epochs(tmp_path: Path) -> None:
     assert_same(complete, resumed(tmp_path / "broken", **changed))
 
 
+@pytest.mark.slow
 def test_resumed_where_states_lie_elsewhere(tmp_path: Path) -> None:
     broken_off(tmp_path, 3)
     runs = [resumed(tmp_path, str(tmp_path / "out" / "checkpoint-2"), tier) for tier in (DISK, MEMORY)]
@@ -229,6 +231,7 @@ def test_an_engine_of_ones_own_loads_a_checkpoint(tmp_path: Path) -> None:
         engine.destroy()
 
 
+@pytest.mark.slow
 def test_of_a_trainer_of_ones_own(tmp_path: Path) -> None:
     """Its loss is its own; the rest is as above."""
 

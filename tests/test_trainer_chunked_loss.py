@@ -66,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 @pytest.mark.works("Trainers", "the loss in chunks of tokens, by default: that of the stock `Trainer`", "right")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", [models.gpt2, models.llama, qwen3, lora])
 @pytest.mark.numeric
 def test_the_loss_in_chunks_is_that_of_the_stock_trainer(
@@ -131,6 +131,7 @@ READERS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", READERS.values(), ids=READERS)
 @pytest.mark.numeric
 def test_a_loss_of_the_logits_is_computed_from_the_logits(
@@ -319,6 +320,7 @@ def test_a_resumed_run_computes_its_loss_as_it_began(
     assert calls
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_an_earlier_version_is_resumed_with_all_logits(
     calls: list[torch.Size], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

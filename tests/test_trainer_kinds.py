@@ -55,6 +55,7 @@ def evaluations(trainer: Any) -> list[float]:
     return [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
 
 
+@pytest.mark.slow
 @pytest.mark.numeric
 def test_evaluation_on_the_way(tmp_path: Path) -> None:
     """Losses of the evaluations are the stock ones, and those of the training are as without any."""
@@ -168,6 +169,7 @@ def test_lora_equals_the_stock_trainer(tmp_path: Path) -> None:
     assert_same(mine, offloaded(tmp_path / "memory", MEMORY, model=lora))
 
 
+@pytest.mark.slow
 def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
     reference = unbroken(lora)
     saved = {"save_strategy": "steps", "save_steps": 2}
@@ -186,6 +188,7 @@ def test_lora_saves_adapters_and_goes_on(tmp_path: Path) -> None:
             assert torch.equal(loaded[name], value), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("save_only_model", [False, True])
 def test_lora_loads_its_best_model(save_only_model: bool, tmp_path: Path) -> None:
     """The best is the one with the largest loss here: an early one."""

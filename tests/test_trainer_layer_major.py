@@ -101,7 +101,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.works("Trainers", "several micro-batches, layer by layer: the bits of one after the other", "right")
 @pytest.mark.parametrize("changed", CASES.values(), ids=CASES)
 def test_losses_logs_and_weights_have_the_same_bits(changed: dict[str, Any], tmp_path: Path) -> None:
@@ -177,6 +177,7 @@ class Break(transformers.TrainerCallback):
         control.should_training_stop = state.global_step == 4
 
 
+@pytest.mark.slow
 def test_a_training_resumed_in_the_middle_of_an_epoch_keeps_its_bits_with_dropout(tmp_path: Path) -> None:
     saved = {"model": models.gpt2_dropout, "save_strategy": "steps", "save_steps": 2}
     unbroken = trained(tmp_path / "unbroken", LAYERED, **saved)

@@ -122,6 +122,7 @@ def test_device_memory_is_that_of_both(tmp_path: Path) -> None:
             mine.evaluate()
 
 
+@pytest.mark.slow
 def test_host_memory_is_that_of_both(tmp_path: Path) -> None:
     with offloaded(tmp_path / "alone") as mine:
         mine.evaluate()

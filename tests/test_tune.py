@@ -60,6 +60,7 @@ def test_the_backend_of_the_config_is_tuned(tmp_path: Path) -> None:
     assert done.exit_code == 0 and json.loads(done.stdout)["backend"] == "threads"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -64,6 +64,7 @@ def test_one_budget_for_both(tmp_path: Path) -> None:
     assert process_memory().needed_bytes == 0
 
 
+@pytest.mark.slow
 def test_the_cache_is_given_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Between a forward and its backward, with updates of the step before under way."""
     alone, budget = run(JOB, DISK, tmp_path), enough_for_all(tmp_path)

@@ -73,7 +73,7 @@ def in_all_ways(
 # -- the step confirms --------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: str, accumulation: int) -> None:
@@ -83,7 +83,7 @@ def test_a_step_that_clips_nothing_confirms_every_update(tmp_path: Path, dtype: 
     assert all(hits > 0 for hits, _ in seen[first:]) and not any(misses for _, misses in seen)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("optimizer", ["AdamW", "Adam", "Lion", "Adagrad", "SGD", "Muon", "SinkGD"])
 def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> None:
     params = (("momentum", 0.9),) if optimizer == "SGD" else ()
@@ -91,6 +91,7 @@ def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> 
     assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["LLAMA", "MIXTURE", "LORA", "T5"])
 def test_other_models_are_confirmed_or_made_again(tmp_path: Path, name: str) -> None:
     job = getattr(models, name, None)
@@ -227,6 +228,7 @@ def test_a_rate_that_changes_between_backward_and_step_is_the_one_that_counts(tm
         assert (hits == 0 and misses > 0) if step % 2 else (hits > 0 and misses == 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_a_second_backward_counts_after_the_update_of_the_first(tmp_path: Path, accumulation: int) -> None:
     """The graph is kept, and a unit's weights are used once more after they were updated early."""
@@ -418,6 +420,7 @@ def test_destroy_between_backward_and_step_keeps_the_last_step(tmp_path: Path) -
 # -- where it happens ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("placement", "options", "optimizer"),
     [
@@ -495,6 +498,7 @@ class Stack(nn.Module):
         return x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "fresh_in_memory"), [(1, range(3)), (12, range(6, 10))])
 def test_no_byte_is_moved_twice(tmp_path: Path, first: int, fresh_in_memory: range) -> None:
     """Host memory is for two of the largest unit: with a large one, fresh weights of all others stay there."""

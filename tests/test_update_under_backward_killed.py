@@ -63,6 +63,7 @@ def resumed(job: Job, folder: Path) -> Result:
     return result
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("writes", [1, 4, 7, 1000])
 def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, writes: int) -> None:
     """Up to 1000 writes there are none, so that the last one dies when all updates are written and none confirmed."""

@@ -152,6 +152,7 @@ struct Moments {
 };
 
 struct Move {
+    static constexpr bool kWithoutGrad = true;  // the moments have taken it in the first pass
     static constexpr int kMoments = 2;
     static constexpr bool kRoots[2] = {false, true};
     using Scalars = offload::Scalars;

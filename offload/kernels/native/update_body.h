@@ -5,6 +5,7 @@
 //     static float step(const Scalars&, float weight, float grad, float& first, float& second);
 // and each of its operations is that of the formula it cites, rounded once: see [Note: same bits].
 // Choices that a segment makes are selected by value, not by branch, so that one loop serves all.
+// A rule with `kWithoutGrad` is given no gradient.
 #pragma once
 
 #include <algorithm>
@@ -119,6 +120,9 @@ OFFLOAD_INLINE void prefetch_tile(const Bf24Master& master, std::size_t i) {
     prefetch_tile(master.residual + i);
 }
 
+template <class R>
+inline constexpr bool kTakesGrad = !requires { R::kWithoutGrad; };
+
 template <class R, class Master, class Moment, class Grad>
 struct Update {
     struct Part {
@@ -156,12 +160,22 @@ struct Update {
                 }
                 update_block<true>(args, part, begin, kMomentBlock);
             }
-            if (begin < end) update_block<false>(args, part, begin, end - begin);
         } else {
             for (; begin + kTile <= end; begin += kTile) {
                 prefetch(args, begin + kAhead);
                 update(args, part, begin, begin + kTile);
             }
+        }
+        if (begin < end) rest(args, part, begin, end);
+    }
+
+    // The end of a part, smaller than a tile or a block. Every instruction set calls the same code,
+    // which halves the compiler's work: all give the same bits.
+    [[gnu::noinline]] static void rest(const Args& args, const Part& part, std::size_t begin,
+                                       std::size_t end) {
+        if constexpr (std::is_same_v<Moment, Code>) {
+            update_block<false>(args, part, begin, end - begin);
+        } else {
             update(args, part, begin, end);
         }
     }
@@ -170,7 +184,15 @@ struct Update {
         prefetch_tile(args.master, ahead);
         if constexpr (R::kMoments > 0) prefetch_tile(args.first + ahead);
         if constexpr (R::kMoments > 1) prefetch_tile(args.second + ahead);
-        prefetch_tile(args.grad + ahead);
+        if constexpr (kTakesGrad<R>) prefetch_tile(args.grad + ahead);
+    }
+
+    OFFLOAD_INLINE static float load_grad(const Grad* grad, std::size_t i) {
+        if constexpr (kTakesGrad<R>) {
+            return to_float(grad[i]);
+        } else {
+            return 0.0f;
+        }
     }
 
     // One block of codes, or the start of one. The loops are apart, since each is vectorized by the
@@ -197,7 +219,7 @@ struct Update {
         for (std::size_t i = 0; i < numel; ++i) {
             float first = m[i];
             float second = R::kMoments > 1 ? v[i] : 0.0f;
-            const float weight = R::step(k, load(master, i), to_float(grad[i]), first, second);
+            const float weight = R::step(k, load(master, i), load_grad(grad, i), first, second);
             m[i] = value_of<R::kRoots[0]>(first);
             if constexpr (R::kMoments > 1) v[i] = value_of<R::kRoots[1]>(second);
             store(master, i, weight,
@@ -228,7 +250,7 @@ struct Update {
             float v = 0.0f;
             if constexpr (R::kMoments > 0) m = to_float(first[i]);
             if constexpr (R::kMoments > 1) v = to_float(second[i]);
-            const float weight = R::step(k, load(master, i), to_float(grad[i]), m, v);
+            const float weight = R::step(k, load(master, i), load_grad(grad, i), m, v);
             const std::uint32_t number = element + static_cast<std::uint32_t>(i - begin);
             const std::uint32_t random = bits_for<Moment>(noise, number);
             if constexpr (R::kMoments > 0) store_moment(&first[i], m, random);
@@ -261,6 +283,7 @@ void run_update(const Buffers& b, Master master, const std::vector<Segment>& seg
 
 template <class R, class Master, class Moment>
 void run_update(const Buffers& b, Master master, const std::vector<Segment>& segments) {
+    if constexpr (!kTakesGrad<R>) return run_update<R, Master, Moment, float>(b, master, segments);
     switch (b.grad_type) {
         case Element::kFloat:
             return run_update<R, Master, Moment, float>(b, master, segments);
