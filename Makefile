@@ -8,9 +8,9 @@ PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
 .PHONY: help train test test-all test-avx2 device test-device check format docs mutants sanitize
-# Tests at a time: more memory and more of the drive each. Of two cores, two leave a third idle: tests wait for drives,
+# Tests at a time: more memory and more of the drive each. Three leave a third of two cores idle: tests wait for drives,
 # and for processes that they kill.
-JOBS ?= 3
+JOBS ?= 4
 
 .DEFAULT_GOAL := help
 
