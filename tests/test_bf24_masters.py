@@ -307,11 +307,12 @@ def test_a_plan_is_what_a_run_takes(tmp_path: Path) -> None:
         engine.destroy(remove=True)
 
 
-def test_the_cpu_updates_them_where_the_device_has_kernels(tmp_path: Path) -> None:
+def test_a_device_with_kernels_updates_them_and_keeps_their_gradients(tmp_path: Path) -> None:
     model = JOB.model()
     plain = layouts_of(model, find_units(model))
-    for options, tier in (({}, Tier.DEVICE), (BF24, Tier.HOST)):
-        given = config(JOB, ("none", "none"), tmp_path, **options)
+    lion = JOB._replace(optimizer="Lion")
+    for job, options, tier in ((JOB, BF24, Tier.DEVICE), (JOB, SMALL, Tier.DEVICE), (lion, BF24, Tier.HOST)):
+        given = config(job, ("none", "none"), tmp_path, **options)
         planned = settle(plain, given, Room(host=8 * GIB, device=8 * GIB, disk=None))
         assert {row[State.GRAD] for row in planned.placement.tiers} == {tier}
 

@@ -131,7 +131,7 @@ def watch_updates(patch: pytest.MonkeyPatch, device: LateDevice) -> list[int]:
     real, numels = kernels.update, list[int]()
 
     def update(partition: kernels.Partition, segments: Any) -> None:
-        given = [partition.weight, partition.grad, *partition.moments, partition.residual, partition.master]
+        given = [partition.weight, partition.grad, *partition.moments, *partition[3:]]
         tensors = [tensor for tensor in given if tensor is not None]
         device.check_kernel([(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors])
         numels.append(partition.weight.numel())
@@ -162,6 +162,19 @@ def test_what_lives_on_the_device_is_updated_there(
         copies[durability] = device.copies
     states = len(("weight", "residual", "exp_avg", "exp_avg_sq"))
     assert copies["step"] == copies["none"] + len(tiles) * states
+
+
+@pytest.mark.parametrize("options", [{"moments": "int8"}, {"master": "bf24", "moments": "bf16"}], ids=str)
+def test_what_is_rounded_stochastically_is_updated_there_too(
+    options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(JOB, ("none", "none"), tmp_path / "plain", **options)
+    device = LateDevice(0, 0.9)
+    use_device(monkeypatch, device)
+    tiles = watch_updates(monkeypatch, device)
+    found = train(JOB, ("none", "none"), tmp_path / "late", device, device_memory=ALL_UNITS, **options)
+    assert_same(expected, found)
+    assert device.broken == [] and len(tiles) >= JOB.steps and device.downloads == JOB.steps
 
 
 def test_gradients_that_have_no_room_there_leave_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

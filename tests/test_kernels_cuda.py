@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from offload import kernels
 from offload.kernels import AdamWStep, Noise, Partition, Segment, cuda
 from offload.kernels.cuda.kernels import GRADS, WEIGHTS, Kernels
+from offload.kernels.moments import encode_moments
 from tests.support.fake_cuda import COMPILER, fake_cuda
 from tests.support.sampling import examples
 
@@ -51,14 +52,20 @@ def on(partition: Partition, device: str) -> Partition:
         return None if tensor is None else tensor.to(device, copy=True)
 
     moments = tuple(move(moment) for moment in partition.moments)
-    return Partition(
-        move(partition.weight), move(partition.grad), moments, move(partition.residual), move(partition.master)
+    return partition._replace(
+        weight=move(partition.weight),
+        grad=move(partition.grad),
+        moments=moments,
+        residual=move(partition.residual),
+        master=move(partition.master),
+        scales=move(partition.scales),
     )
 
 
 def same(one: Partition, other: Partition) -> None:
     pairs = [(one.weight, other.weight), *zip(one.moments, other.moments, strict=True)]
-    pairs += [(a, b) for a, b in ((one.residual, other.residual), (one.master, other.master)) if a is not None]
+    more = ("residual", "master", "scales")
+    pairs += [(getattr(one, name), getattr(other, name)) for name in more if getattr(one, name) is not None]
     for a, b in pairs:
         a, b = (tensor.cpu().float().numpy() for tensor in (a, b))
         np.testing.assert_array_equal(a, b)
@@ -97,23 +104,65 @@ def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dty
         same(mine, theirs)
 
 
-@pytest.mark.sample(2)
+def in_blocks(partition: Partition) -> Partition:
+    """The moments in 8 bits. Blocks of zeros, of tiny values, and with inf are among them."""
+    first, second = (moment.clone() for moment in partition.moments)
+    for moment in (first, second):
+        moment[256:512] = 0.0
+        moment[512:768] *= 1e-38
+        moment[1024] = float("inf")
+    codes = torch.empty(len(first), dtype=torch.int8), torch.empty(len(first), dtype=torch.uint8)
+    scales = torch.empty(-(-len(first) // 256), 2)
+    for number, (values, code) in enumerate(zip((first, second), codes, strict=True)):
+        encode_moments(values, code, scales, number)
+    return partition._replace(moments=codes, scales=scales)
+
+
+def with_bf24(partition: Partition) -> Partition:
+    """The master with 8 low bits."""
+    assert partition.residual is not None
+    return partition._replace(residual=(partition.residual >> 8).to(torch.int8))
+
+
+def in_form(numel: int, weight: torch.dtype, grad: torch.dtype, master: str, moments: str) -> Partition:
+    found = arrays(numel, weight, grad)
+    if master == "bf24":
+        found = with_bf24(found)
+    if moments == "bf16":
+        found = found._replace(moments=tuple(moment.bfloat16() for moment in found.moments))
+    return in_blocks(found) if moments == "int8" else found
+
+
+ROUNDED = [
+    (weight, master, moments)
+    for weight, master in [*((weight, "fp32") for weight in WEIGHTS), (torch.bfloat16, "bf24")]
+    for moments in ("fp32", "bf16", "int8")
+    if (master, moments) != ("fp32", "fp32")
+]
+NOISES = [Noise(77, 0), Noise(78, (1 << 32) - 1280)]
+SEGMENTS = [(0, 2900), (3072, 3072), (3328, 5001)]
+
+
+def segments_of(step: AdamWStep, noise: Noise) -> list[Segment]:
+    """Of whole blocks, but for their ends. A segment is launched in two parts where an element's number is 2**32."""
+    first, empty, last = SEGMENTS
+    return [
+        Segment(*first, step, noise),
+        Segment(*empty, step, noise.after(empty[0])),
+        Segment(*last, step._replace(lr=0.5), noise.after(last[0])),
+    ]
+
+
 @needs_compiler
-@pytest.mark.parametrize("weight_dtype", WEIGHTS)
-@pytest.mark.parametrize("noise", [Noise(77, 0), Noise(78, (1 << 32) - 1234)])
-def test_moments_in_bf16_are_rounded_as_on_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, noise: Noise) -> None:
-    """Also where a segment is launched in two parts, since the number of an element exceeds 32 bits."""
-    for step in STEPS:
-        mine = arrays(5000, weight_dtype, torch.bfloat16)
-        mine = mine._replace(moments=tuple(moment.bfloat16() for moment in mine.moments))
+@pytest.mark.parametrize(("weight", "master", "moments"), ROUNDED)
+def test_what_is_rounded_stochastically_has_the_bits_of_the_cpu(
+    cpp: Kernels, weight: torch.dtype, master: str, moments: str
+) -> None:
+    for step, noise in zip(STEPS, itertools.cycle(NOISES)):
+        mine = in_form(5001, weight, torch.bfloat16, master, moments)
         theirs = on(mine, "cpu")
-        segments = [
-            Segment(0, 3000, step, noise),
-            Segment(3000, 3000, step, noise),
-            Segment(3001, 5000, step._replace(lr=0.5), noise.after(3001)),
-        ]
-        cpp.update(mine, segments, 0)
-        kernels.update(theirs, segments)
+        cpp.update(mine, segments_of(step, noise), 0)
+        kernels.update(theirs, segments_of(step, noise))
         same(mine, theirs)
 
 
@@ -179,6 +228,20 @@ def test_on_a_gpu_it_has_the_bits_of_the_cpu(weight_dtype: torch.dtype, grad_dty
         mine = arrays(numel, weight_dtype, grad_dtype)
         theirs = on(mine, "cuda")
         segments = [Segment(0, 77, step), Segment(77, 500_000, step._replace(lr=0.5)), Segment(600_000, numel, step)]
+        kernels.update(mine, segments)
+        cuda.update(theirs, segments)
+        same(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("weight", "master", "moments"), ROUNDED)
+def test_on_a_gpu_what_is_rounded_stochastically_has_the_bits_of_the_cpu(
+    weight: torch.dtype, master: str, moments: str
+) -> None:
+    for step, noise in itertools.product(STEPS, NOISES):
+        mine = in_form(1_000_003, weight, torch.bfloat16, master, moments)
+        theirs = on(mine, "cuda")
+        segments = [*segments_of(step, noise), Segment(8192, 1_000_003, step, noise.after(8192))]
         kernels.update(mine, segments)
         cuda.update(theirs, segments)
         same(mine, theirs)

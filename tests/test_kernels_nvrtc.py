@@ -12,7 +12,7 @@ import torch
 
 from offload.errors import ConfigError
 from offload.kernels.cuda import nvrtc
-from offload.kernels.cuda.kernels import _OPTIONS, GRADS, WEIGHTS, source
+from offload.kernels.cuda.kernels import _OPTIONS, BF24, GRADS, MOMENTS, WEIGHTS, source
 
 ARCHITECTURES = (75, 80, 90, 120)
 EXPECTED = {
@@ -55,11 +55,14 @@ def arithmetic(assembly: str) -> set[str]:
     return set(re.findall(r"\b((?:fma|mad|mul|add|sub|div|sqrt|rsqrt|rcp|ex2|lg2)\.[a-z.]*f(?:16|32|64))\b", assembly))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def variants(program: str) -> Iterator[tuple[str, ...]]:
-    weights = WEIGHTS.values() if program == "adamw" else (0,)
-    for weight, grad in itertools.product(weights, GRADS.values()):
-        yield (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}")
+    """Of a step each weight with each form of the moments, and any two of a weight, a gradient and moments meet."""
+    types = [(0, grad, 0) for grad in GRADS.values()]
+    if program == "adamw":
+        states = itertools.product((*WEIGHTS.values(), BF24), MOMENTS.values())
+        types = [(weight, (weight + moment) % len(GRADS), moment) for weight, moment in states]
+    for weight, grad, moment in types:
+        yield (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"-DMOMENT={moment}")
 
 
 @pytest.mark.sample(3)

@@ -78,6 +78,29 @@ def test_a_quantized_folder_trains_as_the_model_that_transformers_loads(form: st
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.works(AREA, "a folder of bitsandbytes without training: its codes are read in place", "right")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_quantized_folder_is_run_from_its_own_files(form: str, tmp_path: Path) -> None:
+    path = quantized_folder(tmp_path, form)
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")}
+    auto, ids = transformers.AutoModelForCausalLM, torch.arange(24).view(2, 12)
+    model = auto.from_pretrained(path, dtype=torch.bfloat16, device_map={"": "cpu"})
+    with torch.no_grad():
+        # In evaluation bitsandbytes packs 4 bits anew for some processors, and multiplies 8 bits as integers.
+        expected = model.train(form != "int8")(ids).logits
+    config = {"offload": {"device": "cpu"}, "bf16": {"enabled": True}}
+    with offload.inference(path, config, dtype=torch.bfloat16) as engine:
+        assert not any("kept in host memory" in line for line in engine.notices), engine.notices
+        units = len(engine._core.components.layouts)
+        assert any(f"{units} units of {units}" in line for line in engine.notices), engine.notices
+        assert torch.equal(engine(ids).logits, expected)
+        assert engine.io_bytes().read > 0 and engine.io_bytes().written == 0
+        weights = engine.module.state_dict()
+    assert_same_tensors(bits(model.state_dict()), bits(weights))
+    assert {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_dora_reads_weights_that_are_still_in_the_folder(tmp_path: Path) -> None:
     path = quantized_folder(tmp_path, "nf4")
     found = []

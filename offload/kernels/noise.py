@@ -61,6 +61,11 @@ def noise_stream(seed: int, unit: int, step: int) -> int:
     return stream
 
 
+def master_stream(stream: int) -> int:
+    """Returns the stream that rounds masters, beside `stream`, which rounds moments; as native/noise.h has it."""
+    return _mixed(stream ^ 0x6D6173746572)
+
+
 def _mixed(value: int) -> int:
     """Returns the finalizer of SplitMix64, as `mixed` of native/noise.h computes it."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _WORD

@@ -244,20 +244,20 @@ def check_blocks(partition: Partition, segments: Sequence[_Ranged]) -> None:
         end = segment.stop
 
 
-def _scales(partition: Partition, numel: int) -> int:
-    """Returns the address of the scales of codes; 0 for other moments.
-
-    Raises:
-        ValueError: codes without scales, scales without codes, or scales of a wrong shape.
-    """
+def check_scales(partition: Partition, numel: int) -> None:
+    """Raises `ValueError` for codes without scales, scales without codes, or scales of a wrong shape."""
     moments, scales = partition.moments, partition.scales
     if (scales is not None) != bool(moments and moments[0].dtype in CODES):
         raise ValueError("scales: expected them for moments in 8 bits, and for no others")
-    if scales is None:
-        return 0
-    if tuple(scales.shape) != (blocks_of(numel), len(moments)):
+    if scales is not None and tuple(scales.shape) != (blocks_of(numel), len(moments)):
         raise ValueError(f"scales: expected shape ({blocks_of(numel)}, {len(moments)}), got {tuple(scales.shape)}")
-    return address("scales", scales.view(-1), FLOAT, scales.numel())
+
+
+def _scales(partition: Partition, numel: int) -> int:
+    """Returns the address of the scales of codes, which `check_scales` checks; 0 for other moments."""
+    check_scales(partition, numel)
+    scales = partition.scales
+    return 0 if scales is None else address("scales", scales.view(-1), FLOAT, scales.numel())
 
 
 def _check_counted(step: Step | LambStep) -> None:

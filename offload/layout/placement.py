@@ -180,7 +180,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
         budget -= inputs
     configured_tiers = configured(parts, request, mode.weight_dtype.itemsize)
     # The device has a kernel for AdamW only; any other optimizer needs the gradients on the host.
-    if machine.device_kernels and mode.optimizer == ADAM and not mode.in_blocks and mode.master == "fp32":
+    if machine.device_kernels and mode.optimizer == ADAM:
         configured_tiers = gradients_on_device(
             parts, configured_tiers, _device_spare(parts, request, machine, configured_tiers)
         )

@@ -165,6 +165,12 @@ static inline double __shfl_sync(unsigned mask, double value, int source, int wi
     const unsigned lane = threadIdx.x % emulated::kWarp;
     return emulated::shuffle(mask, value, lane / width * width + source % width);
 }
+static inline unsigned __shfl_xor_sync(unsigned mask, unsigned value, unsigned lanes, int width) {
+    const unsigned lane = threadIdx.x % emulated::kWarp, source = lane ^ lanes;
+    // A double has every value of 32 bits.
+    const bool within = source / width == lane / width;
+    return static_cast<unsigned>(emulated::shuffle(mask, value, within ? source : lane));
+}
 static inline double __shfl_down_sync(unsigned mask, double value, unsigned delta, int width) {
     const unsigned lane = threadIdx.x % emulated::kWarp;
     return emulated::shuffle(mask, value, lane % width + delta < width ? lane + delta : lane);

@@ -265,6 +265,20 @@ MUTANTS = (
         "tests/test_cuda_launch.py",
     ),
     Mutant(
+        "round masters on a GPU by the random bits of the moments",
+        "offload.kernels.cuda.kernels",
+        "Noise(master_stream(stream), element)",
+        "Noise(stream, element)",
+        "tests/test_kernels_cuda.py",
+    ),
+    Mutant(
+        "give each block of moments on a GPU the scales of the first",
+        "offload.kernels.cuda.kernels",
+        "_Place(scales.data_ptr(), scales.element_size() * scales.shape[1])",
+        "_Place(scales.data_ptr(), 0)",
+        "tests/test_kernels_cuda.py",
+    ),
+    Mutant(
         "load a compiled kernel that is damaged",
         "offload.kernels.cuda.compiled",
         "return image if whole else None",

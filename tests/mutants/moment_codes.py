@@ -118,10 +118,10 @@ MUTANTS = (
         "tests/test_kernels_bf24.py::test_every_rule_computes_its_formula_and_rounds_its_master",
     ),
     Mutant(
-        "let the device's kernel take masters of 24 bits",
+        "leave the gradients of another optimizer to a device that has no kernel for it",
         "offload.layout.placement",
-        'not mode.in_blocks and mode.master == "fp32"',
-        "not mode.in_blocks",
-        "tests/test_bf24_masters.py::test_the_cpu_updates_them_where_the_device_has_kernels",
+        "if machine.device_kernels and mode.optimizer == ADAM:",
+        "if machine.device_kernels:",
+        "tests/test_bf24_masters.py::test_a_device_with_kernels_updates_them_and_keeps_their_gradients",
     ),
 )

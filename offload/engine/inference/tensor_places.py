@@ -10,10 +10,13 @@ import torch
 from torch import nn
 
 from offload.engine.model_io.name_mapping import Converted
+from offload.engine.model_io.quantized.of_bitsandbytes import FileBytes
 from offload.engine.model_io.safetensors_folder import Run, Stored
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
+from offload.engine.params.opaque.paged_tensor import PagedTensor
 from offload.fileio.stamp import Stamp
 from offload.layout.flat_layout import Segment, UnitLayout
+from offload.layout.frozen.opaque import OWN, inner_starts, inner_tensors_of, opaque_parameters
 from offload.swapper.in_place.image import FileRange, UnitImage, image_of
 from offload.swapper.modes import Mode, dtype_name
 
@@ -34,9 +37,11 @@ class TensorPlaces:
         self._model, self._small_numel = model, small_numel
         self.stamps: dict[str, Stamp] = {}
         """Stamp of each file as its header was read, by path without links."""
-        for parameter in model.parameters():
-            for stored in _tensors_of(origin_of(parameter)):
-                self.stamps[os.path.realpath(stored.path)] = stored.stamp
+        every = [stored for parameter in model.parameters() for stored in _tensors_of(origin_of(parameter))]
+        for name in opaque_parameters(model):
+            every += _inner_tensors(model, name).values()
+        for stored in every:
+            self.stamps[os.path.realpath(stored.path)] = stored.stamp
 
     def images(self, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[UnitImage | None, ...]:
         """Returns each unit as it lies in the files; None for a unit that is not read there."""
@@ -54,6 +59,13 @@ class TensorPlaces:
     def _ranges(self, segment: Segment, itemsize: int) -> Iterator[tuple[FileRange, int]]:
         """Yields the bytes in the files that make up a parameter, each with their first byte in the unit."""
         target = segment.start * itemsize
+        if segment.inner:
+            starts = inner_starts(segment.inner)
+            for name, stored in _inner_tensors(self._model, segment.name).items():
+                if name in starts:  # another name of the same tensor has no bytes of its own
+                    place = FileRange(os.path.realpath(stored.path), stored.place.offset, stored.place.tensor.nbytes)
+                    yield place, target + starts[name]
+            return
         for stored, start, numel in self._runs(segment):
             nbytes = numel * itemsize
             yield FileRange(os.path.realpath(stored.path), stored.place.offset + start * itemsize, nbytes), target
@@ -72,9 +84,10 @@ class TensorPlaces:
             segment: the parameter in its unit.
             dtype: dtype in which the model computes.
         """
-        # Codes and scales are several tensors, of which the library that made them knows the layout.
-        if segment.inner or segment.form:
+        if segment.form:
             return "is quantized"
+        if segment.inner:
+            return None if OWN in _inner_tensors(self._model, segment.name) else "is quantized, and in memory already"
         parameter = self._model.get_parameter(segment.parameter)
         origin = origin_of(parameter)
         if origin is None:
@@ -85,6 +98,17 @@ class TensorPlaces:
         if segment.numel and not 0 < len(self._runs(segment)) <= _MOST_RUNS:
             return "is made of other tensors of the files"
         return None
+
+
+def _inner_tensors(model: nn.Module, name: str) -> dict[str, Stored]:
+    """Returns those inner tensors of a quantized parameter that are in a file, such as its codes and scales."""
+    owner = model.get_submodule(name.rpartition(".")[0])
+    sources = {
+        inner: tensor.source
+        for inner, tensor in inner_tensors_of(model.get_parameter(name), owner).items()
+        if isinstance(tensor, PagedTensor)
+    }
+    return {inner: source.stored for inner, source in sources.items() if isinstance(source, FileBytes)}
 
 
 def _tensors_of(origin: Any) -> Sequence[Stored]:

@@ -135,7 +135,9 @@ class InitialFill:
         for index, layout in enumerate(layouts):
             if index in in_place:
                 for segment in layout.segments:
-                    if index == last[segment.parameter]:
+                    if segment.inner:
+                        page_out(model, segment, sources[segment.name], in_place=True)
+                    elif index == last[segment.parameter]:
                         forget(model.get_parameter(segment.parameter))
                 continue
             given = any(not model.get_parameter(segment.parameter).is_meta for segment in layout.segments)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from offload.kernels.cuda.driver import (
     Signature,
 )
 from offload.kernels.cuda.nvrtc import Compiler, target
-from offload.kernels.noise import Keyed, keyed
+from offload.kernels.moments import BLOCK as MOMENT_BLOCK
+from offload.kernels.moments import blocks_of
+from offload.kernels.noise import Noise, keyed, master_stream
 from offload.kernels.steps import AdamWStep, Segment
 from offload.kernels.update import Partition
 
@@ -32,14 +35,18 @@ BLOCK = 4096
 """Elements of a block whose squares are added lane by lane: see [Note: sums] in native/sums_body.h."""
 WEIGHTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 GRADS = WEIGHTS
-MOMENTS = {torch.float32: 0, torch.bfloat16: 1}
+MOMENTS = {(torch.float32, torch.float32): 0, (torch.bfloat16, torch.bfloat16): 1, (torch.int8, torch.uint8): 2}
+"""Dtypes of both moments; in 8 bits the second one is a root."""
+BF24 = 3
+"""Beside `WEIGHTS`: a bf16 weight with 8 low bits."""
+_CODES = MOMENTS[torch.int8, torch.uint8]
 _LANES, _WARP = 16, 32
 _THREADS, _MOST_BLOCKS = 256, 1 << 16
 # The kernels round through intrinsics. These options keep the compiler from fusing or approximating anything else.
 _OPTIONS = ("--fmad=false", "--prec-div=true", "--prec-sqrt=true", "--ftz=false")
 _PROGRAMS = {"adamw": "adamw", "block_sums": "sums", "chunk_sums": "sums"}
 """Name of the program that contains each kernel."""
-_ADAMW = Signature(*(ADDRESS,) * 5, COUNT, *(WORD,) * 3, *(FLOAT,) * 9, *(INT,) * 2)
+_ADAMW = Signature(*(ADDRESS,) * 6, COUNT, *(WORD,) * 5, *(FLOAT,) * 9, *(INT,) * 2)
 _SUMS = Signature(ADDRESS, ADDRESS, COUNT, COUNT)
 
 
@@ -127,15 +134,13 @@ class Kernels:
         """Queues an AdamW step for each segment, all on one stream, which orders them with the work around.
 
         Args:
-            partition: (numel,) contiguous tensors of the device; two moments.
+            partition: (numel,) contiguous tensors of the device; two moments, and their scales if they are codes.
             segments: ranges of elements, each with an `AdamWStep`.
             stream: `torch.cuda.Stream.cuda_stream`.
         """
-        types = WEIGHTS[partition.weight.dtype], GRADS[partition.grad.dtype], MOMENTS[partition.moments[0].dtype]
-        kernel = self._kernel("adamw", *types)
-        beside = partition.residual if partition.residual is not None else partition.master
-        arrays = (partition.weight, beside, *partition.moments, partition.grad)
-        places = [(0, 0) if each is None else (each.data_ptr(), each.element_size()) for each in arrays]
+        types = _types(partition)
+        kernel, coded = self._kernel("adamw", *types), types[2] == _CODES
+        places = _places(partition)
         # Neighbouring segments mostly have equal steps, so the scalars are computed only when the step changes.
         arguments, known = Arguments(_ADAMW), None
         with self._context:
@@ -145,9 +150,11 @@ class Kernels:
                 if step != known:
                     scalars, known = Scalars.of(step), step
                     numbers = (*scalars.numbers, *scalars.choices)
-                for start, stop, *key in _keyed(segment):
-                    arguments.set(*(address + start * size for address, size in places), stop - start, *key, *numbers)
-                    kernel.launch(blocks=_blocks(stop - start), threads=_THREADS, stream=stream, arguments=arguments)
+                for start, stop, key in _launches(segment):
+                    addresses = (each.address + start * each.block_nbytes // MOMENT_BLOCK for each in places)
+                    arguments.set(*addresses, stop - start, *key, *numbers)
+                    threads = blocks_of(stop - start) * _WARP if coded else stop - start
+                    kernel.launch(blocks=_blocks(threads), threads=_THREADS, stream=stream, arguments=arguments)
 
     def sum_squares(self, values: torch.Tensor, chunk: int, stream: int) -> torch.Tensor:
         """Queues the sum of squares of each chunk, and returns the (ceil(numel / chunk),) float64 tensor for the sums.
@@ -201,11 +208,47 @@ def source(program: str) -> str:
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
-def _keyed(segment: Segment) -> Iterable[Keyed]:
-    """Returns the parts of a segment that one launch each updates; without noise one, or none if it is empty."""
-    if segment.noise is not None:
-        return keyed(segment.start, segment.stop, segment.noise)
-    return [Keyed(segment.start, segment.stop, 0, 0, 0)] if segment.start < segment.stop else []
+class _Place(NamedTuple):
+    """Place of an array on the device."""
+
+    address: int
+    """0 for an array that the partition does not have."""
+    block_nbytes: int
+    """Bytes of the elements of a block of moments, or of its scales."""
+
+
+def _places(partition: Partition) -> list[_Place]:
+    """Returns the arrays of a partition, in the order of `adamw.cu`."""
+    beside = partition.residual if partition.residual is not None else partition.master
+
+    def place(array: torch.Tensor | None) -> _Place:
+        return _Place(0, 0) if array is None else _Place(array.data_ptr(), array.element_size() * MOMENT_BLOCK)
+
+    scales = partition.scales
+    of_block = _Place(0, 0) if scales is None else _Place(scales.data_ptr(), scales.element_size() * scales.shape[1])
+    return [*map(place, (partition.weight, beside, *partition.moments)), of_block, place(partition.grad)]
+
+
+def _types(partition: Partition) -> tuple[int, int, int]:
+    """Returns the numbers of the weight's, the gradient's and the moments' dtypes in `adamw.cu`."""
+    bf24 = partition.residual is not None and partition.residual.dtype is torch.int8
+    first, second = partition.moments
+    weight = BF24 if bf24 else WEIGHTS[partition.weight.dtype]
+    return weight, GRADS[partition.grad.dtype], MOMENTS[first.dtype, second.dtype]
+
+
+def _launches(segment: Segment) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Yields the elements [start, stop) that one launch each updates, and the words of their noise."""
+    if segment.start >= segment.stop:
+        return
+    if segment.noise is None:
+        yield segment.start, segment.stop, (0, 0, 0, 0, 0)
+        return
+    stream, element = segment.noise
+    masters = keyed(segment.start, segment.stop, Noise(master_stream(stream), element))
+    for mine, theirs in zip(keyed(segment.start, segment.stop, segment.noise), masters, strict=True):
+        key = mine.before, mine.between, theirs.before, theirs.between, mine.element
+        yield mine.start, mine.stop, key
 
 
 def _blocks(threads: int) -> int:

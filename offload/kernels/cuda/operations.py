@@ -11,7 +11,7 @@ from offload.errors import ConfigError
 from offload.kernels.cuda import driver, nvrtc
 from offload.kernels.cuda.kernels import BLOCK, GRADS, MOMENTS, WEIGHTS, Kernels
 from offload.kernels.steps import AdamWStep, Segment
-from offload.kernels.update import Partition, check_beside, check_noise, check_segments
+from offload.kernels.update import Partition, check_beside, check_blocks, check_noise, check_scales, check_segments
 
 
 def update(partition: Partition, segments: Sequence[Segment]) -> None:
@@ -21,8 +21,8 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
     Args:
         partition: contiguous (numel,) tensors on one CUDA device; the moments are exp_avg and exp_avg_sq,
-            both fp32 or both bf16.
-        segments: ordered, disjoint ranges of elements, each with an `AdamWStep`.
+            both fp32 or both bf16, or codes (int8 and uint8) with their scales.
+        segments: ordered, disjoint ranges of elements, each with an `AdamWStep`; of codes whole blocks.
 
     Raises:
         ValueError: wrong device, shape or order of segments.
@@ -32,30 +32,32 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
     """
     weight, grad = partition.weight, partition.grad
     beside = partition.residual if partition.residual is not None else partition.master
-    tensors = [weight, grad, *partition.moments, *([] if beside is None else [beside])]
+    tensors = [each for each in (weight, grad, *partition.moments, beside, partition.scales) if each is not None]
     for tensor in tensors:
         if not tensor.is_cuda or tensor.device != weight.device or not tensor.is_contiguous():
             raise ValueError(
                 f"expected contiguous tensors on {weight.device}, a CUDA device; got one on {tensor.device}"
             )
-        if tensor.shape != weight.shape or tensor.dim() != 1:
+        if tensor is not partition.scales and (tensor.shape != weight.shape or tensor.dim() != 1):
             raise ValueError(f"expected shape {tuple(weight.shape)} of all tensors, got {tuple(tensor.shape)}")
     check_segments(segments, weight.numel())
     check_noise(partition, segments)
     check_beside(partition)
+    check_scales(partition, weight.numel())
+    check_blocks(partition, segments)
     for name, given, dtypes in (
         ("weight", weight, tuple(WEIGHTS)),
         ("grad", grad, tuple(GRADS)),
-        ("residual", partition.residual, (torch.int16,)),
+        ("residual", partition.residual, (torch.int16, torch.int8)),
         ("master", partition.master, (torch.float32,)),
+        ("scales", partition.scales, (torch.float32,)),
     ):
         if given is not None and given.dtype not in dtypes:
             raise TypeError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {given.dtype}")
     if any(not isinstance(segment.step, AdamWStep) for segment in segments):
         raise TypeError("step: expected AdamWStep")
-    of_moments = {moment.dtype for moment in partition.moments}
-    if len(partition.moments) != 2 or len(of_moments) != 1 or not of_moments <= MOMENTS.keys():
-        raise TypeError("moments: expected two of torch.float32 or two of torch.bfloat16")
+    if tuple(moment.dtype for moment in partition.moments) not in MOMENTS:
+        raise TypeError("moments: expected two of torch.float32, two of torch.bfloat16, or torch.int8 and torch.uint8")
     device = weight.device
     _kernels(device.index).update(partition, segments, torch.cuda.current_stream(device).cuda_stream)
 

@@ -15,21 +15,30 @@ def free_host_memory() -> int:
 
 
 def memory_limits() -> Iterator[tuple[int, int]]:
-    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses; not of their parents."""
+    """Yields the limit of each of this process's cgroups and the bytes that the cgroup uses; not of their parents.
+
+    What the kernel keeps of files for the cgroup is not among them: it gives way to allocations.
+    """
     for line in _read("/proc/self/cgroup").splitlines():
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
-            folder, limit_name, used_name = f"/sys/fs/cgroup{path}", "memory.max", "memory.current"
+            folder, limit_name, used_name, of_files = f"/sys/fs/cgroup{path}", "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
             folder = f"/sys/fs/cgroup/memory{path}"
-            limit_name, used_name = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            limit_name, used_name, of_files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
         else:
             continue
         # Inside a container the path may be the one on the host: then the mount itself is the cgroup of this process.
         for place in (folder, folder[: -len(path)]):
             limit, used = _read(f"{place}/{limit_name}").strip(), _read(f"{place}/{used_name}").strip()
             if limit.isdigit() and used.isdigit():
-                yield int(limit), int(used)
+                yield int(limit), max(0, int(used) - _file_nbytes(_read(f"{place}/memory.stat"), of_files))
+
+
+def _file_nbytes(stat: str, prefix: str) -> int:
+    """Returns the bytes of files in memory by a cgroup's statistics, whose rows with its children have a prefix."""
+    rows = dict(row.split() for row in stat.splitlines())
+    return sum(int(rows.get(f"{prefix}{name}", 0)) for name in ("inactive_file", "active_file"))
 
 
 def _read(path: str) -> str:

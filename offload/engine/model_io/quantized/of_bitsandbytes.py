@@ -27,15 +27,15 @@ class FileBytes:
     """A tensor in a file, as the source of paged tensors; implements `Source`."""
 
     def __init__(self, stored: Stored) -> None:
-        self.name, self.device, self._stored = stored.name, torch.device("cpu"), stored
+        self.name, self.device, self.stored = stored.name, torch.device("cpu"), stored
 
     def tensor(self, kind: type[PagedTensor] = PagedTensor) -> PagedTensor:
         """Returns a paged tensor of a class with all elements."""
-        return paged(kind, self, torch.empty(self._stored.shape, dtype=self._stored.dtype, device="meta"))
+        return paged(kind, self, torch.empty(self.stored.shape, dtype=self.stored.dtype, device="meta"))
 
     def read(self, geometry: torch.Tensor) -> torch.Tensor:
         """Reads the file, and returns the elements of `geometry`."""
-        values = self._stored.whole().view(geometry.dtype)
+        values = self.stored.whole().view(geometry.dtype)
         return values.as_strided(geometry.size(), geometry.stride(), geometry.storage_offset())
 
 

@@ -43,19 +43,23 @@ def write_bytes(model: nn.Module, segment: Segment, memory: torch.Tensor) -> Non
         place.copy_(tensor.values() if isinstance(tensor, PagedTensor) else _plain(tensor))
 
 
-def page_out(model: nn.Module, segment: Segment, source: ParameterBytes) -> None:
+def page_out(model: nn.Module, segment: Segment, source: ParameterBytes, in_place: bool = False) -> None:
     """Replaces the inner tensors of a parameter by paged ones, which frees their memory. Identity and ties stay.
 
     Args:
         model: the model, with the parameter.
         segment: the parameter.
         source: its bytes.
+        in_place: True if those are read from the model's own files. What is in memory already, such as a code book,
+            then moves to the device and stays there.
     """
     parameter, owner = model.get_parameter(segment.name), _owner(model, segment)
     tensors, starts = _inner(model, segment), inner_starts(segment.inner)
     first = first_names(tensors)
 
-    def made(name: str, kind: type[PagedTensor] = PagedTensor) -> PagedTensor:
+    def made(name: str, kind: type[PagedTensor] = PagedTensor) -> torch.Tensor:
+        if in_place and not isinstance(tensors[name], PagedTensor):
+            return tensors[name].to(source.device)
         return paged(kind, source, _geometry(tensors[name], source.start + starts[first[name]]))
 
     if inner_tensors(parameter) is not None:
