@@ -129,6 +129,7 @@ WITHIN = {
         "explain": "blocks schema",
         "load": "blocks explain schema",
         "batch": "blocks load schema",
+        "script_values": "blocks load",
         "__main__": "documentation",
     },
 }
