@@ -19,7 +19,7 @@ BLOCKS = [
     for guide in sorted(GUIDES.glob("*.md"))
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
 ]
-OPTIONAL = {"bitsandbytes", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "lightning", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
 
 
