@@ -22,13 +22,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 from offload.integrations.lightning import OffloadStrategy  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),  # of torch to Lightning
-    pytest.mark.filterwarnings("ignore:.*sync_dist=True"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::Warning:lightning")
 
 
 class Counted(nn.Module):

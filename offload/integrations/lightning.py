@@ -60,9 +60,9 @@ class EnginePrecision(Precision):
         self._engine = engine
         self.precision = precision
 
-    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(self, tensor: torch.Tensor, model: Any, optimizer: Any, **kwargs: Any) -> None:
         """Runs the backward of a loss that Lightning has divided by the micro-batches of a step."""
-        self._engine.backward(tensor, *args, scale_wrt_gas=False, **kwargs)
+        self._engine.backward(tensor, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         """Runs the closure, which is a forward and its backward, and steps if the step has a gradient."""
@@ -94,6 +94,7 @@ class OffloadStrategy(DDPStrategy):
 
     engine: Engine | None = None
     """The engine, from the first `fit`, `validate`, `test` or `predict` on; None before."""
+    precision_plugin: Any
 
     def __init__(self, config: Any, **kwargs: Any) -> None:
         """Constructs the strategy.
