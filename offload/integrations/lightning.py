@@ -269,7 +269,7 @@ class OffloadStrategy(DDPStrategy):
 
         Args:
             checkpoint_path: the folder.
-            weights_only: as in Lightning, for the file of loops and callbacks.
+            weights_only: ignored: the file of loops and callbacks is always read by torch's restricted unpickler.
 
         Returns:
             Lightning's part of the checkpoint.
@@ -285,8 +285,8 @@ class OffloadStrategy(DDPStrategy):
                 "another strategy load the weights into the model, before fit()"
             )
         tag = (folder / LATEST).read_text(encoding="utf-8").strip()
-        # Read before the engine changes.
-        loops: dict[str, Any] = self.checkpoint_io.load_checkpoint(_loops(folder, tag), weights_only=weights_only)
+        # Read before the engine changes, and without executing what a pickle asks for.
+        loops: dict[str, Any] = self.checkpoint_io.load_checkpoint(_loops(folder, tag), weights_only=True)
         self.engine.load_checkpoint(
             folder,
             tag,
