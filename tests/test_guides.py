@@ -19,7 +19,7 @@ BLOCKS = [
     for guide in sorted(GUIDES.glob("*.md"))
     for code in re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
 ]
-OPTIONAL = {"bitsandbytes", "torchao", "trl"}
+OPTIONAL = {"bitsandbytes", "diffusers", "lightning", "torchao", "trl"}
 """Packages that a guide may use and that are in none of our extras: its block runs where they are installed."""
 
 
@@ -36,6 +36,7 @@ def run(arguments: Sequence[str], check: bool = False, **options: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")  # trl asks for the old name
+@pytest.mark.filterwarnings("ignore::Warning:lightning")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save in one process
 @pytest.mark.parametrize("code", BLOCKS)
 def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

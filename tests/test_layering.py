@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "bench": "__init__ aio config fileio finetune hardware kernels layout planner presets swapper",
     "offline": "config engine finetune losses presets",
     "hf": "config engine losses",
+    "integrations": "config engine",
     "runs": "aio engine fileio layout swapper",
     "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
     "cli": "__init__ aio bench config fileio finetune hardware offline planner presets report runs swapper",
@@ -129,6 +130,7 @@ WITHIN = {
         "explain": "blocks schema",
         "load": "blocks explain schema",
         "batch": "blocks load schema",
+        "script_values": "blocks load",
         "__main__": "documentation",
     },
 }

@@ -12,8 +12,8 @@ import torch
 import transformers
 
 import offload
+from offload.config.script_values import ScriptValue, filled
 from offload.hf import OffloadTrainer
-from offload.hf.auto_values import ScriptValue, filled
 from tests.support.trainer_runs import MEMORY, Texts, arguments, config, ended, seeded, trainer
 
 

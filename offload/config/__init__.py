@@ -9,6 +9,7 @@ the block "offload", which DeepSpeed ignores.
     blocks/values ─► blocks/block ─► the other blocks, elsewhere ─► schema    the models
     load ─► explain        from a file to the models, or to an error message
     batch                  values that the file leaves open
+    script_values          values that a script determines, and two that differ
     documentation          docs/reference/configuration.md, from the descriptions and tables of the blocks
 """
 

@@ -19,12 +19,13 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
+from offload.config.script_values import ScriptValue, content_of, filled, refuse_blocks, value_of
 from offload.engine.engine import Engine
 from offload.engine.optim.optimizer import Optimizer
 from offload.engine.params.paged_parameter import handle_of
 from offload.engine.setup.initialize import initialize
 from offload.errors import BudgetError, ConfigError, UsageError
-from offload.hf.auto_values import ScriptValue, as_reference, content_of, filled, value_of
+from offload.hf.auto_values import as_reference
 from offload.sizes import count_of, format_size, parse_size
 
 logger = logging.getLogger("offload")
@@ -252,12 +253,7 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: if the config contradicts the Accelerator, or has a block that has no effect with it.
         """
         content = content_of(self.offload_config)
-        for block in ("optimizer", "scheduler"):
-            if content.pop(block, None) is not None:
-                raise ConfigError(
-                    f'the config has a block "{block}", and the script has one of its own; remove the block, or train '
-                    f"by offload.initialize"
-                )
+        content = refuse_blocks(content, "optimizer", "scheduler")
         if value_of(content, "torch_autocast.enabled"):
             raise ConfigError(
                 "torch_autocast applies to calls of engine(...), and prepare returns the model; make the engine by "

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from offload.config.script_values import ScriptValue, refuse_commits, value_of
 from offload.engine.engine import Engine
 from offload.engine.params.paged_parameter import handle_of
 from offload.errors import ConfigError
-from offload.hf.auto_values import DEFAULT_OPTIMIZER, ScriptValue, batch_values, optimizer_values, value_of
+from offload.hf.auto_values import DEFAULT_OPTIMIZER, batch_values, optimizer_values
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adagrad", "sgd", "rmsprop", "adafactor")
 """Values of `optim` that an engine supports: the first four by a kernel, the others by running torch's own code."""
@@ -121,8 +122,7 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
     Raises:
         ConfigError: if the config asks for commits or a resume from swap files; the Trainer has checkpoints for that.
     """
-    block = content.get("offload")
-    _check_resume(block if isinstance(block, Mapping) else {})
+    refuse_commits(content, "OffloadTrainer", "train(resume_from_checkpoint=True)", "save_steps")
     values = batch_values(content, args.per_device_train_batch_size, args.gradient_accumulation_steps, args.world_size)
     values += optimizer_values(content, args)
     values.append(ScriptValue("gradient_clipping", args.max_grad_norm or 0, "max_grad_norm"))
@@ -135,16 +135,3 @@ def values_of_arguments(content: Mapping[str, Any], args: Any) -> list[ScriptVal
         ScriptValue("offload.durability", "none", "the durability of a Trainer, which resumes from its checkpoints,")
     )
     return values
-
-
-def _check_resume(block: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` if the config asks for commits, or for a resume from swap files."""
-    # [Note: two ways to resume] A Trainer resumes from a folder that it has written itself, with its own counters, log
-    # and callbacks. Swap files contain none of these, so commits would cost writes and be of no use.
-    for key, fine in (("resume", (None, "never")), ("durability", (None, "auto", "none"))):
-        if block.get(key) not in fine:
-            raise ConfigError(
-                f"offload.{key} is {block[key]!r}, but OffloadTrainer resumes from its checkpoints, "
-                f"train(resume_from_checkpoint=True), and not from swap files: remove the key, and set save_steps to "
-                f"the steps that a kill may lose"
-            )

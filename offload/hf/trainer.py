@@ -32,6 +32,7 @@ from torch import nn
 from transformers import Trainer
 
 from offload.config import Config, load_config
+from offload.config.script_values import content_of, filled, without
 from offload.engine.engine import Engine
 from offload.engine.optim.build_optimizer import from_config
 from offload.engine.setup.initialize import initialize
@@ -39,7 +40,7 @@ from offload.engine.training.build_scheduler import choose
 from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
-from offload.hf.auto_values import content_of, filled, schedule_values, without
+from offload.hf.auto_values import schedule_values
 from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_engine
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over

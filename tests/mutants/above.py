@@ -105,7 +105,7 @@ MUTANTS = (
     ),
     Mutant(
         "what config and arguments say differently counts as the config has it",
-        "offload.hf.auto_values",
+        "offload.config.script_values",
         "elif not _equal(block[last], value):",
         "elif False:",
         "tests/test_trainer_errors.py",

@@ -1,0 +1,1 @@
+"""Trainers of other libraries on an engine, a module for each: `offload.integrations.lightning`."""
