@@ -28,8 +28,8 @@ pipe gets no colours, and with `NO_COLOR=1` a terminal gets none either.
 
 _OTHER_NAMES = """## Names of other programs
 
-Options are accepted under the names that Hugging Face's arguments, accelerate, axolotl and LLaMA-Factory have for them too, with
-underscores or dashes: `--learning_rate 1e-4`. The help does not list these.
+Options are accepted under the names that Hugging Face's arguments, accelerate, axolotl and LLaMA-Factory have for them,
+with underscores or dashes: `--learning_rate 1e-4`. The help does not list these.
 
 | command | option | also |
 |---|---|---|

@@ -167,7 +167,7 @@ class _Generated:
         option(
             _PLACEMENT,
             "--static-cache-on",
-            "With --static-cache: host keeps keys and values in host memory, and brings those of each layer to the GPU.",
+            "With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU.",
         ),
     ] = "device"
 
