@@ -7,8 +7,10 @@ import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from offload.cli.main import app
@@ -168,6 +170,31 @@ def test_names_of_hugging_face_are_taken() -> None:
     assert "clipped to a norm of 0.5" in result.stdout and Path("out/config.json").is_file()
     for message in ("step 1/2  loss", "lr 1.00e-02", "norm "):
         assert message in result.stdout
+
+
+def test_names_of_axolotl_and_accelerate_are_taken() -> None:
+    """Each is the option with the same value, and nothing else."""
+    command: Any = get_command(app)
+    names = {
+        "--base_model": ("--model", "llama"),
+        "--sequence_len": ("--seq-len", "64"),
+        "--cutoff_len": ("--seq-len", "65"),
+        "--block_size": ("--seq-len", "66"),
+        "--num_epochs": ("--epochs", "3"),
+        "--micro_batch_size": ("--batch-size", "2"),
+        "--lr_scheduler": ("--schedule", "constant"),
+        "--gradient_clipping": ("--grad-clip", "0.5"),
+        "--deepspeed_config_file": ("--config", "ds.json"),
+        "--offload_param_device": ("--offload-param", "cpu"),
+        "--offload-optimizer-device": ("--offload-optimizer", "none"),
+    }
+
+    def parsed(*typed: str) -> dict[str, Any]:
+        found: dict[str, Any] = command.commands["train"].make_context("train", [*typed]).params
+        return found
+
+    for name, (own, value) in names.items():
+        assert parsed(name, value) == parsed(own, value) != parsed(), name
 
 
 def test_the_help_has_one_name_of_each_option() -> None:

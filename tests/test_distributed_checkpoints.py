@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 
 import offload
 from offload.cli.main import app
+from offload.engine.training.training_state import TrainingState
 from offload.errors import StoreError
-from tests.support.fsdp_run import AFTER, BEFORE, OPTIMIZER, Network, batch, changed, go_on, save
+from tests.support.fsdp_run import AFTER, BEFORE, Network, batch, changed, go_on, optimizer_of, save
 from tests.support.rank_pool import RankPool
 
 
-def start(folder: Path) -> offload.Engine:
+def start(folder: Path, grouped: bool = False) -> offload.Engine:
     """Returns an engine over other values than those of a checkpoint."""
     model = changed(Network())
     place = {"device": "nvme", "nvme_path": str(folder)}
@@ -30,7 +31,7 @@ def start(folder: Path) -> offload.Engine:
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
         "offload": {"device": "cpu"},
     }
-    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], **OPTIMIZER)
+    optimizer = optimizer_of(model, grouped)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8)
     return offload.initialize(model=model, optimizer=optimizer, lr_scheduler=schedule, config=content)[0]
 
@@ -49,33 +50,50 @@ def run(*arguments: object) -> Any:
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("sharded", "flat", "cut"), [(True, False, 0), (True, True, 1), (False, False, 0)])
-def test_losses_go_on_as_torchs(sharded: bool, flat: bool, cut: int, ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("sharded", "flat", "cut", "grouped"),
+    [
+        (True, False, 0, False),
+        (True, True, 1, False),
+        (False, False, 0, False),
+        (True, True, 0, True),
+        (False, False, 0, True),
+    ],
+)
+def test_losses_go_on_as_torchs(
+    sharded: bool, flat: bool, cut: int, grouped: bool, ranks: RankPool, tmp_path: Path
+) -> None:
     """Of FSDP2 on two ranks, by rows or columns, and of a plain model; from the folder and by `offload import`."""
     saved = tmp_path / "saved"
-    theirs = ranks.run(save, saved, sharded, flat, cut)[0] if sharded else save(saved, sharded, flat)
+    theirs = (
+        ranks.run(save, saved, sharded, flat, cut, grouped)[0] if sharded else save(saved, sharded, flat, 0, grouped)
+    )
     result = run("import", saved, tmp_path / "imported")
     assert result.exit_code == 0, result.output
     for folder in (saved, tmp_path / "imported"):
-        engine = start(tmp_path / "run")
+        engine = start(tmp_path / "run", grouped)
         _, client_state = engine.load_checkpoint(folder)
         assert client_state == {"best": 0.25} and engine.global_steps == BEFORE
         assert losses(engine, range(BEFORE, BEFORE + AFTER)) == pytest.approx(theirs, abs=1e-5)
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(("sharded", "flat"), [(True, False), (False, True)])
-def test_torch_goes_on_from_an_export(sharded: bool, flat: bool, ranks: RankPool, tmp_path: Path) -> None:
-    engine = start(tmp_path / "run")
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(
+    ("sharded", "flat", "grouped"), [(True, False, True), (False, True, False), (False, True, True)]
+)
+def test_torch_goes_on_from_an_export(
+    sharded: bool, flat: bool, grouped: bool, ranks: RankPool, tmp_path: Path
+) -> None:
+    engine = start(tmp_path / "run", grouped)
     losses(engine, range(BEFORE))
     engine.save_checkpoint(tmp_path / "saved", client_state={"best": 0.25})
     mine = losses(engine, range(BEFORE, BEFORE + AFTER))
     engine.destroy(remove=True)
     result = run("export", tmp_path / "saved", tmp_path / "out", "--format", "dcp")
     assert result.exit_code == 0, result.output
-    arguments = tmp_path / "out", sharded, flat
+    arguments = tmp_path / "out", sharded, flat, grouped
     theirs = ranks.run(go_on, *arguments)[0] if sharded else go_on(*arguments)
     assert theirs == pytest.approx(mine, abs=1e-5)
 
@@ -221,11 +239,18 @@ def test_weights_alone(engine: offload.Engine, plain: Path, tmp_path: Path) -> N
     assert torch.equal(engine.module.norm.running_var, model.norm.running_var)
 
 
-def test_groups_whose_parameters_a_run_does_not_name_are_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.0}])
-    content = {"train_micro_batch_size_per_gpu": 1, "offload": {"device": "cpu"}}
-    engine, *_ = offload.initialize(model=model, optimizer=optimizer, config=content)
+def test_groups_go_through_an_import_to_torch_again(tmp_path: Path) -> None:
+    theirs = save(tmp_path / "saved", False, False, grouped=True)
+    assert run("import", tmp_path / "saved", tmp_path / "imported").exit_code == 0
+    result = run("export", tmp_path / "imported", tmp_path / "out", "--format", "dcp")
+    assert result.exit_code == 0, result.output
+    assert go_on(tmp_path / "out", False, False, True) == pytest.approx(theirs, abs=1e-6)
+
+
+def test_groups_whose_parameters_are_not_named_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a checkpoint of an older version."""
+    monkeypatch.setattr(TrainingState, "_members", lambda _: {})
+    engine = start(tmp_path / "run", grouped=True)
     engine.save_checkpoint(tmp_path / "saved")
     engine.destroy(remove=True)
     result = run("export", tmp_path / "saved", tmp_path / "out", "--format", "dcp")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import ConfigError
-from offload.offline.static_cache import cache_nbytes, static_cache
+from offload.offline.static_cache import cache_nbytes, device_nbytes, is_paged, static_cache
 from offload.sizes import format_size
 from tests.support.model_folders import MARKING_TEMPLATE, make_folder, tokenizer, write_lines
 
@@ -149,6 +149,10 @@ def test_generate_continues_prompts_as_the_plain_model(folder: Path, tmp_path: P
     )
     assert [each["completion"] for each in lines_of(cached.stdout)] == expected
     assert f"take {format_size(2 * cache_nbytes(model.config, 100, 1, 4))} of device memory" in cached.stderr
+    there = "--static-cache", "100", "--static-cache-on", "host"
+    cached = call("generate", folder, "--prompt", "one, two, ", "--max-new-tokens", "6", *there)
+    assert cached.stdout == alone.stdout
+    assert f"take {format_size(cache_nbytes(model.config, 100, 1, 4))} of host memory" in cached.stderr
     drawn = [
         call("generate", folder, "--prompt", "a", "--do-sample", "--temperature", "2.0", "--seed", seed).stdout
         for seed in ("1", "1", "2")
@@ -165,6 +169,16 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         cache.update(torch.zeros(3, 2, 5, 8), torch.zeros(3, 2, 5, 8), number)
     held = sum(each.nbytes for layer in cache.layers for each in (layer.keys, layer.values))
     assert held == cache_nbytes(config, 20, 3, 4) == 2 * 3 * 2 * 8 * (8 + 20) * 4
+    # In host memory at most three layers of it are on the device, and transformers moves them to a GPU and back.
+    assert device_nbytes(config, 20, held, False) == device_nbytes(config, 20, held, True) == held
+    longer = transformers.Gemma3TextConfig(**kind | {"num_hidden_layers": 6}, head_dim=8, layer_types=WINDOWS[1:] * 6)
+    assert device_nbytes(longer, 20, cache_nbytes(longer, 20, 3, 4), True) == 3 * 2 * 3 * 2 * 8 * 20 * 4
+    moving = static_cache(longer, 20, paged=True)
+    assert moving.offloading and not moving.only_non_sliding
+    assert is_paged(True, torch.device("cuda", 0)) and not is_paged(True, torch.device("cpu"))
+    assert not is_paged(False, torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="--static-cache-on host is for GPUs of CUDA"):
+        is_paged(True, torch.device("xpu", 0))
     with pytest.raises(ConfigError, match="leave --static-cache out"):
         static_cache(transformers.DeepseekV3Config(num_hidden_layers=1), 20)
 
@@ -179,6 +193,7 @@ def test_the_static_cache_takes_the_memory_that_was_said() -> None:
         (("generate", "{folder}"), "expected one of --prompt and --data"),
         (("generate", "{folder}", "--prompt", "a", "--temperature", "2"), "needs --do-sample"),
         (("generate", "{folder}", "--prompt", ""), "is an empty prompt"),
+        (("generate", "{folder}", "--prompt", "a", "--static-cache-on", "host"), "needs --static-cache TOKENS"),
         (("generate", "{folder}", "--prompt", "a", "--static-cache", "8"), "more than the 8 of --static-cache"),
         (
             ("generate", "{folder}", "--prompt", "a", "--static-cache", "100", "--device-memory", "1KiB"),

@@ -15,7 +15,7 @@ from offload.finetune.corpus.packing import encode_prompt
 from offload.finetune.model import check_model
 from offload.offline.open_model import OpenModel
 from offload.offline.rows import in_groups, padded
-from offload.offline.static_cache import static_cache
+from offload.offline.static_cache import is_paged, static_cache
 from offload.presets import positions_of
 
 
@@ -41,6 +41,7 @@ def completions(
     batch_size: int,
     max_new_tokens: int,
     cached: int | None = None,
+    cache_on_host: bool = False,
     **sampling: Any,
 ) -> Iterator[Completed]:
     """Yields the text that continues each prompt, in order.
@@ -54,12 +55,15 @@ def completions(
         max_new_tokens: most tokens of a completion.
         cached: most tokens of a prompt and its completion, for which each batch takes memory before its first token;
             None for a cache that grows.
+        cache_on_host: True to keep that memory on the host, and each layer's part of it on the device for its use.
         **sampling: keywords of the model's `generate`, such as `do_sample` and `temperature`.
 
     Raises:
-        ConfigError: A prompt is malformed or empty, or has tokens that the model does not know.
+        ConfigError: A prompt is malformed or empty, or has tokens that the model does not know; or the device takes no
+            cache from the host.
     """
     tokenizer, module = model.tokenizer, model.engine.module
+    paged = is_paged(cache_on_host, model.engine.device)
     can_generate = getattr(module, "can_generate", None)
     if can_generate is None or not can_generate():
         raise ConfigError(f"{type(module).__name__} does not generate text: give a causal language model")
@@ -87,9 +91,9 @@ def completions(
         mask = padded([np.ones(len(row), np.int64) for row in rows], 0, left=True)
         # The model's own settings decide all that is not given here, such as top_p.
         # Compiled code would hold weights that the engine pages.
-        keys = (
-            {} if cached is None else {"past_key_values": static_cache(model.config, cached), "disable_compile": True}
-        )
+        keys: dict[str, Any] = {}
+        if cached is not None:
+            keys = {"past_key_values": static_cache(model.config, cached, paged), "disable_compile": True}
         found: torch.Tensor = model.engine.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, pad_token_id=pad, **keys, **sampling
         )

@@ -15,7 +15,7 @@ from offload.engine.inference.inference import inference, read_model
 from offload.errors import ConfigError, UsageError
 from offload.finetune.model import read_tokenizer
 from offload.losses import chunk_loss_of
-from offload.offline.static_cache import beside_cache, cache_nbytes, value_nbytes
+from offload.offline.static_cache import beside_cache, cache_nbytes, device_nbytes, value_nbytes
 from offload.presets import check_folder, check_positions, error_message, positions_of, require_transformers
 from offload.sizes import count_of, format_size
 
@@ -35,6 +35,7 @@ class Placement:
     host_memory: str | None = None
     device_memory: str | None = None
     static_cache: int | None = None
+    cache_on_host: bool = False
     """Most tokens of a prompt and its continuation, whose keys and values have memory of their own from the begin."""
     rows: int = 1
     """Prompts of a batch."""
@@ -116,10 +117,11 @@ def open_model(name: str, placement: Placement, *, scores: bool) -> OpenModel:
     if placement.static_cache is not None:
         check_positions(config, placement.static_cache)
         nbytes = cache_nbytes(config, placement.static_cache, placement.rows, value_nbytes(content, config))
-        content = beside_cache(content, nbytes)
+        on_host = placement.cache_on_host
+        content = beside_cache(content, device_nbytes(config, placement.static_cache, nbytes, on_host))
         lines = (
             f"keys and values of {count_of(placement.rows, 'prompt')} of at most {placement.static_cache} tokens take "
-            f"{format_size(nbytes)} of device memory",
+            f"{format_size(nbytes)} of {'host' if on_host else 'device'} memory",
         )
     engine = inference(model, content)
     return OpenModel(engine=engine, tokenizer=tokenizer, rewards=rewards, chunked=chunked, lines=lines)

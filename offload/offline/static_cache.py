@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from offload.errors import BudgetError, ConfigError
 from offload.sizes import format_size, parse_size
 
@@ -12,12 +14,17 @@ _DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a value by the name of its dtype."""
 
 
-def static_cache(config: Any, length: int) -> Any:
+_MOVING = 3
+"""Layers of a cache in host memory that are on an accelerator at a time: one is used, one comes, one goes."""
+
+
+def static_cache(config: Any, length: int, paged: bool = False) -> Any:
     """Returns an empty cache of transformers, whose memory is taken at the first token.
 
     Args:
         config: Config of the model.
         length: Most tokens of a prompt and its continuation.
+        paged: True if transformers shall keep each layer's part in host memory between its uses on a GPU.
 
     Raises:
         ConfigError: The model keeps other values from token to token than keys and values of its heads.
@@ -26,7 +33,7 @@ def static_cache(config: Any, length: int) -> Any:
 
     text = config.get_text_config(decoder=True)
     try:
-        cache = StaticCache(config, max_cache_len=length)
+        cache = StaticCache(config, max_cache_len=length, offloading=paged, offload_only_non_sliding=False)
         plain = all(getattr(layer, "max_cache_len", 0) for layer in cache.layers)
     # transformers raises these for kinds of layers that it has no static form of.
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -38,6 +45,39 @@ def static_cache(config: Any, length: int) -> Any:
             "which there is no static cache: leave --static-cache out"
         )
     return cache
+
+
+def is_paged(on_host: bool, device: torch.device) -> bool:
+    """Returns whether the parts of a static cache move between host and device.
+
+    Args:
+        on_host: True if the cache shall be in host memory.
+        device: Where the model computes. A CPU's memory is the host's.
+
+    Raises:
+        ConfigError: transformers moves caches to GPUs of CUDA alone.
+    """
+    if on_host and device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"--static-cache-on host is for GPUs of CUDA and for the CPU, and the model computes on {device.type}: "
+            "leave it out"
+        )
+    return on_host and device.type == "cuda"
+
+
+def device_nbytes(config: Any, length: int, nbytes: int, on_host: bool) -> int:
+    """Returns the bytes of a static cache that are on the device at a time.
+
+    Args:
+        config: Config of the model.
+        length: Most tokens of a prompt and its continuation.
+        nbytes: Bytes of the whole cache, as `cache_nbytes` gives them.
+        on_host: True if the cache is in host memory.
+    """
+    if not on_host:
+        return nbytes
+    tokens = [layer.max_cache_len for layer in static_cache(config, length).layers]
+    return min(nbytes, _MOVING * max(tokens) * nbytes // sum(tokens))
 
 
 def cache_nbytes(config: Any, length: int, rows: int, itemsize: int) -> int:
@@ -77,7 +117,7 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
 
     Args:
         content: Config of the engine.
-        nbytes: Bytes of the cache.
+        nbytes: Bytes of the cache on the device.
 
     Raises:
         BudgetError: The cache leaves nothing.
@@ -89,7 +129,7 @@ def beside_cache(content: Mapping[str, Any], nbytes: int) -> dict[str, Any]:
     left = parse_size(given) - nbytes
     if left <= 0:
         raise BudgetError(
-            f"the static cache takes {format_size(nbytes)}, and the device budget is {given}: raise --device-memory, "
-            "or lower --static-cache or --batch-size"
+            f"the static cache takes {format_size(nbytes)} there, and the device budget is {given}: raise "
+            "--device-memory, lower --static-cache or --batch-size, or try --static-cache-on host"
         )
     return {**content, "offload": {**block, "device_memory": left}}

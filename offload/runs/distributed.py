@@ -71,8 +71,8 @@ def export_distributed(
         progress: Called with the number of bytes after each write.
 
     Raises:
-        StoreError: If `out` cannot be used, there is not enough room, the optimizer has several groups, or the source
-            is damaged.
+        StoreError: If `out` cannot be used, there is not enough room, the source does not name the parameters of the
+            optimizer's groups, or is damaged.
         IoError: If something cannot be read or written.
     """
     out = out.resolve()
@@ -106,26 +106,22 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
     """Returns the state dict as torch would save it, without the states that are streamed.
 
     Raises:
-        StoreError: If the optimizer has several groups, whose parameters a run does not name.
+        StoreError: If the source does not name the parameters of each group.
     """
     facts = source.progress.facts
-    if len(facts["groups"]) != 1:
-        raise StoreError(
-            f"the optimizer has {count_of(len(facts['groups']), 'group')} of parameters, and {KIND} names the "
-            "parameters of each, which a run does not: train with one group, or export weights alone, without --format"
-        )
-    (group,), (configured,) = facts["groups"], facts["configured"]
-    numbers = {key: tuple(value) if isinstance(value, list) else value for key, value in group.items()}
-    # A checkpoint that was imported does not say which: it is taken for one of AdamW.
-    (decoupled,) = facts["settings"].get(DECOUPLED, [True])
-    more = {"decoupled_weight_decay": decoupled, "initial_lr": configured.get("lr")}
-    numbers = {**_OF_ADAM, **more, **numbers}
+    groups = _groups(facts, plan)
     optimizer: dict[str, Any] = {
         "state": {name: {"step": torch.tensor(float(steps))} for name, steps in plan.trainable.items()},
-        "param_groups": [{**numbers, "params": list(plan.trainable)}],
+        "param_groups": groups,
     }
     # A flattened optimizer looks for the numbers under each parameter, the usual one in the list. Both find theirs.
-    optimizer |= {f"param_groups.{name}.{key}": value for name in plan.trainable for key, value in numbers.items()}
+    optimizer |= {
+        f"param_groups.{name}.{key}": value
+        for group in groups
+        for name in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
     # Before the model and the optimizer, so that no name of the user's replaces these.
     theirs = from_plain(source.client_state)
     schedule = from_plain(facts["scheduler"])
@@ -135,6 +131,34 @@ def _state_dict(source: TrainedSource, plan: StatesPlan) -> dict[str, Any]:
         "model": dict(source.buffers),
         "optim": optimizer,
     }
+
+
+def _groups(facts: Mapping[str, Any], plan: StatesPlan) -> list[dict[str, Any]]:
+    """Returns the groups of the optimizer as `get_state_dict` does: their numbers, and the names of what trains.
+
+    Raises:
+        StoreError: If the facts do not name the parameters of each group.
+    """
+    groups = facts["groups"]
+    members = [plan.trainable] if len(groups) == 1 else facts.get("members")
+    if members is None:
+        raise StoreError(
+            f"the optimizer has {count_of(len(groups), 'group')} of parameters, and {KIND} names the parameters of "
+            "each, which this one, of DeepSpeed or an older version, does not: resume the run and commit a step, or "
+            "export weights alone, without --format"
+        )
+    # A checkpoint that was imported does not say which: it is taken for one of AdamW.
+    decoupled = facts["settings"].get(DECOUPLED, [True] * len(groups))
+    return [
+        {
+            **_OF_ADAM,
+            "decoupled_weight_decay": is_decoupled,
+            "initial_lr": configured.get("lr"),
+            **{key: tuple(value) if isinstance(value, list) else value for key, value in group.items()},
+            "params": [name for name in names if name in plan.trainable],
+        }
+        for group, configured, names, is_decoupled in zip(groups, facts["configured"], members, decoupled, strict=True)
+    ]
 
 
 class _Writing:

@@ -60,10 +60,19 @@ def changed(model: Network) -> Network:
     return model
 
 
+def optimizer_of(model: Network, grouped: bool) -> torch.optim.AdamW:
+    """Returns the optimizer; if `grouped`, with groups of other numbers, whose order is not that of the model."""
+    trained = [each for each in model.parameters() if each.requires_grad]
+    if not grouped:
+        return torch.optim.AdamW(trained, **OPTIMIZER)
+    vectors = {"params": [each for each in trained if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-2}
+    return torch.optim.AdamW([vectors, {"params": [each for each in trained if each.dim() > 1]}], **OPTIMIZER)
+
+
 class Training:
     """A model, its optimizer and its schedule; under FSDP2 where there are several ranks."""
 
-    def __init__(self, model: Network, sharded: bool, cut: int = 0) -> None:
+    def __init__(self, model: Network, sharded: bool, cut: int = 0, grouped: bool = False) -> None:
         if sharded:
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             # Rows of a tensor are shared out, or columns where there are any.
@@ -71,8 +80,7 @@ class Training:
             for layer in model.layers:
                 fully_shard(layer, mesh=mesh, shard_placement_fn=place)
             fully_shard(model, mesh=mesh)
-        trained = [each for each in model.parameters() if each.requires_grad]
-        self.model, self.optimizer = model, torch.optim.AdamW(trained, **OPTIMIZER)
+        self.model, self.optimizer = model, optimizer_of(model, grouped)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, total_iters=8)
 
     def losses(self, steps: range) -> list[float]:
@@ -117,17 +125,17 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def save(folder: Path, sharded: bool, flat: bool, cut: int = 0) -> list[float]:
+def save(folder: Path, sharded: bool, flat: bool, cut: int = 0, grouped: bool = False) -> list[float]:
     """Trains, saves into `folder`, and returns the losses of the steps after that."""
-    training = Training(Network(), sharded, cut)
+    training = Training(Network(), sharded, cut, grouped)
     training.losses(range(BEFORE))
     with quiet():
         dcp.save(training.state(flat), checkpoint_id=folder)
     return training.losses(range(BEFORE, BEFORE + AFTER))
 
 
-def go_on(folder: Path, sharded: bool, flat: bool) -> list[float]:
+def go_on(folder: Path, sharded: bool, flat: bool, grouped: bool = False) -> list[float]:
     """Returns the losses of torch after a checkpoint in `folder`."""
-    training = Training(changed(Network()), sharded)
+    training = Training(changed(Network()), sharded, grouped=grouped)
     training.load(folder, flat)
     return training.losses(range(BEFORE, BEFORE + AFTER))

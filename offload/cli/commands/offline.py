@@ -162,6 +162,14 @@ class _Generated:
             metavar="TOKENS",
         ),
     ] = None
+    static_cache_on: Annotated[
+        Literal["device", "host"],
+        option(
+            _PLACEMENT,
+            "--static-cache-on",
+            "With --static-cache: host keeps keys and values in host memory, and brings each layer's to the GPU.",
+        ),
+    ] = "device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,6 +242,9 @@ def generate(typed: GenerateOptions) -> None:
         )
         if (typed.prompt is None) == (not typed.data):
             raise ConfigError("expected one of --prompt and --data")
+        on_host = typed.static_cache_on == "host"
+        if on_host and typed.static_cache is None:
+            raise ConfigError("--static-cache-on host needs --static-cache TOKENS, the size of the cache")
         if typed.temperature is not None and not (typed.do_sample and typed.temperature > 0):
             raise ConfigError("--temperature is a number above 0, and needs --do-sample")
         from offload.finetune.corpus.documents import Prompt, find_data, read_prompts
@@ -243,7 +254,9 @@ def generate(typed: GenerateOptions) -> None:
         prompts = iter([Prompt("--prompt", typed.prompt)]) if typed.prompt is not None else read_prompts(files)
         with _lines(typed.output, typed.json_output) as (write, kept):
             rows = 1 if typed.prompt is not None else typed.batch_size
-            placement = dataclasses.replace(typed.placement(), static_cache=typed.static_cache, rows=rows)
+            placement = dataclasses.replace(
+                typed.placement(), static_cache=typed.static_cache, cache_on_host=on_host, rows=rows
+            )
             model = _opened(typed.model, placement, scores=False)
             with model.engine:
                 import torch
@@ -258,6 +271,7 @@ def generate(typed: GenerateOptions) -> None:
                     batch_size=typed.batch_size,
                     max_new_tokens=typed.max_new_tokens,
                     cached=typed.static_cache,
+                    cache_on_host=on_host,
                     do_sample=typed.do_sample,
                     **sampling,
                 ):

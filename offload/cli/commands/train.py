@@ -34,6 +34,7 @@ class TrainOptions:
             "gpt2-tiny or -small, llama-1b, -3b, -7b, -13b, -70b, from scratch, on bytes; or a folder: config.json, "
             "tokenizer, and weights if it is to start from them.",
             "--model-name-or-path",
+            "--base-model",
         ),
     ] = "gpt2-tiny"
     lora: Annotated[
@@ -130,15 +131,26 @@ class TrainOptions:
             metavar="PATH",
         ),
     ] = None
-    seq_len: Annotated[int, option(_DATA, "--seq-len", "Tokens of a sequence.", "--max-length", "--max-seq-length")] = (
-        256
-    )
+    seq_len: Annotated[
+        int,
+        option(
+            _DATA,
+            "--seq-len",
+            "Tokens of a sequence.",
+            "--max-length",
+            "--max-seq-length",
+            "--sequence-len",
+            "--cutoff-len",
+            "--block-size",
+        ),
+    ] = 256
     steps: Annotated[
         int | None,
         option(_STEPS, "--steps", "Steps in all, those of a resumed run included. [default: 200]", "--max-steps"),
     ] = None
     epochs: Annotated[
-        float | None, option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs")
+        float | None,
+        option(_STEPS, "--epochs", "Instead of --steps: passes over the data.", "--num-train-epochs", "--num-epochs"),
     ] = None
     batch_size: Annotated[
         int | None,
@@ -147,6 +159,7 @@ class TrainOptions:
             "--batch-size",
             "Sequences of a micro-batch, on each GPU. [default: 8]",
             "--per-device-train-batch-size",
+            "--micro-batch-size",
         ),
     ] = None
     accumulation: Annotated[
@@ -164,7 +177,13 @@ class TrainOptions:
     ] = None
     schedule: Annotated[
         Literal["cosine", "constant"] | None,
-        option(_STEPS, "--schedule", "Learning rate after the warm-up. [default: cosine]", "--lr-scheduler-type"),
+        option(
+            _STEPS,
+            "--schedule",
+            "Learning rate after the warm-up. [default: cosine]",
+            "--lr-scheduler-type",
+            "--lr-scheduler",
+        ),
     ] = None
     warmup: Annotated[
         float | None,
@@ -181,7 +200,13 @@ class TrainOptions:
     ] = None
     grad_clip: Annotated[
         float | None,
-        option(_STEPS, "--grad-clip", "Largest norm of a gradient; 0: any. [default: 1.0]", "--max-grad-norm"),
+        option(
+            _STEPS,
+            "--grad-clip",
+            "Largest norm of a gradient; 0: any. [default: 1.0]",
+            "--max-grad-norm",
+            "--gradient-clipping",
+        ),
     ] = None
     eval_every: Annotated[
         int | None,
@@ -203,13 +228,21 @@ class TrainOptions:
             "DeepSpeed JSON file, whose values replace these defaults. An option of the command line overrules the "
             "file, with a log line.",
             "--deepspeed",
+            "--deepspeed-config-file",
         ),
     ] = None
     offload_param: Annotated[
-        TierName | None, option(_PLACEMENT, "--offload-param", "Tier of the weights. [default: nvme]")
+        TierName | None,
+        option(_PLACEMENT, "--offload-param", "Tier of the weights. [default: nvme]", "--offload-param-device"),
     ] = None
     offload_optimizer: Annotated[
-        TierName | None, option(_PLACEMENT, "--offload-optimizer", "Tier of the optimizer states. [default: nvme]")
+        TierName | None,
+        option(
+            _PLACEMENT,
+            "--offload-optimizer",
+            "Tier of the optimizer states. [default: nvme]",
+            "--offload-optimizer-device",
+        ),
     ] = None
     activations: Annotated[
         Literal["device", "cpu", "nvme", "auto"] | None,

@@ -244,7 +244,7 @@ class ParamHandle:
         if self.owner is None:
             raise UsageError(
                 f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
-                "destroy(), or resume the run"
+                "destroy(), or resume the run, or `offload export` what it has kept"
             )
         return self.owner
 

@@ -79,6 +79,7 @@ class TrainingState:
         """Counters, described at the engine's properties of the same names."""
         self._micro_steps = 0
         """Micro-steps at the last optimizer step: gradients of later micro-batches are in no commit."""
+        self._names = {id(each): name for name, each in module.named_parameters() if each.requires_grad}
         self.parameter_steps = [[0] * len(layout.segments) for layout in layouts]
         """Number of updates of each parameter, by unit."""
         self.client_state: dict[str, Any] = {}
@@ -123,6 +124,7 @@ class TrainingState:
             "groups": self.optimizer.values() if self._due is None else self._due["groups"],
             "configured": self._configured if self._due is None else self._due["configured"],
             "settings": self._settings(),
+            **self._members(),
         }
         generators = read_generators(self._device)
         before = self._at_end if self.loader is None else self.loader.before_next
@@ -168,8 +170,8 @@ class TrainingState:
         if (facts["scheduler"] is not None and same_schedule) or facts["registered"]:
             remark = " (a schedule continues from the former)"
             changed = [line + remark * line.startswith("learning rates") for line in changed]
-        # Until the first step a commit contains exactly what was restored.
-        self._after_step = progress
+        # Until the first step a commit contains exactly what was restored; the parameters of a group are this script's.
+        self._after_step = progress._replace(facts={**facts, **self._members()})
         if changed:
             notices.append(f"resumed with other settings than the run had: {', '.join(changed)}")
         self.global_steps, self.skipped_steps = facts["global_steps"], facts["skipped_steps"]
@@ -356,6 +358,15 @@ class TrainingState:
         )
         state = to_plain(self.client_state, "engine.client_state", advice)
         return {"client_state": state, "registered": self.registered.states()}
+
+    def _members(self) -> dict[str, Any]:
+        """Returns the fact `members`, which a single group, of all that trains, does not need."""
+        groups = self.optimizer.param_groups
+        if len(groups) == 1:
+            return {}
+        # Asked for anew each time: a user may move parameters from one group into another between steps.
+        found = [[self._names.get(id(each)) for each in group["params"]] for group in groups]
+        return {"members": [[name for name in names if name] for names in found]}
 
     def _settings(self) -> dict[str, Any]:
         """Returns settings that may differ in a resumed run, each under its name in notices."""

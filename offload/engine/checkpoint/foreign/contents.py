@@ -67,6 +67,8 @@ class SavedContents:
     buffers: Mapping[str, StoredTensor]
     groups: Sequence[Mapping[str, Any]]
     """Numbers of each group of the optimizer."""
+    members: Sequence[Sequence[str]] = ()
+    """Names of the parameters of each group; empty if the checkpoint does not tell."""
     moments: frozenset[str]
     """Names of the optimizer's states, without the count of steps."""
     optimizer: str = ""

@@ -183,10 +183,15 @@ class _Optimizer(NamedTuple):
     states: Mapping[str, Mapping[str, _Entry]]
     """By parameter and state."""
     groups: Sequence[Mapping[str, Any]]
-    members: frozenset[str]
-    """Parameters of the groups."""
+    members: Sequence[Sequence[str]]
+    """Parameters of each group."""
     names: frozenset[str]
     """All its entries."""
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of its parameters."""
+        return frozenset(name for group in self.members for name in group) | self.states.keys()
 
 
 def _optimizer(folder: _Folder) -> _Optimizer:
@@ -215,7 +220,7 @@ def _optimizer(folder: _Folder) -> _Optimizer:
         if _MEMBERS not in group:
             flat.setdefault(repr(sorted(group.items())), {**group, _MEMBERS: []})[_MEMBERS].append(name)
     found = listed or list(flat.values())
-    members = frozenset(str(name) for group in found for name in group[_MEMBERS])
+    members = [list(map(str, group[_MEMBERS])) for group in found]
     return _Optimizer(states, [_numbers(group) for group in found], members, frozenset(names))
 
 
@@ -241,7 +246,7 @@ def _model(folder: _Folder, optimizer: _Optimizer, where: Path) -> dict[str, _En
     for entry in folder.entries:
         if entry.is_tensor and entry.name not in optimizer.names:
             dicts.setdefault(entry.path[:-1], {})[str(entry.path[-1])] = entry
-    trained = optimizer.members | optimizer.states.keys()
+    trained = optimizer.trained
     fitting = {path: found for path, found in dicts.items() if trained <= found.keys()}
     named = {path: found for path, found in fitting.items() if path and path[-1] in _MODELS}
     for choice in (fitting, named):
@@ -294,7 +299,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
     """
     folder = _Folder(where)
     optimizer = _optimizer(folder)
-    trained = optimizer.members | optimizer.states.keys()
+    trained = optimizer.trained
     parameters: dict[str, SavedParameter] = {}
     buffers: dict[str, StoredTensor] = {}
     for name, entry in _model(folder, optimizer, where).items():
@@ -322,6 +327,7 @@ def read_dcp(where: Path, states: bool) -> SavedContents:
         tied={},
         buffers=buffers,
         groups=optimizer.groups,
+        members=optimizer.members,
         moments=frozenset(state for kept in optimizer.states.values() for state in kept if state != "step"),
         counters=SavedCounters(global_steps=steps, skipped_steps=0, micro_steps=steps, global_samples=0),
         scheduler=schedule,

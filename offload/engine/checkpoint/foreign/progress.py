@@ -34,6 +34,7 @@ def snapshot(contents: SavedContents) -> Snapshot:
             for values, group in zip(groups, contents.groups, strict=True)
         ],
         "settings": {},
+        **({"members": list(map(list, contents.members))} if len(contents.members) > 1 else {}),
     }
     buffers = {name: tensor.read() for name, tensor in contents.buffers.items()}
     return Snapshot(facts, {}, buffers)

@@ -70,7 +70,7 @@ class ParameterBytes:
         if self.owner is None:
             raise UsageError(
                 f"parameter {self.name} has no weights, because its engine was destroyed: call state_dict() before "
-                "destroy(), or resume the run"
+                "destroy(), or resume the run, or `offload export` what it has kept"
             )
         return self.owner.read_view(self.unit, geometry)
 
