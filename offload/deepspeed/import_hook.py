@@ -103,7 +103,8 @@ class _Finder(DistributionFinder, MetaPathFinder):
         name = None if context is None else context.name
         if name is not None and name.lower() != _NAME:
             return []
-        return [Distribution.at(STAND_IN / f"{_NAME}-{VERSION}.dist-info")]
+        # A file: those who build a wheel leave a folder .dist-info inside of a package out.
+        return [Distribution.at(STAND_IN / f"{_NAME}-{VERSION}.egg-info")]
 
 
 class _Alias(Loader):
