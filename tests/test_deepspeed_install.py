@@ -5,6 +5,7 @@ The scripts are unmodified scripts of DeepSpeed, each in a process of its own, w
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,33 @@ print([*sys.argv, __name__, os.environ["RANK"], os.environ["WORLD_SIZE"], deepsp
 sys.exit(7)
 """
 
+_CHILD = """
+import importlib.metadata, importlib.util, multiprocessing, sys
+def version(_):
+    import deepspeed.launcher.runner
+    return deepspeed.__version__, deepspeed.__name__
+if __name__ == "__main__":
+    found = importlib.util.find_spec("deepspeed")
+    assert found and "deepspeed" not in sys.modules and importlib.metadata.version("deepspeed") == "0.19.8"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print([version(0), *pool.map(version, [1]), sys.argv[1:]], flush=True)
+    import offload.deepspeed, deepspeed
+    offload.deepspeed.install()
+    assert deepspeed is offload.deepspeed and deepspeed.__spec__.name == "offload.deepspeed"
+    sys.exit(3)
+"""
+
+_SPAWNS = """
+import offload.deepspeed
+if __name__ == "__main__":
+    offload.deepspeed.install()
+    import multiprocessing, os
+    from module import version
+    os.environ.pop("PYTHONPATH", None)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(version, [1]))
+"""
+
 
 def test_the_name_is_given_once_asked_for_and_is_the_package_itself() -> None:
     for code in (_QUESTIONS, _BESIDE):
@@ -88,7 +116,26 @@ def test_a_script_has_its_arguments_its_name_and_its_exit_code(tmp_path: Path) -
     assert done.returncode == 7, done.stderr
     assert done.stdout == f"{[str(script), '--lr', '1', '--help', '__main__', '0', '1', '0.19.8']}\n"
     missing = warm_process.run(["-m", "offload", "run", str(tmp_path / "absent.py")])
-    assert missing.returncode == 2 and "is no file: expected a script" in missing.stderr
+    assert missing.returncode == 2 and "is no file and no command: expected a script" in missing.stderr
+    launcher = warm_process.run(["-m", "offload", "run", "deepspeed", "--num_gpus", "2", str(script)])
+    assert launcher.returncode == 2 and "there is no launcher deepspeed here" in launcher.stderr
+
+
+def test_the_processes_of_a_command_find_the_package_and_so_do_spawned_workers(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(_CHILD)
+    # A launcher: a shell, whose child is Python.
+    offload, child = Path(sys.executable).with_name("offload"), f'"{sys.executable}" "{module}" --lr 1; exit $?'
+    done = subprocess.run([offload, "run", "sh", "-c", child], capture_output=True, text=True, check=False)
+    assert done.returncode == 3, done.stderr
+    found = ("0.19.8", "offload.deepspeed")
+    assert done.stdout == f"{[found, found, ['--lr', '1']]}\n"
+    (tmp_path / "spawns.py").write_text(_SPAWNS)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "spawns.py"], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stdout == f"{[found]}\n", done.stderr
 
 
 @pytest.mark.numeric

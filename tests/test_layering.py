@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "integrations": "config engine",
     "runs": "aio engine fileio layout swapper",
     "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
-    "cli": "__init__ aio bench config fileio finetune hardware offline planner presets report runs swapper",
+    "cli": "__init__ aio bench config deepspeed fileio finetune hardware offline planner presets report runs swapper",
     "__main__": "cli",
 }
 """For each room the rooms that it may import, lowest first. A row names only rows above it."""

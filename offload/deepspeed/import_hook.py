@@ -3,6 +3,9 @@
 A finder at the front of `sys.meta_path` answers three questions: where a module `deepspeed` or `deepspeed.x.y` is (it
 is `offload.deepspeed.x.y` itself, not a second copy), whether there is such a package (`importlib.util.find_spec`), and
 what its version is (`importlib.metadata`, which transformers and accelerate ask). Nothing happens before `install`.
+
+Processes that this one starts have no such finder. They inherit the path, and on it the folder `STAND_IN`: a package
+`deepspeed` with its metadata, found by Python itself, which makes a finder when it is imported.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
 from types import ModuleType
 
@@ -26,23 +28,25 @@ VERSION = "0.19.8"
 _NAME, _OURS = "deepspeed", "offload.deepspeed"
 _ASK_ONCE = ("accelerate", "transformers.integrations.deepspeed")
 """Modules that ask for DeepSpeed when they are imported, and never again."""
-_METADATA = f"""Metadata-Version: 2.1
-Name: {_NAME}
-Version: {VERSION}
-Summary: DeepSpeed's names over offload
-"""
+STAND_IN = Path(__file__).parent / "stand_in"
+"""Folder for the path of Python, with a package `deepspeed` that becomes ours, and its metadata."""
 
 
 def install() -> None:
-    """Lets `import deepspeed` mean `offload.deepspeed` from now on, in this process. Calling it twice does no harm.
+    """Lets `import deepspeed` mean `offload.deepspeed` from now on, in this process and in workers that it spawns.
 
-    Call it before anything imports accelerate, or transformers' Trainer, which look for DeepSpeed when imported.
+    Calling it twice does no harm. Call it before anything imports accelerate, or transformers' Trainer, which look for
+    DeepSpeed when imported.
 
     Raises:
         UsageError: if DeepSpeed itself, or a library that has looked for it in vain, is imported already.
     """
     # Libraries and the command may both call it.
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    # Libraries that have asked already have found the package on the path, or have asked in vain.
+    if str(STAND_IN) in sys.path:
+        put_in_front()
         return
     if _NAME in sys.modules:
         raise UsageError(
@@ -55,7 +59,13 @@ def install() -> None:
                 f"{name} is imported already and has looked for deepspeed: call offload.deepspeed.install() before "
                 "anything imports it, or start the script by `offload run`"
             )
-    # In front: the real package may be installed too, and must not be found.
+    # Behind the script's folder, as PYTHONPATH's: multiprocessing gives the path to the processes that it spawns.
+    sys.path.insert(1, str(STAND_IN))
+    put_in_front()
+
+
+def put_in_front() -> None:
+    """Puts the finder before all others: the real package may be installed too, and must not be found."""
     sys.meta_path.insert(0, _Finder())
 
 
@@ -91,7 +101,10 @@ class _Finder(DistributionFinder, MetaPathFinder):
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
         """Returns the distribution `deepspeed`, if the context asks for it or for all."""
         name = None if context is None else context.name
-        return [_Distribution()] if name is None or name.lower() == _NAME else []
+        if name is not None and name.lower() != _NAME:
+            return []
+        # A file: those who build a wheel leave a folder .dist-info inside of a package out.
+        return [Distribution.at(STAND_IN / f"{_NAME}-{VERSION}.egg-info")]
 
 
 class _Alias(Loader):
@@ -108,15 +121,3 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Puts the module of this package in the place of the new one; the import system returns what is there."""
         sys.modules[module.__name__] = import_module(self._ours)
-
-
-class _Distribution(Distribution):
-    """Metadata of a package `deepspeed` of the version whose names these are."""
-
-    def read_text(self, filename: str) -> str | None:
-        """Returns the content of METADATA; None for any other file."""
-        return _METADATA if filename == "METADATA" else None
-
-    def locate_file(self, path: str | PathLike[str]) -> Path:
-        """Returns where a file of the package would be; there is none."""
-        return Path(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ from typing import Annotated
 import typer
 
 from offload.cli.console import BAD_INPUT, errors
+from offload.deepspeed.import_hook import STAND_IN
 from offload.errors import UsageError
 
 _START = """import sys
@@ -26,19 +28,52 @@ def register(app: typer.Typer) -> None:
 
 
 def run(
-    script: Annotated[str, typer.Argument(help="The script; with -m a module.")],
+    script: Annotated[str, typer.Argument(help="The script; with -m a module; or a command that starts scripts.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     module: Annotated[bool, typer.Option("-m", "--module", help="Run a module, as python -m does.")] = False,
 ) -> None:
     """Run a script of DeepSpeed, unmodified: `import deepspeed` means offload.deepspeed in it.
 
-    transformers and accelerate find it too. Several ranks: torchrun --nproc_per_node 2 -m offload.deepspeed train.py.
+    transformers and accelerate find it too, and so do all processes that a launcher starts: offload run accelerate
+    launch --use_deepspeed train.py, offload run torchrun --nproc_per_node 2 train.py.
     Example: offload run train.py --deepspeed ds_config.json
     """
     with errors(BAD_INPUT):
-        if not module and not Path(script).is_file():
-            raise UsageError(f"{script} is no file: expected a script of Python, or a module behind -m")
+        program = None if module else _program(script)
+    if program is None:
+        command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
+    else:
+        command = [program, *(arguments or [])]
+    # In front, as the real package may be installed too. Every process inherits the variable.
+    path = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
     # In the place of this process: signals, exit code and tracebacks are then those of the script alone.
     sys.stdout.flush()
-    command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
-    os.execv(sys.executable, command)
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+
+
+def _program(name: str) -> str | None:
+    """Returns the path of the command to run; None for a script of Python.
+
+    Args:
+        name: a file, or the name of a command, which is looked for beside this Python first.
+
+    Raises:
+        UsageError: if there is no such file and no such command.
+    """
+    path = Path(name)
+    if path.is_file() and (path.suffix == ".py" or not os.access(path, os.X_OK)):
+        return None
+    if name == "deepspeed":
+        raise UsageError(
+            "there is no launcher deepspeed here: start one process by `offload run train.py`, more by "
+            "`offload run torchrun --nproc_per_node 2 train.py`"
+        )
+    # The environment of this Python need not be activated.
+    places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(name, path=places)
+    if found is None:
+        raise UsageError(
+            f"{name} is no file and no command: expected a script of Python, a module behind -m, or a launcher such as "
+            "torchrun"
+        )
+    return found
