@@ -76,7 +76,7 @@ def device_nbytes(config: Any, length: int, nbytes: int, on_host: bool) -> int:
     """
     if not on_host:
         return nbytes
-    tokens = [layer.max_cache_len for layer in static_cache(config, length).layers]
+    tokens: list[int] = [layer.max_cache_len for layer in static_cache(config, length).layers]
     return min(nbytes, _MOVING * max(tokens) * nbytes // sum(tokens))
 
 
