@@ -35,8 +35,9 @@ class Placement:
     host_memory: str | None = None
     device_memory: str | None = None
     static_cache: int | None = None
-    cache_on_host: bool = False
     """Most tokens of a prompt and its continuation, whose keys and values have memory of their own from the begin."""
+    cache_on_host: bool = False
+    """True to keep that memory on the host."""
     rows: int = 1
     """Prompts of a batch."""
 
