@@ -19,7 +19,7 @@ from tests.support.process_measures import DiskBytes
 from tests.test_memory_report import forked
 
 ALLOWANCE = 512 * MIB
-BATCH, LENGTH = 1, 64
+BATCH, LENGTH = 1, 16
 
 
 def middle() -> torch.nn.Module:
