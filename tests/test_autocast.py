@@ -13,6 +13,7 @@ import offload
 from offload.config import load_config
 from offload.errors import ConfigError
 from tests.support import models, rounding_bounds
+from tests.support.device_process import plain_device
 from tests.support.oracle import (
     DTYPES,
     Job,
@@ -62,8 +63,8 @@ def train(job: Job, placement: tuple[str, str], folder: Path, **options: Any) ->
 
 class PlainAutocast(PlainEngine):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            return self.module(*args, **kwargs)
+        with torch.autocast(plain_device().type, torch.bfloat16, cache_enabled=False):
+            return super().__call__(*args, **kwargs)
 
 
 @pytest.mark.sample(1)

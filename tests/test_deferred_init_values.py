@@ -209,6 +209,26 @@ def test_initializers_that_ask_before_they_write(of: Callable[[nn.Parameter], to
     assert torch.allclose(orthogonal.weight @ orthogonal.weight.t(), torch.eye(4), atol=1e-5)
 
 
+_EARLIER = """
+def rows_of_qr(weight):
+    fresh = weight.new(*weight.shape).normal_()
+    rows, _ = torch.linalg.qr(fresh)
+    with torch.no_grad():
+        weight.view_as(rows).copy_(rows)
+"""
+"""An initializer as in versions of torch that do not ask whether a tensor is on meta."""
+
+
+@pytest.mark.parametrize("of", [lambda weight: weight, lambda weight: weight.data], ids=["weight", "data"])
+def test_an_initializer_of_an_earlier_torch_writes(of: Callable[[nn.Parameter], torch.Tensor]) -> None:
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(_EARLIER, nn.init.__file__, "exec"), names)
+    with offload.init():
+        linear = nn.Linear(4, 4)
+        names["rows_of_qr"](of(linear.weight))
+    assert torch.allclose(linear.weight @ linear.weight.t(), torch.eye(4), atol=1e-5)
+
+
 def _part(model: nn.Linear) -> None:
     model.weight[0] = 1.0
 

@@ -31,6 +31,7 @@ from tests.support.oracle import (
     assert_same,
     config,
     room_for,
+    rounded,
     run,
     start,
     train_step,
@@ -38,7 +39,13 @@ from tests.support.oracle import (
     weights_of,
 )
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+    pytest.mark.filterwarnings("ignore:.*attention defaults to a non-deterministic algorithm"),
+]
 
 GPU = {"device": "cuda"}
 BLOCKS, WIDTH = 6, 1024
@@ -173,7 +180,7 @@ def test_a_full_gpu_raises_an_error_with_the_fix_and_training_continues(tmp_path
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="activations"):
+        with pytest.raises(torch.OutOfMemoryError, match=r"The engine uses \S+ MiB of the device for weights"):
             engine.backward(engine(torch.zeros(1 << 17, WIDTH, dtype=torch.bfloat16)))
         gc.collect()
         steps(engine, JOB, 1, 3)
@@ -327,6 +334,8 @@ def test_a_loss_is_that_of_plain_pytorch(tmp_path: Path) -> None:
     mine = train_step(engine, JOB, 0)
     engine.destroy(remove=True)
     torch.manual_seed(JOB.seed)
-    plain = Blocks().to("cuda", torch.bfloat16)
+    plain = Blocks()
+    for parameter in plain.parameters():
+        parameter.data = rounded(parameter, torch.bfloat16).cuda()  # `to` rounds ties to even
     values = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(0)).to("cuda", torch.bfloat16)
-    assert mine == float(plain(values))
+    assert mine == float(plain(values).detach())

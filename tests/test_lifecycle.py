@@ -315,10 +315,17 @@ class Trespassing(Dataset[Any]):
 
 @pytest.mark.works("Engines and processes", "the engine called in a forked worker", "refused")
 @forks
-def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path) -> None:
+def test_a_forked_worker_cannot_use_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call in a worker is a `UsageError`, and the parent's training does not notice."""
-    job = models.GPT2._replace(steps=4)
+    job, parent = models.GPT2._replace(steps=4), os.getpid()
     engine = start(job, DISK, tmp_path / "trespassed")
+
+    def capturing(_: Any) -> bool:
+        if os.getpid() != parent:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+        return False
+
+    monkeypatch.setattr(type(engine._core.components.shards.device), "capturing", capturing)
     losses = []
     for step in range(job.steps):
         losses.append(train_step(engine, job, step))

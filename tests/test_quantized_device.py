@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import device
-from tests.support.oracle import run
+from tests.support.oracle import run, start
 from tests.test_device_engine import on_device
 from tests.test_quantized_subclasses import AREA, DISK, KINDS, job
 
@@ -27,3 +28,15 @@ def test_late_streams_keep_every_bit(kind: str, placement: tuple[str, str], tmp_
         options = {} if placement[0] == "none" else {"device_memory": (60 + 24 * seed) << 10}
         found = on_device(this, placement, tmp_path / str(seed), **options)
         assert (expected.losses, expected.norms) == (found.losses, found.norms)
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "wrapper of a wrapper"])
+def test_a_state_dict_is_on_the_cpu_in_the_format_of_the_wrapper(kind: str, tmp_path: Path) -> None:
+    """These wrappers lose their format when they are moved as a whole."""
+    this = job(KINDS[kind])
+    torch.manual_seed(this.seed)
+    expected, engine = this.model().state_dict(), start(this, DISK, tmp_path)
+    for name, value in engine.module.state_dict().items():
+        assert type(value) is type(expected[name]) and value.device.type == "cpu"
+        assert torch.equal(value * 1, expected[name] * 1), name
+    engine.destroy(remove=True)

@@ -287,13 +287,17 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
     return tuple(rows)
 
 
-def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]]) -> Copied:
+def copied_memory(
+    parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool = False
+) -> Copied:
     """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
         parts: bytes of each state of each unit, for this rank.
         tiers: tier of each state.
         promoted: states whose memory is that of the cache.
+        early: True if updates may be made under the backward, which copy weights of the DISK tier from the device into
+            tiles.
     """
     resident = sum(
         align_up(nbytes)
@@ -304,7 +308,11 @@ def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[in
     return Copied(
         resident=resident,
         promoted=sum(align_up(parts.nbytes[unit][state]) for unit, state in promoted),
-        tiles=any(tier is Tier.DEVICE for row_tiers in tiers for tier in row_tiers.values()),
+        tiles=any(
+            tier is Tier.DEVICE or (early and state is State.WEIGHT and tier is Tier.DISK)
+            for row_tiers in tiers
+            for state, tier in row_tiers.items()
+        ),
     )
 
 

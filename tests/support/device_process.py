@@ -14,10 +14,13 @@ from typing import Any, Literal
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from tests import device
 from tests.support import warm_process
 
+_chosen = "cpu"
+"""What `--device` says."""
 _ended: dict[Path, dict[str, str | None]] = {}
 """For each file: its tests that have ended in the other process, with what failed, or None."""
 
@@ -25,7 +28,7 @@ _ended: dict[Path, dict[str, str | None]] = {}
 def add_options(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
-        choices=("cpu", "test"),
+        choices=("cpu", "test", "cuda"),
         default="cpu",
         help="the device of engines in tests: test is the device of tests/device, which this process then has",
     )
@@ -34,7 +37,12 @@ def add_options(parser: pytest.Parser) -> None:
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "test_device: runs in a process that has the device of tests/device")
     config.addinivalue_line("markers", "cpu_only(reason): presumes that the device is the CPU; not run on another")
-    if config.getoption("--device") == "test":
+    global _chosen
+    _chosen = config.getoption("--device")
+    if _chosen == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)  # placements are compared bit for bit
+    if _chosen == "test":
         from offload.swapper.memory import device_choice
         from tests.device.host_side import DeviceHostSide
 
@@ -44,12 +52,17 @@ def configure(config: pytest.Config) -> None:
 
 def engine_device() -> str:
     """Returns the device of engines in tests, as their config names it."""
-    return "test" if device.loaded() else "cpu"
+    return "test" if device.loaded() else _chosen
+
+
+def plain_device() -> torch.device:
+    """Returns the device of plain PyTorch that an engine in tests is held against."""
+    return torch.device("cuda" if _chosen == "cuda" else "cpu")
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips tests that presume a CPU where the device is another."""
-    if config.getoption("--device") == "test":
+    if config.getoption("--device") != "cpu":
         for item in items:
             for marker in item.iter_markers("cpu_only"):
                 item.add_marker(pytest.mark.skip(reason=f"on the CPU alone: {marker.args[0]}"))

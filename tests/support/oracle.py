@@ -27,9 +27,10 @@ import torch
 from torch import nn
 
 import offload
+from offload.engine.training.model_inputs import to_device
 from offload.layout.flat_layout import lay_out
 from offload.layout.units import find_units
-from tests.support.device_process import engine_device
+from tests.support.device_process import engine_device, plain_device
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.sampling import drawn
 
@@ -137,7 +138,7 @@ class PlainEngine:
 
     def __init__(self, job: Job) -> None:
         torch.manual_seed(job.seed)
-        self.module = job.model()
+        self.module = job.model().to(plain_device())
         if job.dtype == "fp32":
             self.module.float()
         self.global_steps = 0
@@ -159,6 +160,7 @@ class PlainEngine:
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = to_device((args, kwargs), plain_device())
         return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

@@ -62,6 +62,7 @@ from offload.bench.gpu.rates import rates
 from offload.bench.gpu.report import machine, words
 from offload.bench.gpu.training import measure_steps
 from offload.bench.gpu.work import DEFAULT_STEP, Save, StepSize, Work, config_for
+from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.errors import ConfigError
 from offload.presets import check_name, require_transformers
 from offload.sizes import parse_size
@@ -145,6 +146,9 @@ def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
 
 
 def _run_here(given: argparse.Namespace) -> None:
+    let_segments_grow(
+        given.device
+    )  # before the first look at the GPU; without it parts near the limit lose memory to gaps
     seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
     part = next(part for part in PARTS if part.name == given.part)
     # Only parts that train the model of the command need the size of a step, which takes seconds to find.

@@ -12,13 +12,14 @@ import torch
 from offload.bench.gpu.work import Save, Work, in_turns, median_ratio
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import open_device
-from offload.swapper.memory.host_arena import Classes, HostArena, HostBuffer
+from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer
 
 
 def copies(work: Work, save: Save) -> None:
     """Measures copies to and from a host arena by the device object, in turns with the same copies by torch."""
     nbytes, device = work.copy_nbytes, open_device(work.device)
-    arena = HostArena(Classes(nbytes, 0, 0, 0), device)  # registers its memory
+    copied = None if device.host_addressable else Copied(resident=0, promoted=0, tiles=True)
+    arena = HostArena(Classes(nbytes, 0, 0, 0), device, copied=copied)  # registers its memory
     buffer = arena.tiles.take(nbytes)
     assert buffer is not None
     ours = buffer.tensor(torch.uint8).random_(0, 256)

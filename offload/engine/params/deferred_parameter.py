@@ -244,8 +244,9 @@ def _begins_init(func: Any, target: DeferredParameter, kwargs: Mapping[str, Any]
     """
     if "out" in kwargs or _writes(func):
         return True
-    # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question.
-    if func == _TENSOR.is_meta.__get__:
+    # `orthogonal_` and others return early for a tensor on meta, so the parameter must be real by this question. In
+    # versions of torch that do not ask it, the first call makes a tensor on the parameter's device.
+    if func in (_TENSOR.is_meta.__get__, _TENSOR.new, _TENSOR.new_empty):
         return True
     # The parameter of this alias is real by now, and the function may copy the device for its temporary tensors.
     return not target.is_part and not isinstance(_whole_of(target), DeferredParameter)

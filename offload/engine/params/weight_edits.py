@@ -319,7 +319,7 @@ class WeightEdits:
             if mine and self._without_frozen:
                 del state[key]
             elif mine:
-                state[key] = ordinary(state[key]).to("cpu")
+                state[key] = ordinary(state[key])
 
     def handle(self, parameter: Any) -> ParamHandle | None:
         """Returns the handle of `parameter`, also while materialized; None for a parameter of a copy of the model."""

@@ -44,6 +44,7 @@ from offload.engine.training.components import EngineComponents
 from offload.layout.flat_layout import Segment
 from offload.layout.frozen.expand import expander
 from offload.layout.memory_plan import limits, unit_sizes
+from offload.layout.schedule import makes_early_updates
 from offload.layout.tiers import copied_memory
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena, process_memory
@@ -142,7 +143,8 @@ def _host_arena(plan: Plan, callbacks: EngineCallbacks) -> HostArena:
     """Returns the engine's part of the process's host memory."""
     budget, placed, copied = plan.config.offload.host_memory, plan.placement, None
     if not plan.device.host_addressable:
-        copied = copied_memory(plan.parts, placed.tiers, placed.promoted)
+        early = makes_early_updates(plan.config.offload.speculate, on_cpu=False)
+        copied = copied_memory(plan.parts, placed.tiers, placed.promoted, early)
     return HostArena(placed.classes, plan.device, process_memory(), budget, callbacks.give_cache, copied)
 
 

@@ -59,7 +59,7 @@ class Copied:
     promoted: int
     """Bytes of `Classes.cache` that hold states of the optimizer, which the CPU alone uses."""
     tiles: bool
-    """True if any state lives on the device, so that updates and commits copy it through tiles."""
+    """True if updates or commits copy states between tiles and the device."""
 
 
 class Mapping:

@@ -98,13 +98,16 @@ def keep_unpacked(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` with copies of what is paged out of it, of torch's or the wrapper's class."""
+    """Returns `tensor` on the CPU with copies of what is paged out of it, of torch's or the wrapper's class.
+
+    Each inner tensor moves by itself: not every wrapper's class keeps its format when the wrapper is moved.
+    """
 
     def made(name: str) -> torch.Tensor:
         inner = tensor
         for each in filter(None, name.split(".")):
             inner = getattr(inner, each)
-        return inner.values() if isinstance(inner, PagedTensor) else inner
+        return (inner.values() if isinstance(inner, PagedTensor) else inner).to("cpu")
 
     return _rewrapped(tensor, "", made)
 
