@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train test test-all test-avx2 device test-device check format docs mutants sanitize
+.PHONY: help train test test-all test-avx2 device test-device test-gpu check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each. Three leave a third of two cores idle: tests wait for drives,
 # and for processes that they kill.
 JOBS ?= 4
@@ -38,11 +38,18 @@ test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no mo
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
 ON_DEVICE := $(foreach name,activation_graphs activation_inputs autograd param_access module_kinds feature_combinations random_budgets autocast muon sinkgd,tests/test_$(name).py)
 
+# Without those whose plain optimizer computes on a CPU, and has its bits.
+ON_GPU := $(filter-out tests/test_muon.py tests/test_sinkgd.py,$(ON_DEVICE))
+
 device: $(VENV)/.dev ## Build the test device, which takes a minute and is done once for each state of its sources
 	$(BIN)/python -c 'from tests.device import build; print(build.library())'
 
 test-device: device ## Run some of the engine's tests on a device with addresses and late streams of its own
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --device test $(ON_DEVICE)
+
+test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
+	$(BIN)/python -m pytest -m gpu
+	$(BIN)/python -m pytest --device cuda $(ON_GPU)
 
 check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

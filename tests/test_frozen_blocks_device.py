@@ -18,7 +18,7 @@ SHORT = JOB._replace(steps=3, accumulation=2)
 
 
 @pytest.mark.sample(2)
-@pytest.mark.works(AREA, "a device with streams of its own (that of the tests; no GPU yet)", "right")
+@pytest.mark.works(AREA, "a device with streams of its own (that of the tests)", "right")
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_late_streams_keep_every_bit(form: str, placement: tuple[str, str], tmp_path: Path) -> None:

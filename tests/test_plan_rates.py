@@ -37,7 +37,7 @@ def test_every_rate_of_every_gpu_has_an_origin_and_a_source(gpu: Gpu) -> None:
     for rate in described(gpu.name).rates:
         assert rate.origin in ORIGINS and rate.origin not in ("measured", "given")
         assert rate.source and rate.value > 0
-        assert (rate.origin == "published") == any(word in rate.source for word in (".com/", ".info/"))
+        assert (rate.origin == "published") == any(word in rate.source for word in (".com/", ".info/", "docs/"))
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

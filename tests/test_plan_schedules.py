@@ -216,7 +216,8 @@ def test_auto_takes_the_order_of_the_shorter_step() -> None:
     content = {**found.content}
     other = choice.plan(shape, on, Load(8, 8, schedule=MICRO_BATCH_MAJOR), content)
     assert found.timing.seconds < 0.7 * other.timing.seconds
-    assert found.timing.seconds <= 1.1 * found.timing.formula_seconds
+    more = choice.choose(shape, on, Load(8, 16), None)  # where compute takes twice as long as the drive
+    assert more.timing.seconds <= 1.1 * more.timing.formula_seconds
 
 
 def test_auto_keeps_one_micro_batch_where_several_do_not_fit() -> None:

@@ -138,11 +138,11 @@ def test_fp32_of_a_gpu_is_that_of_its_plain_units() -> None:
 
 def test_weights_and_activations_of_fp32_have_four_bytes() -> None:
     on = {dtype: machine(True, "5GB/s", dtype) for dtype in ("bf16", "fp32")}
-    for name, more in (("weights", 2.0), ("elementwise", 1.3)):
-        seconds = {
-            dtype: sum(each.seconds for each in passes.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1)))
-            for dtype, of in on.items()
-        }
+    for name, more in (("weights", 2.0), ("elementwise", 1.4)):
+        seconds = {}
+        for dtype, of in on.items():  # of blocks alone: a loss in bf16 copies its logits to fp32 first
+            found = passes.forward(small(of.itemsize), replace(of, **{name: 1e7}), Load(1))
+            seconds[dtype] = sum(each.seconds for each in found[1:-1])
         assert seconds["fp32"] > more * 0.95 * seconds["bf16"], name
     assert on["fp32"].optimizer == pytest.approx(on["bf16"].optimizer * 26 / 28)
     assert on["fp32"].gradient == pytest.approx(on["bf16"].gradient / 2)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.test_device
 
 
 @pytest.mark.sample(4)
-@pytest.mark.works(AREA, "a device with streams of its own (that of the tests; no GPU yet)", "right")
+@pytest.mark.works(AREA, "a device with streams of its own (that of the tests)", "right")
 @pytest.mark.parametrize("placement", [("none", "cpu"), ("cpu", "cpu"), DISK], ids=str)
 @pytest.mark.parametrize("kind", ["wrapper", "wrapper of a wrapper", "parameters of integers"])
 def test_late_streams_keep_every_bit(kind: str, placement: tuple[str, str], tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ class EngineCore(EngineCallbacks):
             self.components.weights.flush()
 
     def _refuse_capture(self) -> None:
-        """Raises `UsageError` while the current stream records a graph, and as `check` does where no device can be asked."""
+        """Raises `UsageError` while the current stream records a graph, in a forked child and after the end."""
         # CUDA answers no question in a forked child, and would fail with an error that does not name the cause.
         self.shutdown.check()
         # Asked before any event is recorded: an event would end the user's capture by an error that names no cause.

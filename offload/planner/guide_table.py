@@ -97,7 +97,7 @@ Every rate of a plan is one of four:
 | | |
 |---|---|
 | measured | by `offload probe`, on the machine that the plan is for; none of this page |
-| published | reached by a program of others, who say so in public: the number in brackets is the source below |
+| published | reached by a program, of others or of this project: the number in brackets is the source below |
 | given | by an option, such as `--pcie` |
 | assumed | a guess: 50 % of the data sheet for matrix products, 70 % for other work, where nobody published a figure |
 
@@ -120,8 +120,8 @@ _STEPS_HEAD = """
 ## Beside steps of others
 
 The compute alone that a plan predicts, beside steps that others measured. Their programs keep more activations than
-one column, recompute fewer than the other, or have fused kernels where a plan counts those of plain PyTorch, whose
-elementwise work takes half of the time on a card such as the RTX 4090: read it as a check of the rates, not as a race.
+one column, recompute fewer than the other, or have fused kernels where a plan counts those of plain PyTorch: read it
+as a check of the rates, not as a race. [Steps of this package](../benchmarks/2026-11-h200.md) were measured on an H200.
 
 | measured by others | GPU | model, tokens | tokens/s | plan, nothing recomputed | plan, all recomputed | source |
 |---|---|---|---|---|---|---|

@@ -62,7 +62,6 @@ from offload.bench.gpu.rates import rates
 from offload.bench.gpu.report import machine, words
 from offload.bench.gpu.training import measure_steps
 from offload.bench.gpu.work import DEFAULT_STEP, Save, StepSize, Work, config_for
-from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.errors import ConfigError
 from offload.presets import check_name, require_transformers
 from offload.sizes import parse_size
@@ -71,6 +70,7 @@ FORMAT = 1
 """Version of the JSON file's keys."""
 _PASSED_ON = ("device", "model", "steps", "nbytes")
 """Options that the command passes unchanged to the process of each part."""
+_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -146,9 +146,6 @@ def step_size(given: argparse.Namespace, limit: int | None) -> StepSize:
 
 
 def _run_here(given: argparse.Namespace) -> None:
-    let_segments_grow(
-        given.device
-    )  # before the first look at the GPU; without it parts near the limit lose memory to gaps
     seconds = 60 * given.budget_minutes - (time.time() - psutil.Process().create_time())  # imports take some of them
     part = next(part for part in PARTS if part.name == given.part)
     # Only parts that train the model of the command need the size of a step, which takes seconds to find.
@@ -255,6 +252,8 @@ def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, h
     for key in _PASSED_ON:
         command += [f"--{key.replace('_', '-')}", str(getattr(given, key))]
     setting = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part.name == "bits" else {}  # slower, so for this part only
+    if _ALLOCATOR not in os.environ:
+        setting[_ALLOCATOR] = "expandable_segments:True"  # an engine's own setting, but a part uses CUDA before it
     try:
         return run_child(command, figures, hard, HF_HUB_OFFLINE="1", **setting)
     finally:

@@ -13,6 +13,8 @@ from offload.torch_internals import TorchDispatchMode, tree_leaves
 
 _ATTENTION = "_scaled_dot_product_"
 """Start of the names of attention's operations that keep no matrix of tokens times tokens."""
+_RESHAPED = torch.ops.aten._unsafe_view.default
+"""A view that torch does not call one: it moves nothing. Questions, about a device say, make no tensor at all."""
 
 
 class Counter(TorchDispatchMode):
@@ -70,11 +72,12 @@ class Counter(TorchDispatchMode):
             formula = _attention_flops  # torch has none for the operation on a CPU
         if formula is not None:
             self._count_products(formula(*args, **kwargs, out_val=out), _ATTENTION in function.name())
-        elif not function.is_view:
+        elif made and not function.is_view and function is not _RESHAPED:
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
-            self._rows[-1]["nbytes"] += sum(each.nbytes for each in (*taken, *made))
+            moved = [each for each in (*taken, *made) if tuple(each.shape) != self._mask]  # see `save`
+            self._rows[-1]["nbytes"] += sum(each.nbytes for each in moved)
         if not function.is_view:
             largest = max((each.nbytes for each in made if tuple(each.shape) != self._mask), default=0)
             self.largest = max(self.largest, largest)

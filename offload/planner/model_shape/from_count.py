@@ -16,9 +16,11 @@ _MOST_PARAMETERS = 10**15
 _MOST_LAYERS = 100_000
 """Far more than any model has, and few enough for torch's sizes and for a simulation."""
 
-_LAYER = {2: (46, 440), 4: (85, 745)}
+_LAYER = {2: (46, 151), 4: (85, 214)}
 """The key is the bytes of a weight. The values are the bytes that a layer saves, and the bytes that it moves, per token
 and per element of the hidden size, for Llama's layer, whose norms and rotary embeddings are always in fp32."""
+_LOSS = {2: 18.0, 4: 12.0}
+"""Bytes that a loss moves for each logit, by the bytes of a weight: bf16 logits are copied to fp32 first."""
 _WIDE = (43, 16)
 """Width of a gated MLP, as a fraction of the hidden size: 11008 / 4096, as Llama's. It saves four tensors so wide."""
 _MLP_SHARE = 8 / 12
@@ -83,7 +85,12 @@ def from_count(parameters: int, layers: int, sequence: int, itemsize: int = 2) -
         Use(0, 0.0, 2.0 * itemsize * tokens, 0, 8 * sequence, lookup=True),
         *(layer._replace(unit=index) for index in range(1, layers + 1)),
         Use(
-            layers + 1, 2.0 * outer * sequence, 57.0 * logits, _FP32 * logits, itemsize * tokens, largest=_FP32 * logits
+            layers + 1,
+            2.0 * outer * sequence,
+            _LOSS[itemsize] * logits,
+            _FP32 * logits,
+            itemsize * tokens,
+            largest=_FP32 * logits,
         ),
     )
     return Shape(

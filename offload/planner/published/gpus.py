@@ -1,7 +1,7 @@
-"""GPUs by their published figures, each with its source. No figure here was measured by this project.
+"""GPUs by their published figures, each with its source. Those of `_OURS` are this project's own measurements.
 
 `flops`, `flops_fp32` and `bandwidth` are those of the makers' data sheets and white papers, which few programs reach.
-`matmul`, `matmul_fp32`, `reached` and `link` are rates that programs of others reached. A rate that nobody published is
+`matmul`, `matmul_fp32`, `reached` and `link` are rates that programs reached. A rate that nobody published is
 None, and a plan then assumes a fraction of the data sheet's; `link` is None only for a GPU that shares its memory.
 """
 
@@ -18,6 +18,7 @@ _TORCH = "github.com/zzc0721/torch-performance-test-data"
 """Products of square matrices of 1024 to 10240 in torch, the best size of a run; of several runs the median."""
 _MAMF = "github.com/stas00/ml-engineering, compute/accelerator"
 """Products of matrices of many shapes in torch, the mean rate of the best shape."""
+_OURS = "measured by this project: docs/benchmarks/2026-11-h200.md"
 _PCIE_4 = Figure(25e9, "PCIe 4 x16, an A100: github.com/NVIDIA/nvbandwidth issue 42")
 _PCIE_5 = Figure(50e9, "PCIe 5 x16, 51 to 53 GB/s reached: github.com/NVIDIA/nvbandwidth issues 24 and 53")
 _FASTEST_SLOT = 64e9
@@ -148,9 +149,10 @@ GPUS = (
         flops=989e12,
         flops_fp32=67e12,
         bandwidth=4800e9,
-        link=_PCIE_5,
+        link=Figure(54e9, _OURS),
         matmul=Figure(790.3e12, _TORCH),
         matmul_fp32=Figure(51.3e12, _TORCH),
+        reached=Figure(2500e9, _OURS),
     ),
     Gpu(
         name="GH200",  # two memories, joined by NVLink-C2C: copies are fast, but they are copies

@@ -2,7 +2,7 @@
 
 No call here names a kind of accelerator. Memory is asked for at the device's module, `torch.get_device_module`, which
 has the functions `mem_get_info`, `memory_reserved` and `memory_allocated` for each of them. What torch does not offer
-for all accelerators is behind `HostSide`. Only CUDA's is known to exist; no accelerator has run this code yet.
+for all accelerators is behind `HostSide`. CUDA has run this code; ROCm, XPU and NPU have not.
 """
 
 from __future__ import annotations
