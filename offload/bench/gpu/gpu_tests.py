@@ -12,7 +12,9 @@ from offload.bench.gpu.work import Save, Work
 
 _ROOT = Path(__file__).resolve().parents[3]
 """Root of the checkout, if the package is part of one."""
-FILES = ("tests/test_gpu.py", "tests/test_kernels_cuda.py", "tests/test_pinning.py", "tests/test_deepnvme_files.py")
+FILES = tuple(
+    f"tests/test_{name}.py" for name in ("gpu", "kernels_cuda", "kernels_blocks", "pinning", "deepnvme_files")
+)
 _LAST_LINES = 30
 
 
