@@ -107,7 +107,12 @@ def _run(tests: list[str], root: Path, most_failures: int) -> dict[str, str | No
         if not report.exists():
             text = f"the process of the device ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
             return {test.rpartition("::")[2]: text for test in tests}
-        return {case.get("name", ""): _failure(case) for case in ElementTree.parse(report).iter("testcase")}
+        found: dict[str, str | None] = {}
+        for case in ElementTree.parse(report).iter("testcase"):
+            # A test that fails, and then leaves something behind, has two entries: the first one says why.
+            name = case.get("name", "")
+            found[name] = found.get(name) or _failure(case)
+        return found
 
 
 def _failure(case: ElementTree.Element) -> str | None:
