@@ -14,6 +14,7 @@ from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.content import content_of, of_a_script
 from offload.deepspeed.parameters import mark
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
+from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from offload.engine.setup.initialize import chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
@@ -91,6 +92,8 @@ def initialize(
     )
     # At the end: until here a parameter may have become another object's content.
     mark(engine.module.parameters())
+    # trl finds the hooks of a model there, and takes them away before it generates.
+    engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return DeepSpeedEngine(engine), used if trains else None, loader, schedule
 
 
