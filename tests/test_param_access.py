@@ -201,6 +201,17 @@ def gathers(module: nn.Module) -> Any:
     return [seen, *_sums(module)]
 
 
+def runs_gathered(module: nn.Module) -> Any:
+    """Twice, since the first must leave the memory as it was; with a cache of keys and values as in generation."""
+    ids = models.tokens(8, 0).to(module.lm_head.weight.device)
+    with offload.gathered(module), torch.no_grad():
+        losses = [float(module(input_ids=ids, labels=ids, use_cache=True).loss) for _ in range(2)]
+    assert losses[0] == losses[1]
+    with torch.no_grad():
+        assert float(module(input_ids=ids, labels=ids).loss) == losses[0]
+    return losses
+
+
 def nothing_to_move(module: nn.Module) -> Any:
     dtype, device = module.transformer.ln_f.weight.dtype, module.transformer.ln_f.weight.device
     assert module.to(device) is module and module.to(dtype) is module
@@ -246,6 +257,7 @@ ACTIONS: dict[str, Action] = {
     "`load_state_dict` of a submodule, with errors": loads_a_part,
     "weights edited in place under no_grad, by `.data`, by `nn.init`": edits,
     "`offload.gathered`": gathers,
+    "running the whole model inside of `gathered` under no_grad": runs_gathered,
     "`model.to(...)` to where it is": nothing_to_move,
     "`torch.autograd.grad` of all parameters": gradients_asked_for,
 }
@@ -364,6 +376,18 @@ def test_an_exception_inside_of_gathered_is_the_users_own(modify: bool, tmp_path
     engine.destroy(remove=True)
 
 
+@pytest.mark.cpu_only("an accelerator has memory of its own, and says itself that there is none")
+def test_weights_that_have_no_room_are_left_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(models.GPT2, ("nvme", "nvme"), tmp_path)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr("offload.engine.params.gathered.free_host_memory", lambda: 1024)
+        with pytest.raises(offload.BudgetError, match=r"gathered parameters would take .*, 1\.0 KiB are free"):
+            offload.gathered(engine.module).__enter__()
+    assert_same_tensors(engine.module.state_dict(), before)
+    engine.destroy(remove=True)
+
+
 def _to_nothing(module: nn.Module) -> None:
     offload.gathered(3).__enter__()
 
@@ -385,7 +409,7 @@ REFUSED: dict[str, tuple[Action, str]] = {
     "edits while a parameter is gathered": (_edit_while_gathered, "is gathered"),
     "`load_state_dict(assign=True)`": (_assign, "leave assign out"),
     "a gradient set by hand": (_set_gradient, "gradients are in the engine"),
-    "running the model inside of `gathered`": (_gathered_and_run, "is gathered"),
+    "training the model inside of `gathered`": (_gathered_and_run, "is gathered"),
     "changing weights inside of `gathered` without `modify=True`": (_gathered_and_changed, "modify=True"),
     "`gathered` of something else": (_to_nothing, "parameters or a module"),
     "`torch.func.grad` over the model": (_functional_gradient, r"torch\.autograd\.grad instead"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,3 +208,19 @@ def test_a_dtype_as_from_pretrained_takes_it(given: Any, tmp_path: Path) -> None
     written(tmp_path / "model")
     model = offload.load_pretrained(CAUSAL, tmp_path / "model", dtype=given)
     assert model.dtype is (torch.bfloat16 if given in ("bfloat16", torch.bfloat16) else torch.float32)
+
+
+def test_a_transformers_that_does_not_tell_names_is_an_error_with_the_range(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The range of the package, which the page of installation has too."""
+    root = Path(__file__).parents[1]
+    found = re.findall(r'"transformers(>=[\d.]+,<\d+)"', (root / "pyproject.toml").read_text())
+    assert len(found) == 3 and len(set(found)) == 1
+    oldest = found[0].partition(",")[0].removeprefix(">=")
+    assert f"transformers {oldest} or a later" in (root / "docs" / "install.md").read_text()
+    written(tmp_path)
+    monkeypatch.delattr("transformers.core_model_loading", raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)  # transformers 4 has no such module
+    with pytest.raises(ConfigError, match=re.escape(f"pip install 'transformers{found[0]}'")):
+        offload.load_pretrained(T.LlamaForCausalLM, tmp_path)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from offload.config import read_json
+from offload.deepspeed.accelerate_checks import check_paths
 
 _engines = itertools.count()
 """Engines so far of this process whose config names no run."""
@@ -23,12 +24,13 @@ def content_of(config: Any) -> dict[str, Any]:
         config: the config.
 
     Raises:
-        ConfigError: if the config cannot be read.
+        ConfigError: if the config cannot be read, or lacks a path that accelerate has lost.
     """
     content = copy.deepcopy(dict(config)) if isinstance(config, Mapping) else read_json(config)
     # accelerate's word for no lines.
     if content.get("steps_per_print") == math.inf:
         del content["steps_per_print"]
+    check_paths(content)
     # trl adds such keys for the engine of a reference; DeepSpeed knows none with a dot, and ignores them.
     return {key: value for key, value in content.items() if not str(key).startswith(_DOTTED)}
 

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from offload.config import load_config
+from offload.deepspeed.accelerate_checks import check_ranks
 from offload.deepspeed.comm import init_distributed
 from offload.deepspeed.content import content_of, of_a_script
 from offload.deepspeed.parameters import mark
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
+from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
 from offload.engine.setup.initialize import chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
@@ -61,21 +63,19 @@ def initialize(
         config_params: another name of `config`.
 
     Raises:
-        ConfigError: if the config is wrong or does not fit the model.
+        ConfigError: if the config is wrong or does not fit the model, or accelerate counts other ranks.
         UsageError: if a keyword asks for what is not supported, or the model is under an engine already.
     """
     content = content_of(chosen_config(args, config, config_params))
     # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
     init_distributed(dist_init_required=dist_init_required)
+    check_ranks()
     leaves = [] if model is None else [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
     trains = optimizer is not None or content.get("optimizer") is not None
     content = of_a_script(content, leaves, trains)
     if not trains and isinstance(model, nn.Module):
         load_config(content)  # raises before the model is changed
-        if any(parameter.requires_grad for parameter in model.parameters()):
-            logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
-        # An engine without an optimizer has no place for gradients.
-        model.requires_grad_(False)
+        _freeze(model)
     engine, used, loader, schedule = _initialize(
         None,
         model,
@@ -92,7 +92,16 @@ def initialize(
     )
     # At the end: until here a parameter may have become another object's content.
     mark(engine.module.parameters())
+    # trl finds the hooks of a model there, and takes them away before it generates.
+    engine.optimizer.parameter_offload = DeepSpeedZeRoOffload()  # type: ignore[attr-defined]
     return DeepSpeedEngine(engine), used if trains else None, loader, schedule
+
+
+def _freeze(model: nn.Module) -> None:
+    """Freezes a model that is for evaluation: an engine without an optimizer has no place for gradients."""
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        logger.info("there is no optimizer: the model is for evaluation, and its parameters are frozen")
+    model.requires_grad_(False)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

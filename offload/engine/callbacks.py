@@ -7,7 +7,7 @@ up calls this protocol, which it receives through its constructor. `ParamOwner` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -155,6 +155,9 @@ class ParamOwner(Protocol):
 
     def hold(self, units: Sequence[int]) -> AbstractContextManager[None]:
         """Returns a context in which `units` stay materialized, if a forward or a backward runs and they have room."""
+
+    def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
+        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has."""
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""

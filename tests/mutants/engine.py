@@ -155,9 +155,23 @@ MUTANTS = (
     Mutant(
         "leave a parameter that stays without its memory after `gathered`",
         "offload.engine.params.paged_parameter",
-        "                set_data(parameter, handle._own)",
-        "                set_data(parameter, handle._nan)",
+        "                parameter.data = handle._own",
+        "                parameter.data = handle._nan",
         "tests/test_units_that_stay.py",
+    ),
+    Mutant(
+        "train on weights that are gathered",
+        "offload.engine.params.module_hooks",
+        "if self._trainable and torch.is_grad_enabled():",
+        "if False:",
+        "tests/test_param_access.py",
+    ),
+    Mutant(
+        "gather weights that have no room",
+        "offload.engine.params.gathered",
+        "and _nbytes(handles) > free:",
+        "and False:",
+        "tests/test_param_access.py",
     ),
     Mutant(
         "cut the graph of a compiled block by hooks",

@@ -345,7 +345,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "runtime.utils.clip_grad_norm_",
         ),
         Name("launcher.runner.DEEPSPEED_ENVIRONMENT_NAME", RIGHT),
-        Name("launcher.runner.main", ABSENT, "`offload run`; torchrun for several ranks"),
+        Name("launcher.runner.main", ABSENT, "`offload run`; `offload run torchrun` for several ranks"),
     ),
     "Pipelines, experts, kernels": (
         *_all(REFUSED, _PIPELINE, "PipelineModule", "PipelineEngine", "pipe.PipelineModule"),

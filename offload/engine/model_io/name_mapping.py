@@ -244,8 +244,8 @@ def _rules_of_transformers(model: Any) -> _Rules | None:
         return _Rules(model, core_model_loading, get_model_conversion_mapping(model))
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            "offload.load_pretrained reads from transformers how weights are named and converted, and the installed "
-            f"version differs from 5.23 ({error}); install a supported version: pip install 'transformers>=5.23,<6'"
+            "offload.load_pretrained reads from transformers how weights are named and converted, which the installed "
+            f"version does not tell ({error}); install a supported version: pip install 'transformers>=5.3,<6'"
         ) from error
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from offload.engine.keywords import refuse
 from offload.engine.params.paged_parameter import ParamHandle, handle_of
-from offload.errors import UsageError
+from offload.errors import BudgetError, UsageError
+from offload.sizes import count_of, format_size
+from offload.swapper.memory.limits import free_host_memory
 
 
 @contextlib.contextmanager
@@ -20,8 +23,9 @@ def gathered(
 ) -> Iterator[None]:
     """Gives parameters ordinary memory inside of a `with` block, between steps.
 
-    The memory is a copy on the compute device, outside of all budgets. The model must not run on gathered parameters,
-    and `step()` must not be called. Parameters of an ordinary model are left alone.
+    The memory is a copy on the compute device, outside of all budgets. `step()` must not be called. A model all of
+    whose parameters are gathered runs on that memory, without paging and without gradients, for instance to generate;
+    one of which some are gathered does not run. Parameters of an ordinary model are left alone.
 
     On several ranks all of them enter with the same parameters if `modify` is set. For each unit, the changes of the
     lowest rank that made any apply on all ranks, so `if rank == 0:` may be used inside.
@@ -36,6 +40,7 @@ def gathered(
         None, once, while the parameters are ordinary ones.
 
     Raises:
+        BudgetError: if there is no room for the memory.
         UsageError: if called inside of a forward or a backward, or if a parameter changed shape or dtype, or changed at
             all without `modify`; such changes are dropped.
     """
@@ -55,17 +60,13 @@ def gathered(
     misfits: list[UsageError] = []
     changed: list[tuple[ParamHandle, torch.Tensor]] = []
     try:
-        for handle in handles:
-            handle.gather(handle.read())
-            taken.append(handle)
-        yield
+        _take(handles, taken)
+        with contextlib.ExitStack() as stack:
+            for engine in dict.fromkeys(handle.engine for handle in handles):
+                stack.enter_context(engine.on_gathered({id(handle.parameter) for handle in handles}))
+            yield
     finally:
-        given = [(handle, handle.let_go()) for handle in taken]
-        before = [(handle, values, handle.read()) for handle, values in given]
-        # Raised after the `finally`, in which an error would replace an exception of the user. With a misfit no change
-        # is kept, but on several ranks this rank still takes part in `end_edits` below.
-        misfits = [_misfit(values, old) for _, values, old in before if not _same_kind(values, old)]
-        changed = [(handle, values) for handle, values, old in before if not misfits and not _same_bits(values, old)]
+        misfits, changed = _let_go(taken)
         if modify:
             # Also for units without a change: every rank must come to the same `end_edits`, in the same order.
             for unit in dict.fromkeys((handle.engine, handle.unit) for handle in taken):
@@ -92,6 +93,55 @@ def _handles_of(params: Any) -> list[ParamHandle]:
         raise UsageError(f"gathered() takes parameters or a module, got {type(params).__name__}")
     found = (handle_of(parameter) for parameter in params)
     return list(dict.fromkeys(handle for handle in found if handle is not None))
+
+
+def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
+    """Gives parameters ordinary memory, and appends each to `taken`; raises `BudgetError` if there is no room."""
+    free = free_host_memory()
+    # Linux kills a process that takes more; an accelerator says so itself.
+    if any(handle.device.type == "cpu" for handle in handles) and _nbytes(handles) > free:
+        raise _no_room(handles, f"{format_size(free)} are")
+    try:
+        for handle in handles:
+            handle.gather(handle.read())
+            taken.append(handle)
+    except torch.OutOfMemoryError as error:
+        raise _no_room(handles, "less is") from error
+
+
+def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[ParamHandle, torch.Tensor]]]:
+    """Takes the memory away again. Returns an error for each misfit, and without one the values that have changed.
+
+    The caller raises errors after its `finally`, in which they would replace an exception of the user. With a misfit no
+    change is kept, but on several ranks this rank still takes part in the end of the edits.
+    """
+    given = [(handle, handle.let_go()) for handle in taken]
+    misfits: list[UsageError] = []
+    changed: list[tuple[ParamHandle, torch.Tensor]] = []
+    # One after the other: a whole model would be in memory twice.
+    while given:
+        handle, values = given.pop(0)
+        old = handle.read()
+        if not _same_kind(values, old):
+            misfits.append(_misfit(values, old))
+        elif not _same_bits(values, old):
+            changed.append((handle, values))
+        del values
+    return misfits, [] if misfits else changed
+
+
+def _nbytes(handles: Iterable[ParamHandle]) -> int:
+    """Returns the bytes of gathered parameters."""
+    return sum(math.prod(handle.shape) * handle.parameter.element_size() for handle in handles)
+
+
+def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
+    """Returns the error for parameters for which there is no memory."""
+    return BudgetError(
+        f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
+        f"memory, {free} free: gather fewer at a time. trl gathers all to generate: set "
+        "ds3_gather_for_generation=False, and the weights are paged"
+    )
 
 
 def _same_kind(one: torch.Tensor, other: torch.Tensor) -> bool:

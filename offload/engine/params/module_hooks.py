@@ -17,9 +17,10 @@ keep the casts of all units there. So the cache is off while a site runs, and a 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.params.saved_tensors import SavedTensors
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.schedule.passes import Passes
+from offload.errors import UsageError
 from offload.interrupts import is_on_stack, uninterrupted
 from offload.layout.units import external_parameters, layers_inside
 from offload.swapper.pager import Pager
@@ -104,6 +106,7 @@ class ModuleHooks:
         self._timeline, self._compute, self._local = timeline, compute, _Nesting()
         self._checkpoints, self._root = checkpoints, model
         self.passes = Passes(pager, gradients, unit_views, callbacks, timeline)
+        self._resting = False  # inside of `resting`
         self._removers: list[Callable[[], None]] = []
         self._external: dict[int, list[int]] = {}
         """For each site, by its module's id: units of other modules' parameters that the user registered with it."""
@@ -232,14 +235,29 @@ class ModuleHooks:
         """True if a forward or a backward is under way on this thread."""
         return bool(self._local.frames) or inside_backward()
 
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Lets the model run without gradients on memory that all its parameters have been given."""
+        self._resting = True
+        try:
+            yield
+        finally:
+            self._resting = False
+
     # -- forward ------------------------------------------------------------------------------------
+
+    def _may_rest(self) -> bool:
+        """Returns True; raises `UsageError` if a backward may follow, which would find other memory."""
+        if self._trainable and torch.is_grad_enabled():
+            raise UsageError("the model is gathered: run it under torch.no_grad(), or leave `offload.gathered` first")
+        return True
 
     def _hook_module(self, module: nn.Module, units: tuple[int, ...], layers: list[nn.Module]) -> None:
         """Makes `module` a site of `units`, which takes the hooks of `layers` away when it is called."""
         external = self._external.setdefault(id(module), [])
 
         def before(called: nn.Module, args: tuple[Any, ...]) -> None:
-            if called is not module:
+            if called is not module or (self._resting and self._may_rest()):
                 return
             if layers:
                 self._free_of_hooks(layers)

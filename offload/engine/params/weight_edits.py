@@ -13,7 +13,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -149,6 +150,14 @@ class WeightEdits:
         finally:
             while held:
                 self._unit_views.release_unit(held.pop())
+
+    def on_gathered(self, parameters: Set[int]) -> AbstractContextManager[None]:
+        """Returns a context in which the model runs on gathered memory, if `parameters` (ids) are all that it has.
+
+        Experts that are units, and tensors that are stored as bytes, have no memory of that kind.
+        """
+        complete = not self._opaque and parameters >= self._handle_of.keys()
+        return self._hooks.resting() if complete else contextlib.nullcontext()
 
     def miss_gradient(self, name: str) -> None:
         """Records that user code has read `.grad` of the parameter `name`, which is None."""

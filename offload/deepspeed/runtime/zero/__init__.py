@@ -6,4 +6,6 @@ from offload.deepspeed.submodules import submodules
 from offload.deepspeed.zero import *  # noqa: F403
 from offload.deepspeed.zero import __all__ as __all__
 
-__getattr__ = submodules(__name__, "offload_config", "partition_parameters", "stage3", "stage_1_and_2", "tiling")
+__getattr__ = submodules(
+    __name__, "offload_config", "parameter_offload", "partition_parameters", "stage3", "stage_1_and_2", "tiling"
+)
