@@ -14,7 +14,6 @@ from tests.support import models
 from tests.support.oracle import least_host_memory, start, train_step
 
 
-
 def _held(folder: Path) -> tuple[int, int, int, list[str]]:
     gc.collect()
     process = psutil.Process()
