@@ -12,6 +12,10 @@ NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/
 # and for processes that they kill.
 JOBS ?= 4
 
+# Images of containers often forbid Python to keep what it compiles: then each of the hundreds of processes of the tests
+# compiles torch, transformers and this package again, which is most of its start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 help: ## Say what there is

@@ -13,17 +13,17 @@ build=${BUILD:-build/native}
 mkdir -p "$build"
 
 compiler=${CXX:-c++}
-flags="-std=c++20 -g -Wall -Wextra -pthread -I$core -Itests/native"
+flags="-std=c++20 -Wall -Wextra -pthread -I$core -Itests/native"
 # As in CMakeLists.txt: a checksum's tables are made by the compiler.
 if $compiler --version | grep -q clang; then flags="$flags -fconstexpr-steps=10000000"; fi
 
 for variant in ${*:-plain address thread}; do
     wrapper=
     case $variant in
-        plain) options=${OPTIMIZE:--O2} ;;
-        address) options="-O1 -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
+        plain) options=${OPTIMIZE:--O2 -g} ;;
+        address) options="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all" ;;
         thread)
-            options="-O1 -fsanitize=thread"
+            options="-O1 -g -fsanitize=thread"
             # Its place in memory is taken where addresses are random in more bits than it expects.
             if setarch -R true 2> /dev/null; then wrapper="setarch -R"; fi
             ;;

@@ -54,7 +54,7 @@ class Once:
 
 
 @pytest.mark.works(AREA, "an I/O error at an input: told once, with its cause", "the step fails, training goes on")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("after", [0, 1, 3, 7, 11, 14, 20, 25])
 @pytest.mark.parametrize("operation", ["read", "write"])
 def test_a_request_that_fails_is_told_once_and_training_goes_on(
@@ -96,7 +96,7 @@ def _slopes(model: Any, times: int) -> tuple[list[torch.Tensor], int]:
     return found, errors
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("operation", "after"), [("read", 0), ("read", 5), ("read", 11), ("write", 11)])
 def test_after_a_request_that_failed_the_same_graph_can_be_asked_again(
     operation: str, after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ def _after(order: str, folder: Path, **options: Any) -> list[float]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("order", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in ORDERS])
 def test_forwards_and_backwards_in_any_order_keep_their_bits(order: str, tier: str, tmp_path: Path) -> None:
@@ -266,7 +266,7 @@ def _of(block: type[Block]) -> Job:
     return JOB._replace(model=type("Of" + block.__name__, (Stack,), {"block": lambda self, index: block()}))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in INSIDE])
 def test_what_a_block_does_keeps_its_bits(name: str, tier: str, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ CPU_ONLY = ("complex", "negated", "sparse")
 """What the test device has no kernels for."""
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("tier", ["device", *TIERS])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in FORMS])
 def test_inputs_of_every_form_keep_the_bits(name: str, tier: str, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def _goes_on(engine: offload.Engine, expected: list[float]) -> None:
 
 
 @pytest.mark.works(AREA, "Ctrl-C in forward and backward, at any moment", "right")
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("only_waits", [False, True])
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5, 7, 10, 12, 14, 17, 30, 44, 60, 99, 150, 200, 290, 333, 404, 505])
 def test_a_ctrl_c_at_a_call_gives_everything_back(

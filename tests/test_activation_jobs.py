@@ -69,7 +69,7 @@ TRAINING = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.works(AREA, name, "right")) for name in TRAINING]

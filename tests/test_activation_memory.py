@@ -70,6 +70,7 @@ def _peaks(depth: int, folder: Path, **options: Any) -> tuple[int, int, dict[str
         return forward, whole, peak(engine)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("lateness", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("depth", [4, 8])
 def test_inputs_that_stay_and_one_block_are_all_that_a_step_takes(depth: int, lateness: float, tmp_path: Path) -> None:
@@ -80,6 +81,7 @@ def test_inputs_that_stay_and_one_block_are_all_that_a_step_takes(depth: int, la
     assert 0 <= whole - inputs - BACKWARD <= WEIGHTS
 
 
+@pytest.mark.sample(2)
 @pytest.mark.works(AREA, "twice as many blocks with the same device memory: more of host memory or disk alone", "right")
 @pytest.mark.parametrize("lateness", [0.0, 0.9, 1.0])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -125,6 +127,7 @@ def _watch(engine: offload.Engine) -> list[int]:
     return taken
 
 
+@pytest.mark.sample(3)
 @pytest.mark.works(AREA, "an explicit `host_memory`: inputs keep within it", "right")
 @pytest.mark.parametrize("tier", ["cpu", "nvme", "auto"])
 @pytest.mark.parametrize("memory", [None, 3 * MIB, 5 * INPUT])
@@ -266,6 +269,7 @@ def test_host_memory_of_other_lengths_is_freed_at_once(tmp_path: Path) -> None:
 # -- the drive ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rising", [True, False])
 def test_lengths_that_change_leave_no_files_behind(rising: bool, tmp_path: Path) -> None:
     depth = 16

@@ -88,7 +88,7 @@ def _norms(play: str, seed: int, folder: Path, **options: Any) -> list[float]:
     return found
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("lateness", [0.5, 0.95, 1.0])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
@@ -105,6 +105,7 @@ def test_inputs_on_their_way_keep_every_bit(
     assert _norms(play, seed, tmp_path / "late", activations=tier) == expected
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("behind", [0, 1])
 @pytest.mark.parametrize("lateness", [0.5, 1.0])
 def test_an_input_that_is_changed_while_it_is_copied_is_refused(behind: int, lateness: float, tmp_path: Path) -> None:

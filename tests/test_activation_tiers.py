@@ -28,7 +28,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "dtype", "tier"), ROWS)
 def test_every_kind_of_module_keeps_its_bits(case: Case, dtype: str, tier: str, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype)

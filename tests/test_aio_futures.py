@@ -110,6 +110,7 @@ def test_a_future_can_be_awaited(backend: str, tmp_path: Path) -> None:
     asyncio.run(work())
 
 
+@pytest.mark.sample(1)
 def test_the_loop_goes_on_while_it_awaits(backend: str, tmp_path: Path) -> None:
     async def work() -> int:
         turns = 0
@@ -160,6 +161,7 @@ def test_wait_of_many_threads(backend: str, tmp_path: Path) -> None:
         assert got == [32 << 20] * 8
 
 
+@pytest.mark.sample(1)
 def test_an_exit_runs_the_callbacks(backend: str, tmp_path: Path) -> None:
     code = f"""
 from offload.aio import DirectFile, IoQueue

@@ -47,6 +47,7 @@ def test_buffers_live_as_long_as_their_requests(queue: IoQueue, tmp_path: Path) 
     assert (tmp_path / "file").read_bytes() == expected
 
 
+@pytest.mark.sample(1)
 def test_buffers_live_when_the_queue_is_dropped(tmp_path: Path, backend: str) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         buffers = [aligned_empty(4 << 20) for _ in range(16)]

@@ -54,7 +54,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     place.rmdir()
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("skew", [0, 1, 512], ids=lambda skew: f"address+{skew}")
 def test_any_size_offset_and_address(queue: IoQueue, folder: Path, skew: int) -> None:
     path = folder / "file"

@@ -144,6 +144,7 @@ def test_long_requests_move_all_bytes(
         assert back == data
 
 
+@pytest.mark.sample(1)
 def test_ten_thousand_requests_at_once(backend: str, tmp_path: Path) -> None:
     count, nbytes = 10_000, 1000
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:

@@ -174,6 +174,7 @@ def test_a_table_for_people(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "GB/s" in done.stdout and "threads" in done.stdout
 
 
+@pytest.mark.sample(1)
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_plot_is_written(tmp_path: Path, suffix: str) -> None:

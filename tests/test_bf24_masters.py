@@ -186,7 +186,7 @@ def test_a_run_with_another_master_is_refused(before: str, after: str, tmp_path:
     again.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Lamb"])
 @pytest.mark.parametrize(
     ("before", "after"),

@@ -57,7 +57,7 @@ def goes_on(
 # -- going on -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
     ("one", "other"), [(DISK, DISK), (DISK, CPU), (CPU, NONE), (NONE, ("cpu", "nvme")), (("none", "cpu"), DISK)]
@@ -84,7 +84,7 @@ def test_tied_frozen_and_unused_parameters_and_buffers(dtype: str, placement: tu
     goes_on(job, DISK, placement, tmp_path / "back")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [

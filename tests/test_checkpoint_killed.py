@@ -114,7 +114,7 @@ def goes_on(folder: Path, least: int, same_tag: bool) -> int:
     return step
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("moment", "same_tag"),
     [(moment, same) for moment in MOMENTS for same in (False, True) if same or moment not in _REPLACES],

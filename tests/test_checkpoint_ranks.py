@@ -228,6 +228,7 @@ def one_saves_alone(folder: Path, what: str) -> str:
     return ""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", ["mean", "load", "tags"])
 def test_ranks_that_disagree_get_an_error(what: str, ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(one_saves_alone, tmp_path, what):

@@ -50,6 +50,7 @@ def refused(*arguments: str) -> str:
     return result.stderr.removeprefix("error: ").strip()
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
 def test_a_usage_error_is_one_line_that_points_to_help(path: tuple[str, ...]) -> None:
     help = f"see `offload {' '.join(path)} --help`"

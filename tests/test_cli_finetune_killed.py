@@ -19,6 +19,7 @@ def start(folder: Path, run: str, *options: str) -> warm_process.Process:
     return begin(folder, *TRAIN, "--run", run, "--log", f"{run}.jsonl", "--save", f"{run}-out", *options)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [(), ADAPTERS], ids=["whole", "adapters"])
 def test_killed_and_gone_on(tmp_path: Path, options: tuple[str, ...]) -> None:
     make_folder(tmp_path / "model", MARKING_TEMPLATE, attention_dropout=0.1)

@@ -23,6 +23,7 @@ def train(folder: Path, run: str, *options: str, ranks: int) -> list[float]:
     return losses(folder / f"{run}.jsonl")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("options", "file"), [((), "model"), (("--lora", "r=4"), "adapter_model")])
 def test_two_ranks_train_as_one(tmp_path: Path, options: tuple[str, ...], file: str) -> None:
     make_folder(tmp_path / "model", MARKING_TEMPLATE)

@@ -26,7 +26,7 @@ __all__ = ["run_folder"]
 DONE = ("--steps", "1", "--resume", "auto")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("more", "message"),
     [

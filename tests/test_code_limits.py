@@ -84,6 +84,8 @@ def unbounded_queues(sources: Mapping[str, str]) -> dict[str, float]:
     """Returns how many of Python's queues each file makes without a bound. `SimpleQueue` cannot have one."""
     found: Counter[str] = Counter()
     for path, source in sources.items():
+        if "Queue" not in source:
+            continue
         for node in ast.walk(ast.parse(source)):
             name = ast.unparse(node.func).removeprefix("queue.") if isinstance(node, ast.Call) else ""
             bounded = isinstance(node, ast.Call) and (node.args or node.keywords)

@@ -209,7 +209,7 @@ def test_a_kill_in_the_start_leaves_a_store_that_starts_again(point: str, tmp_pa
     resumed(tmp_path, NONE, unbroken)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("moment", "goes_back"),
     [

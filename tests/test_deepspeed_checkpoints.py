@@ -254,7 +254,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     engine.destroy(remove=True)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

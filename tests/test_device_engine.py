@@ -78,7 +78,7 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert device.counter(device.RUN) - before > 200
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("name", JOBS)
 def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_every_placement_keeps_every_bit(name: str, placement: tuple[str, str], 
         assert_same(expected, on_device(job, placement, tmp_path / str(seed), **options))
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_random_plan_keeps_every_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check(draw(random.Random(seed)), seed, tmp_path, monkeypatch)
@@ -112,6 +112,7 @@ def test_what_lives_on_the_device_keeps_every_bit(durability: str, tmp_path: Pat
     assert_same(expected, on_device(job, ("none", "none"), tmp_path / "late", **options))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_with_the_least_host_memory_every_bit_is_kept(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -86,6 +86,7 @@ def test_a_step_downloads_the_gradients_of_one_micro_batch(
     assert moved[False] == 3 * 4 * once // 2, "in bf16, after each micro-batch"
 
 
+@pytest.mark.slow
 def test_what_spills_moves_as_often_as_with_one_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
     moved: dict[str, int] = {}
@@ -161,7 +162,7 @@ JOBS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("accumulates", [None, "bf16", "fp16"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 @pytest.mark.parametrize("name", JOBS)

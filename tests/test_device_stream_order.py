@@ -164,6 +164,7 @@ def test_what_lives_on_the_device_is_updated_there(
     assert copies["step"] == copies["none"] + len(tiles) * states
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"moments": "int8"}, {"master": "bf24", "moments": "bf16"}], ids=str)
 def test_what_is_rounded_stochastically_is_updated_there_too(
     options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -273,7 +274,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_record_shows_a_missing_wait(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])

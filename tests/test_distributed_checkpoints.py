@@ -50,7 +50,7 @@ def run(*arguments: object) -> Any:
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, [*map(str, arguments)])
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sharded", "flat", "cut", "grouped"),
     [
@@ -79,7 +79,7 @@ def test_losses_go_on_as_torchs(
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sharded", "flat", "grouped"), [(True, False, True), (False, True, False), (False, True, True)]
 )

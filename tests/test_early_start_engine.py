@@ -89,7 +89,7 @@ def test_the_first_unit_of_the_next_forward_comes_with_its_update(
     engine.destroy(remove=True)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.cpu_only("the engine is on the late device")
 @pytest.mark.parametrize("seed", range(8))
 def test_late_reads_and_late_copies_change_no_bit(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

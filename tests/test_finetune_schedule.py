@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options",
     [("--dtype", "fp32"), ("--dtype", "bf16"), ("--activations", "nvme"), ("--no-chunked-loss",), ("--lora", "r=4")],

@@ -13,6 +13,7 @@ from tests.support.oracle import Job, room_for, run, start
 DISK = ("nvme", "nvme")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.works("Graphs", "`generate` with a KV cache, in the middle of accumulation", "right")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.numeric

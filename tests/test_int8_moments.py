@@ -202,7 +202,7 @@ def test_a_run_with_other_moments_is_refused(other: str, tmp_path: Path) -> None
         again.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["AdamW", "Lion", "Adagrad", "Lamb"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(

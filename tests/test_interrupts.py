@@ -260,6 +260,7 @@ def test_interrupts_on_a_device_with_streams(tmp_path: Path, monkeypatch: pytest
     _try(0, examples(40), tmp_path)
 
 
+@pytest.mark.slow
 def test_interrupts_where_the_device_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use_device(monkeypatch, LateDevice(0, 0.5), always=False)  # signals come on the main thread
     _try(0, examples(40), tmp_path, job=JOB._replace(accumulation=2), device_memory=1 << 20)

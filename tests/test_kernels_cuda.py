@@ -91,7 +91,7 @@ def cpp() -> Kernels:
 CASES = list(itertools.product(WEIGHTS, GRADS))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @needs_compiler
 @pytest.mark.parametrize(("weight_dtype", "grad_dtype"), CASES)
 def test_its_arithmetic_is_that_of_the_cpu(cpp: Kernels, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
@@ -153,6 +153,7 @@ def segments_of(step: AdamWStep, noise: Noise) -> list[Segment]:
     ]
 
 
+@pytest.mark.sample(4)
 @needs_compiler
 @pytest.mark.parametrize(("weight", "master", "moments"), ROUNDED)
 def test_what_is_rounded_stochastically_has_the_bits_of_the_cpu(
@@ -178,7 +179,7 @@ def spread(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return (torch.randn(numel, generator=generator) * scale).to(dtype)
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(5)
 @needs_compiler
 @pytest.mark.parametrize("dtype", GRADS)
 @pytest.mark.parametrize(("numel", "chunk"), SIZES)

@@ -65,7 +65,7 @@ def variants(program: str) -> Iterator[tuple[str, ...]]:
         yield (*_OPTIONS, f"-DWEIGHT={weight}", f"-DGRAD={grad}", f"-DMOMENT={moment}")
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("program", EXPECTED)
 def test_it_compiles_and_rounds_each_operation_once(program: str, architecture: int) -> None:

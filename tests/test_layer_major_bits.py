@@ -33,7 +33,7 @@ def _tiny_inputs_move(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_input, "LEAST_NBYTES", 1)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "dtype", "tier"), ROWS)
 def test_every_kind_of_module_keeps_its_bits(case: Case, dtype: str, tier: str | None, tmp_path: Path) -> None:
     job = case.job._replace(dtype=dtype, accumulation=3, steps=3)
@@ -72,7 +72,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_transformers(name: str, dtype: str, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -171,17 +170,20 @@ def _is(folder: Path, name: str) -> bool:
     return (folder / f"{name}.py").is_file() or (folder / name).is_dir()
 
 
-def _ours(source: str) -> Iterator[tuple[str, ...]]:
-    """Yields the parts of each of our modules that a file imports; ("__init__",) for the package itself."""
+@cache
+def _ours(source: str) -> list[tuple[str, ...]]:
+    """Returns the parts of each of our modules that a file imports; ("__init__",) for the package itself."""
     whole = any(
         isinstance(node, ast.Import) and any(alias.name == "offload" for alias in node.names)
         for node in ast.walk(ast.parse(source))
     )
+    found: list[tuple[str, ...]] = []
     for name in sorted(_imports(source)):
         first, *rest = name.split(".")
         if first != "offload" or (not rest and not whole):
             continue  # `from offload import kernels` names the package and a room; the room is what counts
-        yield tuple(rest) if rest and _is(PACKAGE, rest[0]) else ("__init__",)
+        found.append(tuple(rest) if rest and _is(PACKAGE, rest[0]) else ("__init__",))
+    return found
 
 
 def broken(module: str, source: str) -> list[str]:

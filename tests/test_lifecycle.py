@@ -63,8 +63,7 @@ def test_twenty_engines_leave_nothing_behind(tmp_path: Path) -> None:
     held = []
     for index in range(20):
         engine = start(models.GPT2, DISK, tmp_path / str(index))
-        for step in range(2):
-            train_step(engine, models.GPT2, step)
+        train_step(engine, models.GPT2, 0)
         host = engine.host_memory
         engine.destroy(remove=True)
         del engine

@@ -143,7 +143,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("case", "dtype"), ROWS)
 @pytest.mark.numeric
 def test_same_bits_and_as_pytorch(case: Case, dtype: str, tmp_path: Path) -> None:

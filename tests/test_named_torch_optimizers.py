@@ -120,7 +120,7 @@ def test_the_key_behind_it_is_none_of_a_file() -> None:
         load_config({"optimizer": {"type": "torch.optim.NAdam", "params": 3}})
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_plan_has_the_bytes_of_the_run(name: str, tmp_path: Path) -> None:
     content = _settings(tmp_path, _named(name, CLASSES[name]))

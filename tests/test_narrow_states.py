@@ -35,7 +35,7 @@ FORM = pytest.mark.parametrize("form", [form for form in FORMS if form != "bf24"
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "form"),
     [(dtype, form) for dtype in ("bf16", "fp16", "fp32") for form in FORMS if "bf24" not in form or dtype == "bf16"],
@@ -84,7 +84,7 @@ def test_an_update_under_the_backward_and_its_repetition_round_alike(form: str, 
         assert_same(late, early, kind)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("name", "late"), [("AdamW", 0.02), ("Lamb", 0.0), ("Lion", 0.0)])
 def test_killed_and_resumed_is_unbroken(name: str, late: float, form: str, tmp_path: Path) -> None:

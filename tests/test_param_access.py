@@ -282,7 +282,7 @@ def _rows(area: str, names: Any, outcome: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.works(area, name, outcome)) for name in names]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", _rows("Looking at weights and editing them, between steps", ACTIONS, "right"))
 @pytest.mark.numeric

@@ -74,7 +74,7 @@ def test_what_an_edit_leaves_alone_keeps_its_master(tmp_path: Path) -> None:
     assert losses == run(job, DISK, tmp_path / "plain").losses
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "nvme"), ("none", "nvme")])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.works(

@@ -33,7 +33,7 @@ def undo(optimizer: Any, groups: list[Any]) -> None:
     optimizer.param_groups[:] = groups
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.works(AREA, "groups added to the optimizer, or taken from it", "refused")
 @pytest.mark.parametrize("change", [add, remove])
 @pytest.mark.parametrize("own", [True, False], ids=["that was given", "that came back"])

@@ -30,9 +30,9 @@ def middle() -> torch.nn.Module:
 
 
 def narrow() -> torch.nn.Module:
-    """9M parameters in many blocks, so that few of them are on the device or in a lease at a time."""
+    """3M parameters in many blocks, so that few of them are on the device or in a lease at a time."""
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=20, n_embd=192, n_head=4, vocab_size=512, n_positions=64, use_cache=False)
+        transformers.GPT2Config(n_layer=16, n_embd=128, n_head=4, vocab_size=512, n_positions=64, use_cache=False)
     )
 
 
@@ -111,9 +111,9 @@ def test_a_step_moves_the_bytes_of_the_formula(
     weights: str, options: dict[str, Any], expected: int, tmp_path: Path
 ) -> None:
     """By the kernel's own count of what this process has read and written, for each parameter."""
-    job = Job(narrow, loss, steps=6, dtype="bf16")
+    job = Job(narrow, loss, steps=4, dtype="bf16")
     if options.get("host_memory") == "least":
-        options = {"host_memory": least_host_memory(job, tmp_path), "device_memory": "2MiB"}
+        options = {"host_memory": least_host_memory(job, tmp_path), "device_memory": "1MiB"}
     with offload.init(None):
         net = job.model()
     engine = offload.initialize(model=net, config=config(job, (weights, "nvme"), tmp_path, **options))[0]

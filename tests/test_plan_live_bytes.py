@@ -17,7 +17,7 @@ from offload.planner.activations.load import Load
 from offload.planner.model_shape import from_name
 from offload.torch_internals import TorchDispatchMode, tree_leaves
 
-TOKENS, LAYERS = 1024, 3
+TOKENS, LAYERS = 256, 2
 
 
 class _Alive(TorchDispatchMode):

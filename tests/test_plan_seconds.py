@@ -42,7 +42,7 @@ def planned(shape: Shape, on: Hardware, load: Load, tiers: tuple[str, str], **op
     return choice.plan(shape, on, load, memory.settings(*tiers, dtype=on.dtype, batch=load.batch, **options))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("on_cpu", "tiers"), list(itertools.product((True, False), PLACEMENTS)))
 def test_no_least_is_above_what_is_predicted(
     on_cpu: bool, tiers: tuple[str, str], monkeypatch: pytest.MonkeyPatch

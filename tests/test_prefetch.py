@@ -155,7 +155,7 @@ def test_from_the_second_step_on_nothing_is_read_on_demand(
         engine.destroy(remove=True)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("keys", "limits"),
     [

@@ -25,7 +25,7 @@ from tests.support.pretrained_models import CAUSAL, DISK, FAMILIES, SMALL, Plain
 pytestmark = pytest.mark.usefixtures("engines_end")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_comes_and_goes(name: str, dtype: str, tmp_path: Path) -> None:

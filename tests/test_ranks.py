@@ -261,7 +261,7 @@ def edit(folder: Path, everywhere: bool, dtype: str) -> dict[str, torch.Tensor]:
     return loaded
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("everywhere", "dtype"), [(False, "bf16"), (True, "bf16"), (True, "fp16"), (True, "fp32")])
 @pytest.mark.works("Several ranks", "`offload.gathered(modify=True)` with `if rank == 0:` inside", "right")
 def test_edits_of_the_lowest_rank_count(everywhere: bool, dtype: str, ranks: RankPool, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.support.fault_injection import LateQueue, die, use_queue
 from tests.support.oracle import Job, assert_same_tensors, processes, weights_of
 from tests.support.rank_jobs import language_rows_loss
 from tests.support.rank_pool import free_port, meet, start
+from tests.support.sampling import drawn
 
 DISK = ("nvme", "nvme")
 JOB = models.GPT2._replace(loss=language_rows_loss, steps=24, dtype="bf16")
@@ -147,7 +148,7 @@ def check(run: Run, unbroken: tuple[list[Any], dict[str, torch.Tensor]]) -> None
 @pytest.mark.works("Several ranks", "SIGKILL of one rank, resume of all", "right")
 def test_killed_at_any_moment(late: float, unbroken: Any, tmp_path: Path) -> None:
     chance = random.Random(int(1000 * late))
-    for kill in range(2):
+    for kill in drawn(range(2), 1):
         run = Run(tmp_path, late)
         run.wait_for_a_step()
         time.sleep(chance.uniform(0, 0.15))
@@ -173,7 +174,7 @@ def test_killed_while_ranks_step_parameters_together(optimizer: str, tmp_path: P
     whole.end()
     expected = whole.steps(), torch.load(whole.log / "weights0", weights_only=True)
     chance = random.Random(3)
-    for victim in range(2):
+    for victim in drawn(range(2), 1):
         run = Run(tmp_path / "killed", 0.005, job=job)
         run.wait_for_a_step()
         time.sleep(chance.uniform(0, 0.1))

@@ -212,7 +212,7 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(initialize, "compute_device", lambda _: torch.device("cpu"))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_file
 @pytest.mark.numeric
 def test_the_first_steps_as_in_pytorch(name: str, tmp_path: Path) -> None:

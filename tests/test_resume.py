@@ -31,7 +31,7 @@ def test_killed_five_times(dtype: str, placement: tuple[str, str], late: float, 
     assert_same(run(job, placement, tmp_path / "whole"), killed, "unbroken and killed")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("placement", [DISK, ("cpu", "cpu"), ("none", "nvme"), ("nvme", "none")])
 def test_every_placement_resumes(placement: tuple[str, str], tmp_path: Path) -> None:
     """Homes above DISK are read back from the store that they were written through to."""

@@ -46,7 +46,7 @@ def listed(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("dtype", [None, "fp32", "fp16", torch.bfloat16])
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_every_placement_gives_its_weights_and_masters(placement: tuple[str, str], dtype: Any, tmp_path: Path) -> None:

@@ -263,7 +263,7 @@ def kill(engine: offload.Engine) -> None:
     engine._core.shutdown.abandon(remove=False)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_run_that_is_killed_has_the_rates_of_the_table(name: str, tmp_path: Path) -> None:
     """Again and again; what the next step will have is there as soon as the run has begun."""

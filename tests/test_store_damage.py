@@ -120,6 +120,7 @@ def refused(folder: Path, unit_name: str, state: State, placement: tuple[str, st
     assert records(folder) == before
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_is_named_before_it_is_committed(place: str, tmp_path: Path) -> None:
     begin(tmp_path)
@@ -127,6 +128,7 @@ def test_a_flipped_bit_is_named_before_it_is_committed(place: str, tmp_path: Pat
     refused(tmp_path, *PLACES[place][:2])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_flipped_bit_is_named_by_other_tiles(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resumed with less memory: what was written in one request is read in many, and units come piece by piece."""
@@ -279,6 +281,7 @@ def failing(call: str, file: str, number: int) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("what", CALLS)
 def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
@@ -301,6 +304,7 @@ def test_a_commit_that_fails_stops_the_engine_at_the_one_before(
     go_on(tmp_path, DONE - 1, unbroken)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("what", CALLS)
 def test_the_last_commit_of_all_fails(
     what: str, tmp_path: Path, unbroken: list[float], monkeypatch: pytest.MonkeyPatch

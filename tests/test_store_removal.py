@@ -13,6 +13,7 @@ from offload.swapper.store.rank_folder import Lock, remove_files
 from tests.test_store import SPEC, blob
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("drive", ["a", "b"])
 def test_a_run_that_has_no_more_than_its_locks_is_held(drive: str, tmp_path: Path, queue: IoQueue) -> None:
     """A start holds the locks for some time before it writes the first file."""

@@ -87,7 +87,7 @@ JOBS = {
 
 
 @pytest.mark.numeric
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.works("Graphs", "MLPs computed in chunks of the sequence (`tile_mlp`, `offload.tiled`)", "right")
 def test_bits_do_not_depend_on_the_tier(name: str, tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ class Stack(nn.Module):
         return hidden
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("positions", [1024, 4096])
 def test_device_memory_of_a_step_is_the_hidden_states_and_one_tile(positions: int, dtype: str, tmp_path: Path) -> None:

@@ -19,11 +19,17 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             paths = [f"{node.module}.{each.name}" for each in node.names]
         elif isinstance(node, ast.Import):
             paths = [each.name for each in node.names if each.name.split(".")[0] == "torch"]
-        elif isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch."):
+        elif isinstance(node, ast.Attribute) and _begins_with_torch(node):
             paths = [ast.unparse(node)]
         else:
             continue
         yield from (path for path in paths if any(_is_private(part) for part in path.split(".")))
+
+
+def _begins_with_torch(node: ast.expr) -> bool:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name) and node.id == "torch"
 
 
 def _is_private(part: str) -> bool:

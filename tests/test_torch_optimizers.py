@@ -220,7 +220,7 @@ def test_placements_have_the_same_bits(name: str, dtype: str, tmp_path: Path) ->
         assert_same_tensors(found[1], first[1], str(placement))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_is_resumed_and_saved_with_its_states(name: str, tmp_path: Path) -> None:
     engine = _start(name, tmp_path / "whole", dtype="bf16")

@@ -117,6 +117,7 @@ def test_logits_of_all_tokens_are_never_computed(tmp_path: Path) -> None:
     assert len(shapes) == 20 and {shape[1] for shape in shapes} == {0}
 
 
+@pytest.mark.slow
 def test_further_micro_batches_read_no_more_weights_of_blocks(tmp_path: Path) -> None:
     """By the counters of the engine: one by one each further micro-batch reads all weights of blocks twice again."""
     job = models.GPT2._replace(model=lambda: models.gpt2(6, 64))

@@ -124,6 +124,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     small_pieces(monkeypatch)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.numeric
 def test_as_pytorch_and_resumed(name: str, tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_every_rule_of_one_pass_is_confirmed(tmp_path: Path, optimizer: str) -> 
     assert sum(hits for hits, _ in seen) > 0 and not any(misses for _, misses in seen)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["LLAMA", "MIXTURE", "LORA", "T5"])
 def test_other_models_are_confirmed_or_made_again(tmp_path: Path, name: str) -> None:
     job = getattr(models, name, None)

@@ -63,7 +63,7 @@ def resumed(job: Job, folder: Path) -> Result:
     return result
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("writes", [1, 4, 7, 1000])
 def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, writes: int) -> None:
     """Up to 1000 writes there are none, so that the last one dies when all updates are written and none confirmed."""
@@ -71,7 +71,7 @@ def test_a_kill_under_the_backward_resumes_at_the_step_before(tmp_path: Path, wr
     assert_same(run(JOB, DISK, tmp_path / "whole", speculate=False), resumed(JOB, tmp_path / "run"))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_kills_at_random_moments_change_nothing(tmp_path: Path, dtype: str, clip: float) -> None:

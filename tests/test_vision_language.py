@@ -78,6 +78,7 @@ JOBS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", JOBS)
 def test_losses_norms_and_weights_are_those_of_the_run_in_memory(name: str, tmp_path: Path) -> None:
     result = same_bits(JOBS[name], tmp_path, [MEMORY, DISK])
