@@ -250,12 +250,13 @@ def test_a_step_whose_backward_ran_out_of_memory_is_repeated_with_the_same_bits(
     """In torch's own allocator. The memory that the arena had grown into is what the repetition needs."""
     job = Job(Wide, wide_loss, steps=3, accumulation=2, dtype="bf16")
     expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
-    device.set_total_memory(300 * MIB)
+    device.set_total_memory(360 * MIB)  # 256 of them stay free, and what torch keeps differs between runs
     device.seed(4, 0.9)
     engine = start(job, ("cpu", "cpu"), tmp_path / "late")
     at_first = engine.device_memory
     losses = [train_step(engine, job, 0)]
     grown, sizes = engine.device_memory, list[int]()
+    assert grown > at_first
 
     def hungry(gradient: torch.Tensor) -> None:
         """Needs a little more than what is free beside the arena that has grown."""
@@ -277,7 +278,7 @@ def test_a_step_whose_backward_ran_out_of_memory_is_repeated_with_the_same_bits(
     hook = engine.module.layers[2].register_forward_hook(watch)
     with pytest.raises(torch.OutOfMemoryError, match=r"gives back .* stay in the step\. Call zero_grad\(\)"):
         micro_batch(1)
-    assert engine.device_memory == grown > at_first
+    assert engine.device_memory == grown
     engine.zero_grad()
     assert engine.device_memory == at_first
     losses.append(float(micro_batch(0) + micro_batch(1)))
