@@ -6,6 +6,7 @@ wrong shows as other bits, or as a read of device memory, which ends the process
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -317,3 +318,19 @@ def test_a_capture_of_a_graph_is_refused_at_each_call_before_it_changes_anything
     assert losses == expected.losses
     assert_same_tensors(expected.weights, weights_of(engine))
     engine.destroy(remove=True)
+
+
+@pytest.mark.parametrize("placement", [("cpu", "cpu"), ("none", "none")], ids=str)
+def test_destroy_frees_the_devices_memory_at_once(placement: tuple[str, str], tmp_path: Path) -> None:
+    """An engine is a part of reference cycles, which Python finds when it likes; another engine needs the memory."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = module.memory_allocated()
+        engine = start(JOBS["gpt2"]._replace(accumulation=2), placement, tmp_path)
+        train_step(engine, JOBS["gpt2"]._replace(accumulation=2), 0)
+        assert module.memory_allocated() - before > engine.device_memory // 2
+        engine.destroy(remove=True)
+        assert module.memory_allocated() - before < 64 << 10
+    finally:
+        gc.enable()

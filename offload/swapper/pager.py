@@ -397,4 +397,5 @@ class Pager:
                 self._host_cache.close()
                 if sound:
                     self._device_cache.close()
+                    self.arena.close()
             self.notify()

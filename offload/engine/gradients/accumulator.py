@@ -394,7 +394,12 @@ class GradientAccumulator:
                 self.drop(unit)
 
     def close(self) -> None:
-        """Joins the receiving thread and frees space on the drives. The update worker must have ended."""
+        """Joins the receiving thread, frees space on the drives and lets go of device memory.
+
+        The update worker must have ended.
+        """
         for part in (self.downloads, self.spill):
             if part is not None:
                 part.close()
+        self.totals.close()
+        self._on_device = {}

@@ -45,6 +45,10 @@ class DeviceTotals:
         assert not any(self._here.get(unit) for unit in units), "a total would be lost"
         return {unit: self._memory.pop(unit) for unit in units}
 
+    def close(self) -> None:
+        """Lets go of all memory and totals."""
+        self._memory, self._here = {}, {}
+
     def takes(self, unit: int) -> bool:
         """Returns True if there is memory for the totals of `unit`."""
         return unit in self._memory

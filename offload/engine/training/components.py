@@ -83,6 +83,7 @@ class EngineComponents:
             self.gradients.close,
             self.activations.close,
             self.pager.close,
+            self.shards.residents.clear,  # on the device they would stay until Python finds the engine's cycles
             *(() if self.queue is None else (self.queue.close,)),
             *(() if self.model_files is None else (self.model_files.close,)),
             self.arena.close,  # raises after a GPU's fault

@@ -128,6 +128,13 @@ class DeviceArena:
         self._readers = []
         self.given_back = False
 
+    def close(self) -> None:
+        """Lets go of the memory, which is free once nobody else holds a view of it. No copy may be in flight.
+
+        An engine is a part of reference cycles, and Python may find the cycles long after the engine's end.
+        """
+        self.blocks, self._views, self._viewed = [], {}, {}
+
     def addresses(self) -> list[tuple[int, int]]:
         """Returns the first address of each allocation, and the one behind its end."""
         return [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for _, memory in self.blocks]
