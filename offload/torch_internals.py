@@ -98,6 +98,8 @@ def stored_at(file: str, start: int, nbytes: int) -> Any:
     return _StorageInfo(file, start, nbytes)
 
 
+RESHAPED = torch.ops.aten._unsafe_view.default
+"""A view that torch does not call one: it moves nothing."""
 SHALLOW_COPY_QUERY = torch._has_compatible_shallow_copy_type
 """The check that `nn.Module._apply` and `.data = …` make first. A subclass answers it in `__torch_function__`."""
 

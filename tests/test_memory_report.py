@@ -60,7 +60,7 @@ def test_it_adds_up_to_rss(tiers: tuple[str, str], tmp_path: Path) -> None:
     found = forked(_train, str(tmp_path), tiers)[0]
     host = found["report"]["host"]
     assert sum(nbytes for name, nbytes in host.items() if name != "rss") == host["rss"]
-    assert abs(host["rss"] - found["rss"]) <= 2 * MIB
+    assert abs(host["rss"] - found["rss"]) <= 8 * MIB, "few pages of 2 MiB came between both readings"
     assert host["other_engines"] == 0
     assert abs(host["other"]) < TOLERANCE, "base and budgets explain RSS"
     assert 0 < host["arena"] <= align_up(found["host"]) and host["device_arena"] > 0

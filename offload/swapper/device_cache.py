@@ -238,10 +238,11 @@ class DeviceCache:
             self._table.move(entry, Residency.WRITING if entry.unwritten else Residency.HOST)
 
     def close(self) -> None:
-        """Waits for copies in flight: both ends of them are about to be freed, and no use may have waited for them."""
+        """Waits for copies in flight, for which no use may have waited, and lets go of the device memory."""
         for entry in self._table.entries:
             entry.copied.wait()
             entry.uploaded.wait()
+        self._arena.close()
 
     # -- copies -------------------------------------------------------------------------------------
 

@@ -397,5 +397,4 @@ class Pager:
                 self._host_cache.close()
                 if sound:
                     self._device_cache.close()
-                    self.arena.close()
             self.notify()

@@ -71,9 +71,8 @@ class GradientAccumulator:
         self._timeline, self._compute = timeline, compute
         self._recorded = timeline is not OFF or compute is not NO_SPANS
         self._titles = [f"gradient of {layout.name or 'the root'}" for layout in layouts]
-        self.dtype = dtype
+        self.dtype, self._on_device = dtype, waiting.on_device
         self.spill, self.downloads = waiting.spill, waiting.downloads
-        self._on_device = waiting.on_device
         self.totals = DeviceTotals(waiting.totals, dtype)
         self._callbacks = callbacks
         self._layouts, self._parts = layouts, parts
@@ -394,12 +393,8 @@ class GradientAccumulator:
                 self.drop(unit)
 
     def close(self) -> None:
-        """Joins the receiving thread, frees space on the drives and lets go of device memory.
-
-        The update worker must have ended.
-        """
-        for part in (self.downloads, self.spill):
+        """Joins the receiving thread and frees drives and device memory. The update worker must have ended."""
+        self._on_device = {}
+        for part in (self.downloads, self.spill, self.totals):
             if part is not None:
                 part.close()
-        self.totals.close()
-        self._on_device = {}

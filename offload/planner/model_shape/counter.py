@@ -9,12 +9,10 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from offload.planner.model_shape.shape import Use
-from offload.torch_internals import TorchDispatchMode, tree_leaves
+from offload.torch_internals import RESHAPED, TorchDispatchMode, tree_leaves
 
 _ATTENTION = "_scaled_dot_product_"
 """Start of the names of attention's operations that keep no matrix of tokens times tokens."""
-_RESHAPED = torch.ops.aten._unsafe_view.default
-"""A view that torch does not call one: it moves nothing. Questions, about a device say, make no tensor at all."""
 
 
 class Counter(TorchDispatchMode):
@@ -72,7 +70,7 @@ class Counter(TorchDispatchMode):
             formula = _attention_flops  # torch has none for the operation on a CPU
         if formula is not None:
             self._count_products(formula(*args, **kwargs, out_val=out), _ATTENTION in function.name())
-        elif made and not function.is_view and function is not _RESHAPED:
+        elif made and not function.is_view and function is not RESHAPED:  # a question, about a device say, makes none
             given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
             # Reads of weights are left out: the rate `Hardware.weights` accounts for them.
             taken = [each for each in given if each.untyped_storage()._cdata not in self._weights]
