@@ -287,9 +287,7 @@ def with_tier(tiers: TierMap, partitions: Iterable[tuple[int, State]], tier: Tie
     return tuple(rows)
 
 
-def copied_memory(
-    parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool = False
-) -> Copied:
+def copied_memory(parts: Partitions, tiers: TierMap, promoted: Iterable[tuple[int, State]], early: bool) -> Copied:
     """Returns which memory of the resident class, of promoted states and of tiles an accelerator copies.
 
     Args:
