@@ -41,8 +41,7 @@ def test_bench_score_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureF
     sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--micro-batches", "3"]
     score.main([str(tmp_path), *sizes])
     figures = _figures(capsys)
-    # What Python reads of its own code from the drive counts too; all weights twice would be more.
-    assert 0 < figures["read_bytes_a_round"] <= 1.5 * figures["file_bytes"] and figures["over_bound"] > 0
+    assert 0 < figures["read_bytes_a_round"] <= 1.1 * figures["file_bytes"] and figures["over_bound"] > 0
 
 
 def test_bench_host_time_reports_its_figures(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,8 +47,9 @@ def _train(folder: str, tiers: tuple[str, str]) -> dict[str, Any]:
     engine = start(job, tiers, Path(folder))
     for step in range(job.steps):
         train_step(engine, job, step)
+    before = psutil.Process().memory_info().rss
     report = engine.memory_report()
-    rss = psutil.Process().memory_info().rss
+    rss = before, psutil.Process().memory_info().rss
     words = str(report)
     engine.destroy(remove=True)
     return {"report": dict(report), "rss": rss, "words": words, "host": engine.host_memory}
@@ -60,7 +61,8 @@ def test_it_adds_up_to_rss(tiers: tuple[str, str], tmp_path: Path) -> None:
     found = forked(_train, str(tmp_path), tiers)[0]
     host = found["report"]["host"]
     assert sum(nbytes for name, nbytes in host.items() if name != "rss") == host["rss"]
-    assert abs(host["rss"] - found["rss"]) <= 8 * MIB, "few pages of 2 MiB came between both readings"
+    before, after = sorted(found["rss"])  # threads of the engine may touch pages between the readings
+    assert before - 2 * MIB <= host["rss"] <= after + 2 * MIB
     assert host["other_engines"] == 0
     assert abs(host["other"]) < TOLERANCE, "base and budgets explain RSS"
     assert 0 < host["arena"] <= align_up(found["host"]) and host["device_arena"] > 0
