@@ -11,11 +11,22 @@ import torch
 from torch import nn
 
 import offload
+from offload.sizes import MIB
 from offload.swapper.residency import Residency
 from tests.support import models
 from tests.support.fault_injection import LateQueue, use_queue
 from tests.support.late_device import LateDevice, Ticks, use_device
-from tests.support.oracle import Job, assert_same, room_for, run, small_pieces, start, train_step, trained
+from tests.support.oracle import (
+    Job,
+    assert_same,
+    least_host_memory,
+    room_for,
+    run,
+    small_pieces,
+    start,
+    train_step,
+    trained,
+)
 
 ON_DEVICE = (Residency.UPLOADING, Residency.DEVICE)
 JOB = models.GPT2._replace(dtype="bf16", steps=5)
@@ -58,10 +69,12 @@ CHAIN = Job(Chain, chain_loss, dtype="bf16", steps=4)
 def test_the_first_unit_of_the_next_forward_is_on_its_way_when_step_returns(
     tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that does not train waits for no update."""
+    """One that does not train waits for no update, where updates leave it a host buffer."""
     device = LateDevice(0, 0.0)
     use_device(monkeypatch, device)
-    engine = start(CHAIN, (tier, tier), tmp_path, device_memory=room_for(CHAIN, 2))
+    # Without it the default has two host buffers, which updates under the backward may hold when the step returns.
+    host_memory = least_host_memory(CHAIN, tmp_path, (tier, tier)) + MIB
+    engine = start(CHAIN, (tier, tier), tmp_path, device_memory=room_for(CHAIN, 2), host_memory=host_memory)
     with Ticks(device):
         for step in range(CHAIN.steps):
             train_step(engine, CHAIN, step)

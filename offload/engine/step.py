@@ -258,8 +258,6 @@ class OptimizerStep:
             self._early.end_step(state.global_steps, reason_to_clip(norm, clip, scale, loss_scale))
         if any(update.shared for update in updates):
             _finish_together(updater)
-        # What the updates do not concern, such as frozen weights, comes back now. The rest comes as it is updated.
-        self._components.pager.prefetch()
         self.applied = finite
 
     def _updates(

@@ -116,6 +116,9 @@ class UpdateWorker:
         for update in updates:
             if not update.changes:  # all changes of the unit are on other ranks
                 self._pager.weight_updates.weights_ready(update.unit, False, False)
+        # What no update concerns, such as frozen weights, comes back now, before updates take host buffers. The
+        # rest comes as it is updated.
+        self._pager.prefetch()
         with self._pager.lock:
             assert not self._queue and self._commit_step is None, "one step in flight at most"
             self._queue.extend(self.offers.settle(mine))
