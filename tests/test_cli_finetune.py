@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,15 +30,12 @@ PAIRS = [{"prompt": f"{n} and {n} are", "completion": f" {2 * n}"} for n in rang
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of one's own with a model and three kinds of documents."""
     monkeypatch.chdir(tmp_path)
     make_folder(Path("model"), MARKING_TEMPLATE)
     for name, lines in (("chats", CHATS), ("pairs", PAIRS), ("texts", [{"text": "to be or not " * 20}] * 3)):
         write_lines(Path(f"{name}.jsonl"), lines)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def call(*arguments: str, data: str = "chats.jsonl") -> Any:

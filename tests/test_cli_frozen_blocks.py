@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ LORA = ("--lora", "r=4,targets=q_proj+down_proj", "--lr", "1e-2")
 
 
 @pytest.fixture(autouse=True)
-def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of one's own with a model and documents."""
     monkeypatch.chdir(tmp_path)
     make_folder(Path("model"), MARKING_TEMPLATE)
@@ -34,9 +32,6 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         for n in range(12)
     ]
     write_lines(Path("chats.jsonl"), chats)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 def call(*arguments: str) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import random
 import re
@@ -38,9 +37,7 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
     (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
     before = {number: signal.signal(number, lambda *_: None) for number in ENDING}
-    level = logging.getLogger("offload").level
     yield
-    logging.getLogger("offload").setLevel(level)
     for number, handler in before.items():
         signal.signal(number, handler)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import logging
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,16 +155,14 @@ def test_each_of_two_ranks_writes_its_time_line(ranks: RankPool, tmp_path: Path)
 
 
 @pytest.fixture
-def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """`offload train` on a little text and a default model of 0.2M."""
     monkeypatch.chdir(tmp_path)
     tiny = PRESETS["gpt2-tiny"]
     monkeypatch.setitem(PRESETS, "gpt2-tiny", tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64}))
     Path("text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
     small = ("--text", "text.py", "--batch-size", "2", "--seq-len", "32", "--device", "cpu")
-    yield lambda *options: CliRunner().invoke(app, ["train", *small, *options])
-    logging.getLogger("offload").setLevel(level)
+    return lambda *options: CliRunner().invoke(app, ["train", *small, *options])
 
 
 def test_the_command_writes_one(train: Callable[..., Any]) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +16,13 @@ SMALL = ("--batch-size", "2", "--seq-len", "32", "--device", "cpu")
 
 
 @pytest.fixture(autouse=True)
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs each test in a folder with a short text and a default model of 0.2M; restores the library's log level."""
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each test in a folder with a short text and a default model of 0.2M."""
     monkeypatch.chdir(tmp_path)
     tiny = PRESETS["gpt2-tiny"]
     smaller = tiny._replace(settings=tiny.settings | {"n_layer": 2, "n_embd": 64})
     monkeypatch.setitem(PRESETS, "gpt2-tiny", smaller)
     (tmp_path / "text.py").write_text("def double(number):\n    return 2 * number\n\n\n" * 50)
-    level = logging.getLogger("offload").level
-    yield
-    logging.getLogger("offload").setLevel(level)
 
 
 @pytest.fixture(autouse=True)
