@@ -25,10 +25,10 @@ train: $(VENV)/.hf ## Train a 3.5M-parameter model from swap files, in a few min
 	$(BIN)/offload train
 
 test: $(VENV)/.dev ## Run the tests: each promise once, samples of large grids
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test-all: $(VENV)/.dev ## Run every case of every test, the slow ones too, then the mutants: hours
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --whole -m 'slow or not slow'
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --whole -m 'slow or not slow'
 	$(BIN)/python -m tests.mutants
 
 # torch, oneDNN, MKL and our kernels each choose an instruction set of their own. Processes that tests start inherit it.
@@ -36,7 +36,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS
 
 test-avx2: $(VENV)/.dev ## Run the tests of arithmetic as a processor with no more than AVX2 would
 	@if grep -qw avx2 /proc/cpuinfo; then \
-		$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m 'numeric and not slow'; \
+		$(AVX2) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m 'numeric and not slow'; \
 	else echo "make test-avx2: this processor has no AVX2, so there is nothing to limit; nothing was run"; fi
 
 # Of each kind of use one file: graphs, looking at weights, modules, features together, tight budgets, autocast.
@@ -49,7 +49,7 @@ device: $(VENV)/.dev ## Build the test device, which takes a minute and is done 
 	$(BIN)/python -c 'from tests.device import build; print(build.library())'
 
 test-device: device ## Run some of the engine's tests on a device with addresses and late streams of its own
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --device test $(ON_DEVICE)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --device test $(ON_DEVICE)
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
 	$(BIN)/python -m pytest -m gpu

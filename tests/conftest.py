@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sampling.select(config, items)
     device_process.leave_time(config, items)
     device_process.leave_out(config, items)
+    if hasattr(config, "workerinput"):
+        # Files of few tests first: those take longest, and one that starts last is waited for by a single worker.
+        tests = Counter(item.path for item in items)
+        items.sort(key=lambda item: tests[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
