@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
+import fcntl
 import gc
 import json
 import os
@@ -207,34 +209,53 @@ def commands(folder: Path) -> Path:
 def _run_at(server: str, arguments: Sequence[str]) -> int:
     """Runs Python with these arguments, forked from a server of another process; returns what a shell would say."""
     global _started
-    _started = server, None
+    _started = server
     status = begin(arguments).wait()
     return 128 - status if status < 0 else status
 
 
-_started: tuple[str, subprocess.Popen[bytes] | None] | None = None
-"""The socket of this process's server, and the server."""
+_started: str | None = None
+"""The socket of the server."""
 
 
 def _server() -> str:
-    """Returns the socket of the server, which starts with the first use and ends with this process."""
+    """Returns the socket of the server, which starts with the first use and ends with this process.
+
+    The workers of one run of pytest share a server, which ends with the process that started them.
+    """
     global _started
     if _started is None:
-        path = os.path.join(tempfile.mkdtemp(prefix="offload-warm-"), "socket")
-        listening, ready = os.pipe()
-        server = subprocess.Popen(
-            [sys.executable, __file__, path, str(ready), str(os.getpid())],
-            pass_fds=[ready],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
-            cwd=ROOT,
-        )
-        os.close(ready)
-        with os.fdopen(listening) as pipe:
-            assert pipe.read() == "ready", "the server of warm processes did not start"
-        atexit.register(_stop, server)
-        _started = path, server
-    return _started[0]
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+        if run is None:
+            _started = os.path.join(tempfile.mkdtemp(prefix="offload-warm-"), "socket")
+            atexit.register(_stop, _start(_started, os.getpid()))
+        else:
+            folder = os.path.join(tempfile.gettempdir(), f"offload-warm-{run}")
+            os.makedirs(folder, exist_ok=True)
+            path = os.path.join(folder, "socket")
+            with open(f"{folder}.lock", "w") as lock:  # one of them starts it, the others wait for that
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not os.path.exists(path):
+                    # As if it had ended: no worker waits for that, and Popen warns of a process that is not waited for.
+                    _start(path, os.getppid()).returncode = 0
+            _started = path
+    return _started
+
+
+def _start(path: str, owner: int) -> subprocess.Popen[bytes]:
+    """Starts a server that ends with the process `owner`, and waits until it listens."""
+    listening, ready = os.pipe()
+    server = subprocess.Popen(
+        [sys.executable, __file__, path, str(ready), str(owner)],
+        pass_fds=[ready],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+        cwd=ROOT,
+    )
+    os.close(ready)
+    with os.fdopen(listening) as pipe:
+        assert pipe.read() == "ready", "the server of warm processes did not start"
+    return server
 
 
 def _stop(server: subprocess.Popen[bytes]) -> None:
@@ -266,7 +287,7 @@ def _receive(connection: socket.socket) -> tuple[Any, list[int]]:
 # -- the server ---------------------------------------------------------------------------------------
 
 
-def _serve(path: str, ready: int, parent: int) -> dict[str, Any]:
+def _serve(path: str, ready: int, owner: int) -> dict[str, Any]:
     """Forks a child for each request, for ever; returns in the child, with what it shall run."""
     for name in ("tests", *_PRELOADED):  # the first puts a mutant in, as in every process of a test
         __import__(name)
@@ -278,7 +299,7 @@ def _serve(path: str, ready: int, parent: int) -> dict[str, Any]:
     os.write(ready, b"ready")
     os.close(ready)
     signal.signal(signal.SIGTERM, lambda *_: _end(path))
-    threading.Thread(target=_end_with, args=(parent, path), daemon=True).start()
+    threading.Thread(target=_end_with, args=(owner, path), daemon=True).start()
     while True:
         connection, _ = listener.accept()
         request, streams = _receive(connection)
@@ -309,14 +330,17 @@ def _reap(child: int, connection: socket.socket) -> None:
     connection.close()
 
 
-def _end_with(parent: int, path: str) -> None:
-    """Ends the server once the process that started it is gone, which may have been killed."""
-    select.select([os.pidfd_open(parent)], [], [])
+def _end_with(owner: int, path: str) -> None:
+    """Ends the server once its owner is gone, which may have been killed."""
+    select.select([os.pidfd_open(owner)], [], [])
     _end(path)
 
 
 def _end(path: str) -> None:
-    shutil.rmtree(os.path.dirname(path), ignore_errors=True)
+    folder = os.path.dirname(path)
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.unlink(f"{folder}.lock")
     os._exit(0)
 
 
