@@ -38,9 +38,10 @@ def test_bench_step_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_bench_score_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--micro-batches", "3"]
+    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "3", "--micro-batches", "3"]
     score.main([str(tmp_path), *sizes])
     figures = _figures(capsys)
+    # The last round may have read ahead for a fourth, and the first have found less of that.
     assert 0 < figures["read_bytes_a_round"] <= 1.1 * figures["file_bytes"] and figures["over_bound"] > 0
 
 
