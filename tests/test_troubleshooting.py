@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,14 +38,17 @@ def words_of(node: ast.expr) -> str:
     return "…"
 
 
-def messages() -> Iterator[tuple[str, str, str]]:
+@functools.cache  # by the first test: each worker of a run imports this file, and one runs it
+def messages() -> list[tuple[str, str, str]]:
     """(class, message, place) of every error that is made, but for those whose words are all made elsewhere."""
+    found = []
     for path in sorted((ROOT / "offload").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CLASSES and node.args:
                 words = words_of(node.args[0])
                 if len(re.findall(r"[A-Za-z]{2,}", words)) > 1:
-                    yield node.func.id, words, f"{path.relative_to(ROOT)}:{node.lineno}"
+                    found.append((node.func.id, words, f"{path.relative_to(ROOT)}:{node.lineno}"))
+    return found
 
 
 def sections() -> dict[str, list[str]]:
@@ -65,17 +68,16 @@ def tells_of(known: str, words: str) -> bool:
     return known == words if known.startswith("…") and known.endswith("…") else known in words
 
 
-MESSAGES = list(messages())
 KNOWN = sections()
 
 
 def test_every_message_is_in_the_page() -> None:
     missing = [
         f"{place}: {name}: {words[:90]}"
-        for name, words, place in MESSAGES
+        for name, words, place in messages()
         if name != BUILT and not any(tells_of(each, words) for each in KNOWN[name])
     ]
-    assert len(MESSAGES) > 300
+    assert len(messages()) > 300
     assert not missing, "add the leading words of these to docs/troubleshooting.md, below their cause:\n" + "\n".join(
         missing
     )
@@ -86,7 +88,7 @@ def test_the_page_has_no_message_that_nobody_raises() -> None:
         f"{name}: {each}"
         for name, some in KNOWN.items()
         for each in some
-        if not any(tells_of(each, words) for other, words, _ in MESSAGES if other == name)
+        if not any(tells_of(each, words) for other, words, _ in messages() if other == name)
     ]
     assert not stale, "take these out of docs/troubleshooting.md:\n" + "\n".join(stale)
 
