@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -54,6 +55,9 @@ enum class Kind { kUring, kLibaio, kThreads };
 [[nodiscard]] std::unique_ptr<Backend> open_uring(unsigned depth);
 [[nodiscard]] std::unique_ptr<Backend> open_libaio(unsigned depth);
 [[nodiscard]] std::unique_ptr<Backend> open_calls();
+
+// What the end of a poll of the bell has where the end of a transfer has its slot.
+inline constexpr std::uint64_t kBell = ~std::uint64_t{0};
 
 // An eventfd: `ring` from any thread makes it readable.
 class Bell {

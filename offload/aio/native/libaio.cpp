@@ -19,7 +19,6 @@ namespace offload {
 namespace {
 
 constexpr unsigned kPoll = 5;  // IOCB_CMD_POLL, of Linux 4.18
-constexpr std::uint64_t kBell = ~std::uint64_t{0};
 
 class Libaio final : public Backend {
   public:

@@ -22,7 +22,6 @@ namespace {
 
 using namespace uring;
 
-constexpr std::uint64_t kBell = ~std::uint64_t{0};
 constexpr unsigned kSlots = 256;                              // of registered memory, and of files
 constexpr std::size_t kLargestRegion = std::size_t{1} << 30;  // the kernel's limit
 constexpr std::size_t kSmallestRegion = std::size_t{2} << 20;
