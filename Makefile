@@ -48,8 +48,9 @@ ON_GPU := $(filter-out tests/test_muon.py tests/test_sinkgd.py,$(ON_DEVICE))
 device: $(VENV)/.dev ## Build the test device, which takes a minute and is done once for each state of its sources
 	$(BIN)/python -c 'from tests.device import build; print(build.library())'
 
+# Two at a time: most of their time is the start of a process.
 test-device: device ## Run some of the engine's tests on a device with addresses and late streams of its own
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --device test $(ON_DEVICE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --device test $(ON_DEVICE)
 
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
 	$(BIN)/python -m pytest -m gpu
