@@ -109,7 +109,6 @@ WITHIN = {
         "predict_run": "activations hardware model_shape recommend",
         "advice": "recommend",
         "report": "activations advice published reach recommend step_time",
-        "reach_report": "reach recommend report",
         "request": "activations hardware measure_model memory model_shape reach recommend",
         "guide_table": "activations hardware memory model_shape published recommend report",
     },

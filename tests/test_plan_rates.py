@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from offload.cli.main import app
 from offload.errors import BudgetError, ConfigError
-from offload.planner import memory, report, request
+from offload.planner import memory, request
 from offload.planner import recommend as choice
 from offload.planner.activations.budgets import beside_weights
 from offload.planner.activations.load import Load
@@ -18,6 +18,7 @@ from offload.planner.hardware import described, parse_drive
 from offload.planner.model_shape import from_count
 from offload.planner.published.gpus import GPUS, Gpu, find_gpu
 from offload.planner.published.rate import ORIGINS, Rate
+from offload.planner.report import text as report
 from offload.sizes import GIB
 
 UNIFIED = [gpu for gpu in GPUS if gpu.unified]

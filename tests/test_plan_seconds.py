@@ -13,7 +13,7 @@ from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.model_shape import Shape, from_count
 from offload.planner.published.gpus import GPUS
-from offload.planner.report import in_short
+from offload.planner.report.text import in_short
 from offload.planner.step_time import passes
 from offload.planner.step_time import prediction as timing
 from offload.sizes import GIB

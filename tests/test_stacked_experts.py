@@ -20,7 +20,7 @@ from offload.planner.hardware import described, parse_drive
 from offload.planner.memory import settings
 from offload.planner.model_shape import drawn, from_name, from_training
 from offload.planner.recommend import Planned, plan
-from offload.planner.report import heading
+from offload.planner.report.text import heading
 from offload.states import State
 from tests.support import mixtures, models
 from tests.support.mixtures import FAMILIES, few_tokens, mixtral, qwen, stacks_of, visits

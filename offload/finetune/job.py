@@ -50,7 +50,7 @@ from offload.finetune.output import MARK, check_apart, check_output, has_model, 
 from offload.hardware import probe
 from offload.losses.choice import ChosenLoss, as_begun, choose_loss, would_be_chunked
 from offload.planner.predict_run import as_step, predict
-from offload.planner.report import in_short
+from offload.planner.report.text import in_short
 from offload.presets import require_transformers
 from offload.swapper.store import run_status
 from offload.timeline import path_of

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 from offload.errors import BudgetError
 from offload.planner import recommend as choice
-from offload.planner import report
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, parse_drive
 from offload.planner.memory import settings
@@ -22,6 +21,7 @@ from offload.planner.model_shape import from_count
 from offload.planner.published.gpus import GPUS, Gpu
 from offload.planner.published.rate import Rate
 from offload.planner.recommend import Planned
+from offload.planner.report import text as report
 from offload.sizes import GIB, format_size, format_time
 
 # tests/test_plan_table.py generates rows anew and compares them with the pages: write the pages after any change.

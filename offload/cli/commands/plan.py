@@ -236,10 +236,12 @@ def plan(typed: PlanOptions) -> None:
     from rich.console import Console
 
     from offload.finetune.options import Start, recipe
-    from offload.planner import reach_report, report
     from offload.planner import request as ask
     from offload.planner.advice import advise, compare
     from offload.planner.reach import reach
+    from offload.planner.report import reach as reach_report
+    from offload.planner.report import text as report
+    from offload.planner.report.json_object import as_json
     from offload.presets import PRESETS
 
     console = Console(stderr=typed.json_output, highlight=False, markup=False)
@@ -264,8 +266,9 @@ def plan(typed: PlanOptions) -> None:
                 planned, typed.write, recipe(Start.of(folder, typed.lora is not None)) if typed.config is None else {}
             )
     if typed.json_output:
-        print(json.dumps(report.as_json(planned, advice, wanted, ways, orders)), flush=True)
+        print(json.dumps(as_json(planned, advice, wanted, ways, orders)), flush=True)
         return
+    console.print(report.verdict(planned, advice), soft_wrap=True)
     for line in report.heading(planned):
         console.print(line, soft_wrap=True)
     _print_table(console, ("", "device", "host", "disk"), report.table(planned))
@@ -294,8 +297,8 @@ def _print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequen
 
 def _print_longest(typed: PlanOptions, console: Console) -> None:
     """Prints the longest sequence for each way to keep activations, and the config of the longest."""
-    from offload.planner import reach_report
     from offload.planner import request as ask
+    from offload.planner.report import reach as reach_report
 
     with errors(BAD_INPUT):
         if typed.write is not None or typed.measure:

@@ -118,10 +118,15 @@ def check(shape: Shape, load: Load, wish: Wish, room: Room) -> None:
     needed = need(shape, load)
     if room.has(needed):
         return
+    if room.disk < 0:
+        raise BudgetError(
+            f"the swap files take {format_size(-room.disk)} more than is free on the drives; give larger drives or "
+            f'more (--drive), or store fewer bytes ("durability": "none", "moments": "int8")'
+        )
     if needed.disk > room.disk:
         raise BudgetError(
             f"inputs of {load.on_disk} blocks take {format_size(needed.disk)} of disk, and "
-            f"{format_size(max(room.disk, 0))} is free beside the swap files; give more drives (--drive), lower "
+            f"{format_size(room.disk)} is free beside the swap files; give more drives (--drive), lower "
             f"--seq-len, or keep them in host memory (--activations cpu)"
         )
     if needed.host > room.host:

@@ -1,16 +1,14 @@
-"""A plan as text and as JSON. Every number is taken or derived from `Planned`; this module decides nothing."""
+"""A plan as text. Every number is taken or derived from `Planned`; this module decides nothing."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
 from offload.planner.advice import Advice, Ordered
-from offload.planner.published.rate import ORIGINS, Rate, sentences
-from offload.planner.reach import Reach
+from offload.planner.published.rate import ORIGINS, sentences
 from offload.planner.recommend import Planned
 from offload.planner.step_time import Timing, hiding_tokens
 from offload.sizes import count_of, format_count, format_size, format_time
@@ -38,91 +36,6 @@ class Asked(NamedTuple):
     """Bytes that all drives together are rated to have written to them (TBW)."""
 
 
-def as_json(
-    planned: Planned, advice: Advice, asked: Asked, reaches: Sequence[Reach] = (), orders: Sequence[Ordered] = ()
-) -> dict[str, Any]:
-    """Returns the object that `--json` prints, in bytes, seconds, and bytes or tokens per second.
-
-    Args:
-        planned: the plan.
-        advice: what to change.
-        asked: quantities for additional answers.
-        reaches: the ways to keep activations, with the longest sequence and the largest micro-batch of each.
-        orders: the plan's step in each order of micro-batches.
-    """
-    memory, shape = planned.memory, planned.shape
-    return {
-        "model": {"name": shape.name, "parameters": shape.parameters, "units": len(shape.layouts)},
-        "machine": {
-            "name": planned.hardware.name,
-            "gpu_memory": planned.hardware.gpu_memory,
-            "ram": planned.hardware.ram,
-            "drives": [{"name": d.name, "read": d.read, "write": d.write} for d in planned.hardware.drives],
-            "rates": [_as_json(rate) for rate in planned.hardware.rates],
-            "unified": planned.hardware.unified,
-            "assumed": list(planned.hardware.assumptions),
-            "measured": None if planned.hardware.measured is None else planned.hardware.measured._asdict(),
-        },
-        "config": dict(planned.content),
-        "tiers": [row._asdict() for row in (*memory.rows, memory.total)],
-        "slots": memory.slots,
-        "notices": list(memory.notices),
-        "host_memory": memory.host,
-        "least_host_memory": memory.least_host,
-        "recommended_host_memory": advice.host,
-        "device_memory": memory.device,
-        "disk": memory.stored + memory.spilled,
-        "export": memory.export,
-        "activations": planned.activations,
-        "activation_tiers": {**planned.needed._asdict(), "inputs": inputs_of(planned)},
-        "ways": [
-            {**each._asdict(), "way": each.way.words, "activations": each.way.tier, "seconds": rounded(each.seconds)}
-            for each in reaches
-        ],
-        "orders": [_order_json(each) for each in orders],
-        "host_peak": planned.host_peak,
-        "step": _step_json(planned),
-        "run_seconds": None if asked.tokens is None else rounded(_run_seconds(planned, asked.tokens)),
-        "drive_years": rounded(years(planned, asked)),
-        # All changes; the text shows the best four only.
-        "changes": [
-            {"words": each.words, "seconds": rounded(each.seconds), "gain": rounded(each.gain)}
-            for each in advice.changes
-        ],
-    }
-
-
-def _step_json(planned: Planned) -> dict[str, Any]:
-    """Returns the work and the seconds of a step for `--json`."""
-    timing, shape = planned.timing, planned.shape
-    return {
-        "batch": planned.load.batch,
-        "sequence": shape.sequence,
-        "accumulation": planned.load.accumulation,
-        "schedule": planned.choice.schedule,
-        "schedule_reason": planned.choice.reason,
-        "updates_under_backward": len(timing.simulation.speculated),
-        "miss_seconds": rounded(timing.miss_seconds),
-        "recompute": planned.load.recompute,
-        "chunked_loss": planned.load.chunked_loss,
-        "tile_tokens": tile_tokens(shape, planned.load),
-        "tokens": timing.tokens,
-        "experts": _experts_json(planned),
-        "seconds": rounded(timing.seconds),
-        "tokens_per_second": rounded(timing.tokens_per_second),
-        # The keys of this object are public: `offload report --plan` reads them, see `report.prediction`.
-        "parts_seconds": {name: rounded(value) for name, value in timing.parts.items()},
-        "compute_seconds": rounded(timing.compute_seconds),
-        "formula_seconds": rounded(timing.formula_seconds),
-        "busy_seconds": {name: rounded(value) for name, value in timing.busy.items()},
-        "waited_seconds": {name: rounded(value) for name, value in timing.waited._asdict().items()},
-        "limit": timing.limit,
-        "read_bytes": timing.moved.read,
-        "written_bytes": timing.moved.written,
-        "hiding_tokens": _hiding(planned),
-    }
-
-
 def in_short(planned: Planned) -> str:
     """Returns the prediction in one line, for the start of a run."""
     timing = planned.timing
@@ -131,6 +44,13 @@ def in_short(planned: Planned) -> str:
         f"{format_size(timing.moved.read)} read and {format_size(timing.moved.written)} written; "
         f"{_describe_limit(timing)}"
     )
+
+
+def verdict(planned: Planned, advice: Advice) -> str:
+    """Returns a plan, which fits, in one line: tokens a day, what limits, and the change that helps most."""
+    best = f"first change: {advice.changes[0].words}" if advice.changes else "; ".join(_no_change(planned, advice))
+    daily = planned.timing.tokens_per_second * 86400
+    return f"it fits; {format_count(daily)} tokens a day; {_describe_limit(planned.timing)}; {best}"
 
 
 def heading(planned: Planned) -> list[str]:
@@ -155,7 +75,7 @@ def heading(planned: Planned) -> list[str]:
 
 def _describe_experts(planned: Planned) -> list[str]:
     """Returns a line on the experts that a step visits; none if experts are no units."""
-    found = _experts_json(planned)
+    found = experts_of(planned)
     if found is None:
         return []
     beside = f", a step {found['step']:.4g}" if planned.load.accumulation > 1 else ""
@@ -165,7 +85,7 @@ def _describe_experts(planned: Planned) -> list[str]:
     ]
 
 
-def _experts_json(planned: Planned) -> dict[str, Any] | None:
+def experts_of(planned: Planned) -> dict[str, Any] | None:
     """Returns how many experts of all layers a micro-batch and a step visit; None if experts are no units."""
     shape, load = planned.shape, planned.load
     every = sum(len(each.units) for each in shape.experts)
@@ -195,12 +115,6 @@ def lines(planned: Planned, advice: Advice, asked: Asked) -> list[str]:
         *_of_rates(planned),
         "assumed: " + "; ".join(planned.hardware.assumptions),
     ]
-
-
-def _as_json(rate: Rate) -> dict[str, Any]:
-    """Returns a rate for `--json`; work that takes no time has the rate None."""
-    value = None if math.isinf(rate.value) else rounded(rate.value)
-    return {"name": rate.name, "value": value, "unit": rate.unit, "origin": rate.origin, "source": rate.source}
 
 
 def _of_rates(planned: Planned) -> list[str]:
@@ -270,7 +184,7 @@ def _of_time(planned: Planned) -> list[str]:
         f"{seconds_text(timing.formula_seconds)}",
     ]
     lines_found += _of_order(planned)
-    enough = _hiding(planned)
+    enough = hiding(planned)
     have = planned.load.batch * planned.shape.sequence
     # The hint is of use only if a larger micro-batch can be reached.
     if not timing.hidden and enough is not None and enough > have:
@@ -315,22 +229,6 @@ def _order_row(each: Ordered) -> tuple[str, ...]:
     return (*start, seconds_text(timing.seconds), *moved, miss)
 
 
-def _order_json(each: Ordered) -> dict[str, Any]:
-    """Returns an order for `--json`; a step that does not fit has no numbers."""
-    order = {"schedule": each.schedule, "speculate": each.speculate}
-    if each.planned is None:
-        return {**order, "seconds": None}
-    timing = each.planned.timing
-    return {
-        **order,
-        "seconds": rounded(timing.seconds),
-        "read_bytes": timing.moved.read,
-        "written_bytes": timing.moved.written,
-        "updates_under_backward": len(timing.simulation.speculated),
-        "miss_seconds": rounded(timing.miss_seconds),
-    }
-
-
 def _describe_limit(timing: Timing) -> str:
     """Returns the limiting resource and its fraction of the step, in words."""
     share = f"{timing.limit_seconds / timing.seconds:.0%} of the step"
@@ -354,7 +252,7 @@ def _of_drives(planned: Planned, asked: Asked) -> list[str]:
             )
         lines_found.append(line)
     if asked.tokens is not None:
-        seconds = _run_seconds(planned, asked.tokens)
+        seconds = run_seconds(planned, asked.tokens)
         steps = asked.tokens / timing.tokens
         lines_found.append(f"{format_count(asked.tokens)} tokens take {format_time(seconds)}, {steps:,.0f} steps")
     return lines_found
@@ -369,11 +267,13 @@ def _no_change(planned: Planned, advice: Advice) -> list[str]:
     return ["no change that was tried is more than 5 % faster"]
 
 
-def _hiding(planned: Planned) -> int | None:
+def hiding(planned: Planned) -> int | None:
+    """Returns the tokens of a micro-batch whose compute hides all I/O; None if no number does."""
     return hiding_tokens(planned.memory, planned.shape, planned.hardware, planned.load)
 
 
-def _run_seconds(planned: Planned, tokens: int) -> float:
+def run_seconds(planned: Planned, tokens: int) -> float:
+    """Returns the seconds in which that many tokens are trained on."""
     return tokens / planned.timing.tokens_per_second
 
 

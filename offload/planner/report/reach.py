@@ -8,7 +8,7 @@ from typing import Any
 
 from offload.planner.reach import Longest, Reach
 from offload.planner.recommend import Planned
-from offload.planner.report import inputs_of, rounded, seconds_text
+from offload.planner.report.text import inputs_of, rounded, seconds_text
 
 
 def reach_heading(planned: Planned) -> str:

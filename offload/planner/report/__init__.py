@@ -1,0 +1,1 @@
+"""What `offload plan` prints: text, tables and JSON of a plan."""
