@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from tests.support import rounding_bounds
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("trl")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
 
 SCRIPT = Path(__file__).parent / "support" / "deepspeed_scripts" / "trl_trainers.py"
 STEPS = 3
@@ -27,28 +28,37 @@ def bound() -> float:
     return STEPS * rounding_bounds.sum_error(rounding_bounds.roundings(model))
 
 
-def trained(folder: Path, config: str | None, environment: dict[str, str]) -> dict[str, list[dict[str, float]]]:
-    runner = ["-m", "offload.deepspeed"] if config else []
-    command = [sys.executable, *runner, str(SCRIPT), str(folder), *([config] if config else [])]
+def logged(*command: str) -> dict[str, list[dict[str, float]]]:
+    """Returns what a run of the script has logged."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow  # two processes that import trl, and five trainings each
-@pytest.mark.works("Trainers", "trl's SFT, DPO, KTO, reward and GRPO trainers, in `offload run`", "right")
-def test_losses_norms_and_samples_are_those_of_the_plain_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    place: dict[str, Any] = {"device": "nvme", "nvme_path": str(tmp_path)}
+class Runs(NamedTuple):
+    """The plain runs of all trainers, whose models are in `folder`, and the config for the others."""
+
+    folder: Path
+    config: Path
+    plain: dict[str, list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("trl")
+    place = {"device": "nvme", "nvme_path": str(folder)}
     keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     content = {
         **dict.fromkeys(keys, "auto"),
         "zero_optimization": {"stage": 3, "offload_param": place, "offload_optimizer": place},
     }
-    config = tmp_path / "ds.json"
+    config = folder / "ds.json"
     config.write_text(json.dumps(content))
-    plain = trained(tmp_path, None, environment)
-    paged = trained(tmp_path, str(config), environment)
+    return Runs(folder, config, logged(sys.executable, str(SCRIPT), str(folder)))
+
+
+def compare(paged: dict[str, list[dict[str, float]]], plain: dict[str, list[dict[str, float]]]) -> None:
     assert plain.keys() == paged.keys()
     error = bound()
     for kind, wanted in plain.items():
@@ -56,3 +66,23 @@ def test_losses_norms_and_samples_are_those_of_the_plain_runs(tmp_path: Path, mo
         for one, other in zip(paged[kind], wanted, strict=True):
             assert one == pytest.approx(other, rel=error, abs=error), kind
         assert wanted[0]["grad_norm"] > 0.1
+
+
+@pytest.mark.slow  # two processes that import trl, and five trainings each
+@pytest.mark.works("Trainers", "trl's SFT, DPO, KTO, reward and GRPO trainers, in `offload run`", "right")
+def test_losses_norms_and_samples_are_those_of_the_plain_runs(runs: Runs) -> None:
+    compare(
+        logged(sys.executable, "-m", "offload.deepspeed", str(SCRIPT), str(runs.folder), str(runs.config)), runs.plain
+    )
+
+
+@pytest.mark.slow  # two ranks, twice
+@pytest.mark.works("Trainers", "trl's GRPO on two ranks, gathered and paged, in `offload run torchrun`", "right")
+def test_grpo_on_two_ranks_is_that_of_two_plain_ranks(runs: Runs) -> None:
+    launcher = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2", str(SCRIPT), str(runs.folder)]
+    kinds = ("GRPO", "GRPO, paged")
+    plain = logged(*launcher, "none", *kinds)
+    offload = str(Path(sys.executable).with_name("offload"))
+    paged = logged(offload, "run", *launcher, str(runs.config), *kinds)
+    compare(paged, plain)
+    assert plain["GRPO"] != runs.plain["GRPO"]  # which one rank draws

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
+import offload
 from offload.engine.training.model_inputs import to_device
-from offload.errors import UsageError
+from offload.errors import BudgetError, UsageError
 from offload.sizes import MIB
 from offload.swapper.memory import device_choice, torch_allocator
 from offload.swapper.memory.accelerator import AcceleratorDevice
@@ -287,6 +288,41 @@ def test_a_step_whose_backward_ran_out_of_memory_is_repeated_with_the_same_bits(
     losses.append(train_step(engine, job, 2))
     assert losses == expected.losses
     assert_same_tensors(expected.weights, weights_of(engine))
+    engine.destroy(remove=True)
+
+
+def test_what_gathered_does_not_find_room_for_is_an_error_and_nothing_is_lost(tmp_path: Path) -> None:
+    """All memory is taken twice: by the parameters themselves, and by what the user makes of them in the block."""
+    job = Job(Wide, wide_loss, steps=2, dtype="bf16")
+    expected = run(job, ("none", "none"), tmp_path / "plain", device="cpu")
+    engine = start(job, ("cpu", "cpu"), tmp_path / "late", device_memory=8 * MIB)
+    losses = [train_step(engine, job, 0)]
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    torch.accelerator.synchronize()
+    torch.accelerator.memory.empty_cache()
+    device.set_total_memory(device.memory()["reserved"] + 11 * MIB)  # the weights take 20
+    for modify in (False, True):
+        words = (
+            r"20 gathered parameters would take 20\.0 MiB .* less is free: gather fewer at a time, or lower device_m"
+        )
+        with pytest.raises(BudgetError, match=words):
+            offload.gathered(engine.module, modify=modify).__enter__()
+    last = engine.module.layers[9]
+    with offload.gathered(last, modify=True), torch.no_grad():
+        last.weight.mul_(2)
+        last.bias.mul_(2)
+        taken = []
+        with pytest.raises(torch.OutOfMemoryError):
+            while True:
+                taken.append(torch.empty(2 * MIB, dtype=torch.uint8, device="test"))
+    del taken
+    doubled = {name: 2 * value if name.startswith("layers.9") else value for name, value in before.items()}
+    assert_same_tensors(doubled, engine.module.state_dict())
+    with offload.gathered(last, modify=True), torch.no_grad():
+        last.weight.div_(2)
+        last.bias.div_(2)
+    losses.append(train_step(engine, job, 1))
+    assert losses == expected.losses
     engine.destroy(remove=True)
 
 

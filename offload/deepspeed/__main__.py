@@ -5,6 +5,7 @@ Under torchrun: `torchrun --nproc_per_node 2 -m offload.deepspeed train.py ...`.
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import socket
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 from offload.deepspeed import install
+from offload.deepspeed.accelerate_checks import check_comments
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -19,6 +21,9 @@ def main(arguments: Sequence[str]) -> None:
 
     Args:
         arguments: [`-m`,] the script, and its own arguments.
+
+    Raises:
+        ConfigError: if transformers or accelerate could not read a config that has comments.
     """
     install()
     _set_environment()
@@ -26,12 +31,16 @@ def main(arguments: Sequence[str]) -> None:
     is_module = arguments[0] == "-m"
     target, *own = arguments[1:] if is_module else arguments
     sys.argv = [target, *own]
-    if is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(target))
-        runpy.run_path(target, run_name="__main__")
+    try:
+        if is_module:
+            sys.path[0] = os.getcwd()
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(target))
+            runpy.run_path(target, run_name="__main__")
+    except json.JSONDecodeError as error:
+        check_comments(error)
+        raise
 
 
 def _set_environment() -> None:

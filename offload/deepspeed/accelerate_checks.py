@@ -1,14 +1,20 @@
-"""Errors for what accelerate loses on the way to `deepspeed.initialize`."""
+"""Errors for what accelerate loses, or cannot read, on the way to `deepspeed.initialize`."""
 
 from __future__ import annotations
 
+import json
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from offload.config.load import read_json
 from offload.errors import ConfigError
+
+_READER = "accelerate.utils.deepspeed"
+"""The module that reads the config for accelerate, and for transformers' Trainer."""
 
 _NO_PATH = "none"
 """What accelerate writes in place of a path that it does not know."""
@@ -34,6 +40,25 @@ def check_paths(content: Mapping[str, Any]) -> None:
                 "on to the ranks; name a JSON with the path by deepspeed_config_file, or set "
                 f"ACCELERATE_DEEPSPEED_{name.upper()}_NVME_PATH=/mnt/nvme in the environment"
             )
+
+
+def check_comments(error: json.JSONDecodeError) -> None:
+    """Checks that an error of Python's JSON is not that of accelerate at a config that `offload.initialize` reads.
+
+    Args:
+        error: the error that ended a script.
+
+    Raises:
+        ConfigError: if it is, or if the config is no JSON at all.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        source = frame.f_locals.get("config_file_or_dict")
+        if frame.f_globals.get("__name__") == _READER and isinstance(source, str):
+            read_json(source)
+            raise ConfigError(
+                f"{source} has comments, or a comma after a last item: {error}. transformers and accelerate read the "
+                "file themselves, as plain JSON; take these out"
+            ) from error
 
 
 def check_ranks() -> None:

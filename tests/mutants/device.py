@@ -21,6 +21,13 @@ def _reads(name: str, module: str, old: str, tensor: str, before: bool = True) -
 
 
 MUTANTS = (
+    Mutant(
+        "compare gathered weights in memory that the user has filled, on the test device",
+        "offload.engine.params.gathered",
+        "            values = values.cpu()\n",
+        "",
+        _ON_DEVICE,
+    ),
     _waits(
         "copy on the stream of compute",
         _ACCELERATOR,

@@ -68,8 +68,9 @@ def gathered(
     finally:
         misfits, changed = _let_go(taken)
         if modify:
-            # Also for units without a change: every rank must come to the same `end_edits`, in the same order.
-            for unit in dict.fromkeys((handle.engine, handle.unit) for handle in taken):
+            # Also for units without a change, or without room here: every rank must come to the same `end_edits`, in
+            # the same order.
+            for unit in dict.fromkeys((handle.engine, handle.unit) for handle in handles):
                 for handle, values in changed:
                     if (handle.engine, handle.unit) == unit:
                         handle.edit(values)
@@ -96,7 +97,7 @@ def _handles_of(params: Any) -> list[ParamHandle]:
 
 
 def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
-    """Gives parameters ordinary memory, and appends each to `taken`; raises `BudgetError` if there is no room."""
+    """Gives parameters ordinary memory, and appends each to `taken`. Without room it takes none: `BudgetError`."""
     free = free_host_memory()
     # Linux kills a process that takes more; an accelerator says so itself.
     if any(handle.device.type == "cpu" for handle in handles) and _nbytes(handles) > free:
@@ -106,6 +107,9 @@ def _take(handles: Collection[ParamHandle], taken: list[ParamHandle]) -> None:
             handle.gather(handle.read())
             taken.append(handle)
     except torch.OutOfMemoryError as error:
+        # Nobody has had them, so there is no change to look for, which would need memory.
+        while taken:
+            taken.pop().let_go()
         raise _no_room(handles, "less is") from error
 
 
@@ -121,7 +125,12 @@ def _let_go(taken: Iterable[ParamHandle]) -> tuple[list[UsageError], list[tuple[
     # One after the other: a whole model would be in memory twice.
     while given:
         handle, values = given.pop(0)
-        old = handle.read()
+        try:
+            old = handle.read()
+        except torch.OutOfMemoryError:
+            # The user has taken what was left. What the parameter had is as much as the comparison needs.
+            values = values.cpu()
+            old = handle.read().cpu()
         if not _same_kind(values, old):
             misfits.append(_misfit(values, old))
         elif not _same_bits(values, old):
@@ -139,7 +148,7 @@ def _no_room(handles: Collection[ParamHandle], free: str) -> BudgetError:
     """Returns the error for parameters for which there is no memory."""
     return BudgetError(
         f"{count_of(len(handles), 'gathered parameter')} would take {format_size(_nbytes(handles))} of the device's "
-        f"memory, {free} free: gather fewer at a time. trl gathers all to generate: set "
+        f"memory, {free} free: gather fewer at a time, or lower device_memory. trl gathers all to generate: set "
         "ds3_gather_for_generation=False, and the weights are paged"
     )
 

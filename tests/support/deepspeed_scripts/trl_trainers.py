@@ -1,9 +1,14 @@
-"""trl's trainers as a user writes them: `trl_trainers.py FOLDER [ds.json]` prints what each has logged, as JSON."""
+"""trl's trainers as a user writes them: `trl_trainers.py FOLDER [ds.json|none [KIND ...]]`.
+
+Rank 0 prints what each has logged, as JSON.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ import torch
 import transformers
 import trl
 
-FOLDER, CONFIG = Path(sys.argv[1]), (sys.argv[2] if len(sys.argv) > 2 else None)
+FOLDER, CONFIG, CHOSEN = Path(sys.argv[1]), next(iter(sys.argv[2:]), "none"), sys.argv[3:]
 TEXTS = ["abc def", "hello world", "one two three", "xyz", "lorem", "ipsum", "dolor", "sit amet"]
 PAIRS = [{"prompt": text, "chosen": " yes", "rejected": " no"} for text in TEXTS]
 LOGGED = ("loss", "grad_norm", "learning_rate", "reward")
@@ -42,8 +47,9 @@ def saved(kind: Any, **more: Any) -> str:
 
 def logs(kind: Any, settings: Any, model: str, rows: list[dict[str, Any]], config: dict[str, Any], **more: Any) -> Any:
     """Trains three steps, and returns what was logged of each."""
-    place = {"deepspeed": CONFIG} if CONFIG else {"use_cpu": True}
+    place = {} if CONFIG == "none" else {"deepspeed": CONFIG}
     usual: dict[str, Any] = {
+        "use_cpu": True,
         "output_dir": str(FOLDER / kind.__name__),
         "report_to": [],
         "disable_tqdm": True,
@@ -67,7 +73,7 @@ def logs(kind: Any, settings: Any, model: str, rows: list[dict[str, Any]], confi
     trainer.train()
     paged = type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
     references = [each for each in (getattr(trainer, "ref_model", None),) if each is not None]
-    assert all((type(each).__name__ == "DeepSpeedEngine") == paged == bool(CONFIG) for each in references)
+    assert all((type(each).__name__ == "DeepSpeedEngine") == paged == bool(place) for each in references)
     return [{key: log[key] for key in LOGGED if key in log} for log in trainer.state.log_history if "loss" in log]
 
 
@@ -75,34 +81,27 @@ def letters_of(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("a") + len(set(text))) for text in completions]
 
 
-if __name__ == "__main__":
+def main() -> None:
     language, classifier = transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification
     marked = [{"prompt": text, "completion": " yes", "label": number % 2 == 0} for number, text in enumerate(TEXTS)]
+    texts, prompts = [{"text": each} for each in TEXTS], [{"prompt": each} for each in TEXTS]
     groups = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "beta": 0.1}
-    of_rewards = {"num_labels": 1}
-    print(
-        json.dumps(
-            {
-                "SFT": logs(trl.SFTTrainer, trl.SFTConfig, saved(language), [{"text": each} for each in TEXTS], {}),
-                "DPO": logs(trl.DPOTrainer, trl.DPOConfig, saved(language), PAIRS, {}),
-                "KTO": logs(trl.KTOTrainer, trl.KTOConfig, saved(language), marked, {}),
-                "reward": logs(trl.RewardTrainer, trl.RewardConfig, saved(classifier, **of_rewards), PAIRS, {}),
-                "GRPO": logs(
-                    trl.GRPOTrainer,
-                    trl.GRPOConfig,
-                    saved(language),
-                    [{"prompt": each} for each in TEXTS],
-                    groups,
-                    reward_funcs=letters_of,
-                ),
-                "GRPO, paged": logs(
-                    trl.GRPOTrainer,
-                    trl.GRPOConfig,
-                    saved(language),
-                    [{"prompt": each} for each in TEXTS],
-                    groups | {"ds3_gather_for_generation": False},
-                    reward_funcs=letters_of,
-                ),
-            }
-        )
-    )
+
+    def grpo(**more: Any) -> Any:
+        return logs(trl.GRPOTrainer, trl.GRPOConfig, saved(language), prompts, groups | more, reward_funcs=letters_of)
+
+    kinds: dict[str, Callable[[], Any]] = {
+        "SFT": lambda: logs(trl.SFTTrainer, trl.SFTConfig, saved(language), texts, {}),
+        "DPO": lambda: logs(trl.DPOTrainer, trl.DPOConfig, saved(language), PAIRS, {}),
+        "KTO": lambda: logs(trl.KTOTrainer, trl.KTOConfig, saved(language), marked, {}),
+        "reward": lambda: logs(trl.RewardTrainer, trl.RewardConfig, saved(classifier, num_labels=1), PAIRS, {}),
+        "GRPO": grpo,
+        "GRPO, paged": lambda: grpo(ds3_gather_for_generation=False),
+    }
+    logged = {name: kinds[name]() for name in CHOSEN or kinds}
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(logged), flush=True)
+
+
+if __name__ == "__main__":
+    main()
