@@ -26,9 +26,9 @@ class Step(NamedTuple):
     """Sent by `engine.mean`."""
 
 
-def second_step(folder: Path, accumulation: int) -> Step:
+def second_step(folder: Path, stage: int, accumulation: int) -> Step:
     """Trains two steps with room for all units on the device; the first records the order of uses."""
-    job = JOBS["gpt2"]._replace(accumulation=accumulation, steps=2)
+    job = JOBS["gpt2"]._replace(stage=stage, accumulation=accumulation, steps=2)
     engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB", log=str(folder / "log"))
     before = engine.communication()
     for step in range(job.steps):
@@ -48,17 +48,20 @@ def second_step(folder: Path, accumulation: int) -> Step:
     return found
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_a_step_sends_what_the_formulas_of_zero_say(accumulation: int, ranks: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "accumulation", "reductions"), [(3, 1, 1), (3, 4, 4), (1, 4, 1)])
+def test_a_step_sends_what_the_formulas_of_zero_say(
+    stage: int, accumulation: int, reductions: int, ranks: RankPool, tmp_path: Path
+) -> None:
     """The volumes of ZeRO's paper (arXiv 1910.02054, section 7.2) for n ranks, where nothing is gathered twice.
 
     An all-gather of W bytes makes each rank send (n - 1) / n of them, and so does a reduce-scatter of G bytes, which is
     an exchange here. Weights stay on the device until the update: they are gathered once a step, not once a use.
+    Gradients are reduced for each micro-batch, or, in stages 0 and 1, once for each step.
     """
-    for found in ranks.run(second_step, tmp_path, accumulation):
+    for found in ranks.run(second_step, tmp_path, stage, accumulation):
         shard_nbytes = sum(found.units) * FP32 // 2
         assert found.sent.weights == Sent(len(found.units), shard_nbytes)
-        assert found.sent.gradients == Sent(len(found.units) * accumulation, shard_nbytes * accumulation)
+        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
         # Statistics of the step: their length, then four numbers and a bitmap of each unit's gradients.
         assert found.sent.messages.collectives == 2
         assert found.sent.parameters == Sent()
@@ -67,7 +70,7 @@ def test_a_step_sends_what_the_formulas_of_zero_say(accumulation: int, ranks: Ra
 
 
 def test_the_record_of_a_step_has_what_rank_0_sent(ranks: RankPool, tmp_path: Path) -> None:
-    first, other = ranks.run(second_step, tmp_path, 1)
+    first, other = ranks.run(second_step, tmp_path, 3, 1)
     total = first.sent.total
     assert (first.measured["collectives"], first.measured["sent_bytes"]) == total and total.nbytes > 0
     assert not other.measured
