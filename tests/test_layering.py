@@ -88,7 +88,7 @@ WITHIN = {
         "tensor_api": "param_access params",
         "core": "callbacks checkpoint gradients memory model_io optim optimizer_state_dict schedule shutdown "
         "stack_access step training",
-        "api": "checkpoint core keywords memory model_io training",
+        "api": "checkpoint core distributed keywords memory model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
         "schedule tiles training",

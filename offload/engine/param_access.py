@@ -281,7 +281,7 @@ class ParamAccess:
     def _begin(self, state: State) -> None:
         self._callbacks.enter_weights()
         if state is State.GRAD:
-            self._components.gradients.end_backward()  # gradients of an aborted backward count, as in torch
+            self._components.gradients.complete()  # gradients of an aborted backward count, as in torch
 
     def _settled(self, handle: ParamHandle, state: State) -> bool:
         """Returns True if a parameter has this state. Its newest values, with pending edits, are then on their tier."""

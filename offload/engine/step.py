@@ -172,9 +172,9 @@ class OptimizerStep:
         if components.agreement is None:
             if self._zeros is not None:
                 self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])
-            gradients.end_backward()
+            gradients.complete()
             return gradients.known()
-        gradients.end_backward()
+        gradients.complete()
         settings = self._optimizer.checksum(self._clip)
         known = components.agreement.step(self._accumulation.count, state.global_steps, settings, gradients.known)
         if self._zeros is not None:

@@ -123,6 +123,19 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 
+def adds_up_whole(config: Config, accumulation: int, world_size: int) -> bool:
+    """Returns True if each rank adds up the whole gradients of a step's micro-batches, which are then reduced once.
+
+    ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for all of them.
+
+    Args:
+        config: the config.
+        accumulation: micro-batches of an optimizer step.
+        world_size: number of ranks.
+    """
+    return world_size > 1 and accumulation > 1 and config.zero_optimization.stage < 2
+
+
 def buffer_dtype(config: Config) -> torch.dtype | None:
     """Returns the dtype of the model's floating-point buffers; None keeps the dtypes that the model gives them."""
     named = config.data_types.buffer_dtype

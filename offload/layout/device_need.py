@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from offload.layout.tiers import Partitions, TierMap, that_fit, tier_nbytes
-from offload.sizes import MIB, PAGE, align_up
+from offload.sizes import MIB, PAGE, align_up, format_size
 from offload.states import Tier
 from offload.swapper.memory.device import DeviceRoom
 
@@ -114,7 +114,18 @@ def next_growth(nbytes: int, need: DeviceNeed, room: DeviceRoom, history: ArenaH
 
 def device_fixed(parts: Partitions, tiers: TierMap) -> int:
     """Returns the bytes that stay on the device: resident states and, with several ranks, buffers of the reduction."""
-    return tier_nbytes(parts, tiers, Tier.DEVICE) + (0 if parts.alone else 2 * align_up(parts.largest_gradient))
+    return tier_nbytes(parts, tiers, Tier.DEVICE) + parts.reduction_nbytes
+
+
+def least_holds(parts: Partitions) -> str:
+    """Returns in words what the smallest device budget holds."""
+    if parts.whole_gradients:
+        return (
+            f"it must hold the states stored there, the largest unit and {format_size(parts.reduction_nbytes)} for the "
+            "gradients of all micro-batches, which ZeRO stages 0 and 1 add up on each rank: raise it, or set "
+            '"stage": 2, which reduces each micro-batch'
+        )
+    return "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients"
 
 
 def moving(parts: Partitions, tiers: TierMap) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.layout.config_request import gradient_dtype, mode_of, placement_request
+from offload.layout.config_request import adds_up_whole, gradient_dtype, mode_of, placement_request
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, partitions
@@ -96,7 +96,15 @@ def place_states(request: MemoryRequest) -> PlacedStates:
     mode = mode_of(config, request.optimizer)
     dtype = gradient_dtype(config, mode, accumulation)
     images = [None if image is None else image.nbytes for image in request.images]
-    parts = partitions(request.layouts, mode, dtype, request.rank, request.world_size, images)
+    parts = partitions(
+        request.layouts,
+        mode,
+        dtype,
+        request.rank,
+        request.world_size,
+        images,
+        whole_gradients=adds_up_whole(config, accumulation, request.world_size),
+    )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from offload.errors import BudgetError
-from offload.layout.device_need import DeviceNeed, device_fixed, largest_moving, moving
+from offload.layout.device_need import DeviceNeed, device_fixed, largest_moving, least_holds, moving
 from offload.layout.tiers import (
     Partitions,
     PlacementRequest,
@@ -357,7 +357,9 @@ def _divide_device(
     whole = max(_DEVICE_UNITS * largest, sum(moving(parts, tiers)) + largest)
     live = whole if request.live is None else max(largest, align_up(request.live * mode.weight_dtype.itemsize))
     weights = min(whole, live)
-    totals = to_add_up(parts, tiers) if request.accumulation > 1 and not machine.host_addressable else ()
+    # Where whole gradients add up before they are reduced, a step has one partition of each: there is no other sum.
+    adds_up = request.accumulation > 1 and not machine.host_addressable and not parts.whole_gradients
+    totals = to_add_up(parts, tiers) if adds_up else ()
     # Gradients on the device are an optimization that the least budget need not hold.
     in_host = with_tier(tiers, ((unit, State.GRAD) for unit, row in enumerate(tiers) if State.GRAD in row), Tier.HOST)
     least = device_fixed(parts, in_host) + largest
@@ -366,7 +368,7 @@ def _divide_device(
             '"device_memory"',
             request.device_memory,
             least,
-            "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients",
+            least_holds(parts),
         )
         room = max(0, request.device_memory // PAGE * PAGE - fixed)
         if request.live is not None:

@@ -49,6 +49,18 @@ class Partitions:
     images: tuple[int | None, ...] = ()
     """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
     weights have the tier of the config."""
+    whole_gradients: tuple[int, ...] = ()
+    """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
+    before they are reduced. Empty if each micro-batch is reduced."""
+
+    @property
+    def reduction_nbytes(self) -> int:
+        """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank."""
+        if self.alone:
+            return 0
+        if self.whole_gradients:  # the sums, and what a rank receives of one unit
+            return sum(map(align_up, self.whole_gradients)) + align_up(max(self.whole_gradients))
+        return 2 * align_up(self.largest_gradient)
 
     @property
     def largest_unit(self) -> int:
@@ -115,6 +127,8 @@ def partitions(
     rank: int,
     world_size: int,
     images: Sequence[int | None] = (),
+    *,
+    whole_gradients: bool = False,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
 
@@ -125,6 +139,7 @@ def partitions(
         rank: this rank.
         world_size: number of ranks.
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
+        whole_gradients: True if each of several ranks adds up the micro-batches of a step before they are reduced.
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
@@ -161,6 +176,9 @@ def partitions(
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
         images=tuple(images),
+        whole_gradients=tuple(layout.trainable_stop * gradient_dtype.itemsize for layout in layouts)
+        if whole_gradients and any(trainable)
+        else (),
     )
 
 

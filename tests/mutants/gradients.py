@@ -181,6 +181,20 @@ MUTANTS = (
         "tests/test_ranks.py",
     ),
     Mutant(
+        "lose the micro-batches before the last where whole gradients add up",
+        "offload.engine.gradients.reduce_scatter",
+        "            values.add_(flat(gradient))\n",
+        "            values.copy_(flat(gradient))\n",
+        "tests/test_ranks_accumulation.py",
+    ),
+    Mutant(
+        "lose gradients that the last micro-batch does not reduce",
+        "offload.engine.gradients.reduce_scatter",
+        "            if held:\n                self._unit = unit\n",
+        "            if False:\n                self._unit = unit\n",
+        "tests/test_ranks_accumulation.py",
+    ),
+    Mutant(
         "use a window of a gradient again while it is written",
         "offload.engine.gradients.disk_spill",
         "            future.wait()  # a write's buffer may not change before its end\n",

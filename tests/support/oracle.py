@@ -62,6 +62,8 @@ class Job(NamedTuple):
     """In fp16."""
     logits: float = 1.0
     """The size of the largest, about: what a loss is a difference of (`tests.support.rounding_bounds`)."""
+    stage: int = 3
+    """Of ZeRO."""
 
 
 class Result(NamedTuple):
@@ -219,7 +221,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
             "params": {"lr": job.lr, "weight_decay": job.weight_decay, **dict(job.params)},
         },
         "zero_optimization": {
-            "stage": 3,
+            "stage": job.stage,
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},
         },

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from offload.engine.core import EngineCore
+from offload.engine.distributed.communication import Communication
 from offload.engine.memory.report import MemoryReport, memory_report
 from offload.engine.memory.sleep import FreedBytes
 from offload.swapper.prefetch import PrefetchStats
@@ -150,6 +151,14 @@ class RunningApi:
         """Returns the bytes that the engine has read and written so far in this process."""
         queue = self._core.components.queue
         return IoBytes(0, 0) if queue is None else IoBytes(queue.read_bytes, queue.written_bytes)
+
+    def communication(self) -> Communication:
+        """Returns what this rank has sent to the others so far: collectives and bytes, by kind.
+
+        Collectives of your own are not counted, nor the heartbeat.
+        """
+        ranks = self._core.components.ranks
+        return Communication() if ranks is None else ranks.sent
 
     def memory_report(self) -> MemoryReport:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.

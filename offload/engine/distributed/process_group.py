@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.engine.distributed.communication import Communication, Kind
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
 from offload.errors import RankError
@@ -54,6 +55,8 @@ class Ranks:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._lost: RankError | None = None
+        self.sent = Communication()
+        """All collectives so far, each counted when it begins."""
         self._on_gpu = device.torch.type != "cpu"
         # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
@@ -96,21 +99,30 @@ class Ranks:
     # -- control messages ---------------------------------------------------------------------------
 
     def collect(self, numbers: Sequence[int], to: str) -> list[list[int]]:
-        """Returns every rank's `numbers`, of the same length, in rank order; `to` is the purpose, for messages."""
+        """Returns every rank's `numbers`, of the same length, in rank order; `to` is the purpose, for messages.
+
+        For announcements alone, which are counted as such.
+        """
+        return self._collect(numbers, to, Kind.AGREEMENT)
+
+    def _collect(self, numbers: Sequence[int], to: str, kind: Kind) -> list[list[int]]:
+        """Exchanges the numbers, see `collect`."""
         mine = torch.tensor(numbers, dtype=torch.int64, device="cpu")  # independent of torch's default device
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device="cpu")
-        self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to).wait()
+        nbytes = mine.nbytes * (self.size - 1)
+        self._begin(lambda: _gather_into(everyone.view(-1), mine, self._control), to, kind, nbytes).wait()
         rows: list[list[int]] = everyone.tolist()
         return rows
 
     def collect_bytes(self, content: bytes, to: str) -> list[bytes]:
         """Returns every rank's `content`, of any length, in rank order."""
-        lengths = [row[0] for row in self.collect([len(content)], to)]
+        lengths = [row[0] for row in self._collect([len(content)], to, Kind.MESSAGES)]
         longest = max(lengths)
         everyone = torch.empty(self.size * longest, dtype=torch.uint8, device="cpu")
         if longest:
             mine = torch.frombuffer(bytearray(content.ljust(longest)), dtype=torch.uint8)
-            self._begin(lambda: _gather_into(everyone, mine, self._control), to).wait()
+            nbytes = longest * (self.size - 1)
+            self._begin(lambda: _gather_into(everyone, mine, self._control), to, Kind.MESSAGES, nbytes).wait()
         rows = everyone.view(self.size, -1)
         return [bytes(row[:length].numpy()) for row, length in zip(rows, lengths, strict=True)]
 
@@ -124,7 +136,8 @@ class Ranks:
             return
         content = values.view(-1).view(torch.uint8)
         start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
-        self._begin(start, "share weights").wait()
+        nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
+        self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
 
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
@@ -140,8 +153,8 @@ class Ranks:
         """
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
         outs, ins = ([count * size for count in counts] for counts in (got, gives))
-        group = self._control
-        self._begin(lambda: dist.all_to_all_single(out, into, outs, ins, group=group, async_op=True), to).wait()
+        start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
+        self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
 
     # -- weights and gradients ----------------------------------------------------------------------
 
@@ -168,7 +181,8 @@ class Ranks:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = mine.start - self.rank * len(mine)
         region = whole[start : start + self.size * len(mine)]
-        return self._begin(lambda: _gather_into(region, whole[mine.start : mine.stop], self._data), "gather weights")
+        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._data)
+        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (self.size - 1))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[int]) -> None:
         """Sends row r of `sent` to each rank r, and receives a row from each of `senders`, in their order.
@@ -192,6 +206,8 @@ class Ranks:
                 async_op=True,
             ),
             "reduce gradients",
+            Kind.GRADIENTS,
+            part * (self.size - 1) if sends else 0,
         )
         if self._on_gpu:
             work.work.wait()  # NCCL: orders the streams, does not block the host
@@ -200,10 +216,11 @@ class Ranks:
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
-    def _begin(self, start: Callable[[], Any], to: str) -> _Work:
-        """Starts a collective, and raises `RankError` if a rank is lost."""
+    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> _Work:
+        """Starts a collective in which this rank sends `nbytes`; raises `RankError` if a rank is lost."""
         if self._lost is not None:
             raise self._lost
+        self.sent = self.sent.with_one(kind, nbytes)
         try:
             return _Work(self, start(), to)
         except RuntimeError as error:

@@ -74,11 +74,9 @@ class GradientAccumulator:
         self.dtype, self._on_device = dtype, waiting.on_device
         self.spill, self.downloads = waiting.spill, waiting.downloads
         self.totals = DeviceTotals(waiting.totals, dtype)
-        self._callbacks = callbacks
-        self._layouts, self._parts = layouts, parts
+        self._callbacks, self._layouts, self._parts = callbacks, layouts, parts
         self._lock = threading.Lock()
         self.completion = completion
-        """Notices units whose gradients are complete before `step()`; None if nobody asks."""
         self._squares: list[dict[tuple[int, int], float | torch.Tensor]] = [{} for _ in layouts]
         """For each unit: sum of squares of each chunk, by (segment, first element); a tensor is still on the device."""
         self._reading: set[int] = set()
@@ -133,6 +131,10 @@ class GradientAccumulator:
         if self.completion is not None:
             self.completion.end_backward()
         self._timeline.end_phase(Phase.BACKWARD)
+
+    def complete(self) -> None:
+        """Completes a backward before gradients are read or a step is decided."""
+        self.end_backward()
 
     def _flush(self) -> None:
         """Processes gradients that were set aside: small ones, which are copied together."""
@@ -327,8 +329,7 @@ class GradientAccumulator:
         if self.completion is not None:
             self.completion.changed(unit)
         with self._lock:
-            squares = self._squares[unit]
-            self._squares[unit] = {key: squares[key] for key in squares if key[0] != segment}
+            self._squares[unit] = {key: each for key, each in self._squares[unit].items() if key[0] != segment}
             self.totals.forget(unit, segment)
         if unit in self._on_device:
             self._keep(unit, segment, first, values, add=False)
@@ -350,8 +351,7 @@ class GradientAccumulator:
     ) -> tuple[torch.Tensor, Sequence[Future]]:
         """Returns elements [start, stop) for the update of `unit`, valid once the futures are done; see also `stays`.
 
-        A gradient on DISK is read into `room`, from byte `offset` on; any other one needs no room. If one changes under
-        the backward, its update is dropped.
+        A gradient on DISK is read into `room` from byte `offset` on. One that changes meanwhile drops its update.
         """
         assert unit in self._reading or self.completion is not None
         if unit in self._on_device:

@@ -67,7 +67,7 @@ class Line:
         self._steps += 1
         self._since["samples"] += self._samples
         for name, value in record.values.items():
-            if name.endswith(("seconds", "_bytes")):
+            if name.endswith(("seconds", "_bytes", "collectives")):
                 self._since[name] += value
         if record.step % self._every == 0:
             mean = {name: total / self._steps for name, total in self._since.items()}
@@ -80,13 +80,15 @@ class Line:
 
 
 def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool) -> str:
-    """Returns the line for a person: numbers of this step; seconds, bytes and samples as means since the last line."""
+    """Returns the line for a person: numbers of this step; seconds, bytes, collectives and samples as means."""
     values = record.values
     texts = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in ("loss", "lr", "grad_norm") if name in values]
     if values.get("skipped_steps"):
         texts.append(f"{values['skipped_steps']:.0f} skipped")
     texts.append(f"{mean['seconds']:.3f} s a step, {samples / max(mean['seconds'], 1e-9):.1f} samples/s")
     texts.append(f"{format_size(round(mean['read_bytes']))} read, {format_size(round(mean['written_bytes']))} written")
+    if "sent_bytes" in mean:
+        texts.append(f"{format_size(round(mean['sent_bytes']))} sent to ranks in {mean['collectives']:.0f} collectives")
     parts = [f"step {record.step}: {', '.join(texts)}"]
     if "forward_seconds" in mean:
         phases = {name: mean[f"{name}_seconds"] for name in _PHASES}

@@ -80,6 +80,7 @@ class StepMeter:
         device: torch.device,
         io_bytes: Callable[[], tuple[int, int]],
         drives: Callable[[], Sequence[DriveWrites]],
+        sent: Callable[[], tuple[int, int]] | None,
         breakdown: bool,
         reporter: Reporter,
     ) -> None:
@@ -89,10 +90,12 @@ class StepMeter:
             device: device on which the model computes, for the peak of its memory.
             io_bytes: returns the bytes read and written so far.
             drives: returns the bytes written to each drive so far.
+            sent: returns the collectives so far, and the bytes sent in them; None for a process that trains alone.
             breakdown: True to include phases and waits in the records.
             reporter: receives the record of each step.
         """
         self._device, self._io_bytes, self._drives = device, io_bytes, drives
+        self._sent = sent
         self._breakdown, self._reporter = breakdown, reporter
         self.last: Record | None = None
         """Record of the last step."""
@@ -160,6 +163,8 @@ class StepMeter:
         if stepped.early_updates is not None:
             values["early_updates"], values["early_updates_dropped"] = map(float, stepped.early_updates)
         values |= {"seconds": gone["seconds"] / 1e9, "read_bytes": gone["read"], "written_bytes": gone["written"]}
+        if self._sent is not None:
+            values |= {"collectives": float(gone["collectives"]), "sent_bytes": gone["sent"]}
         values |= self._peaks()
         if self._breakdown:
             values |= {f"{name}_seconds": gone[name] / 1e9 for name in _SECONDS}
@@ -174,7 +179,9 @@ class StepMeter:
     def _taken(self) -> dict[str, int]:
         """Returns every sum at this moment."""
         read, written = self._io_bytes()
-        return {**self._sums, "seconds": now(), "read": read, "written": written}
+        collectives, sent = (0, 0) if self._sent is None else self._sent()
+        moved = {"read": read, "written": written, "collectives": collectives, "sent": sent}
+        return {**self._sums, "seconds": now(), **moved}
 
     def _peaks(self) -> dict[str, float]:
         """Returns the peaks of this process's memory so far, in bytes."""

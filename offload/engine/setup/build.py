@@ -238,7 +238,9 @@ def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    return StepMeter(plan.device.torch, io_bytes, written.drives, plan.config.wall_clock_breakdown, reporter)
+    ranks, breakdown = plan.ranks, plan.config.wall_clock_breakdown
+    sent = None if ranks is None else lambda: ranks.sent.total
+    return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
 def _written(plan: Plan) -> Written:

@@ -90,6 +90,7 @@ def gradient_accumulator(
                 callbacks,
                 device_arena=arena,
                 bucket_dtype=plan.mode.weight_dtype,  # the dtype of gradients in a backward
+                adds_up=bool(plan.parts.whole_gradients),
                 ranks=plan.ranks,
                 rounds=rounds,
                 timeline=timeline,

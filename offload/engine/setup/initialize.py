@@ -30,12 +30,13 @@ from offload.engine.setup.build import STARTING, build
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plain_config import PlainKeywords, plain_config
-from offload.engine.setup.plan import decide
+from offload.engine.setup.plan import Plan, decide
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
 from offload.notices import announce
+from offload.sizes import format_size
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import compute_device, open_device
 
@@ -149,7 +150,7 @@ def _initialize(
     matrices = optimizer_choice.matrices_by(chosen, model)
     plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices)
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
-    as_trained = (*_as_trained(loaded, plan.world_size, model), *let_segments_grow(loaded.offload.device))
+    as_trained = (*_as_trained(plan, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if not device.host_addressable:
         kernels.leave_cores()
@@ -181,10 +182,17 @@ def _initialize(
     return Initialized(engine, chosen, loader, schedule)
 
 
-def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]:
+def _as_trained(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Returns notices if training differs from the model's own settings, or from older DeepSpeed with this config."""
+    config, ranks, parts = plan.config, plan.world_size, plan.parts
     stage, clip = config.zero_optimization.stage, config.gradient_clipping
     wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float64]
+    reduced = "the numbers are the same"
+    if parts.whole_gradients:
+        reduced = (
+            f"but micro-batches are added up on each rank, in {format_size(parts.reduction_nbytes)} of the device's "
+            "memory, and each step is reduced once"
+        )
     lines = (
         (
             "gradient_clipping" not in config.model_fields_set,
@@ -194,7 +202,7 @@ def _as_trained(config: Config, ranks: int, model: nn.Module) -> tuple[str, ...]
         (
             ranks > 1 and stage < 3,
             f"ZeRO stage {stage} on {ranks} ranks is trained as stage 3: weights, gradients and states are "
-            f"partitioned; the numbers are the same",
+            f"partitioned; {reduced}",
         ),
         (
             bool(wide),

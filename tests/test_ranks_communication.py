@@ -1,0 +1,76 @@
+"""Ranks send each other what the formulas of ZeRO say, and `communication()` counts it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from offload.engine.distributed.communication import Communication, Sent
+from tests.support.rank_jobs import JOBS
+from tests.support.rank_pool import RankPool, start
+
+FP32 = 4
+
+
+class Step(NamedTuple):
+    """The second step of one rank."""
+
+    sent: Communication
+    measured: dict[str, float]
+    """On rank 0 alone."""
+    units: list[int]
+    """Elements of each unit, all of which train."""
+    mean: Communication
+    """Sent by `engine.mean`."""
+
+
+def second_step(folder: Path, stage: int, accumulation: int) -> Step:
+    """Trains two steps with room for all units on the device; the first records the order of uses."""
+    job = JOBS["gpt2"]._replace(stage=stage, accumulation=accumulation, steps=2)
+    engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB", log=str(folder / "log"))
+    before = engine.communication()
+    for step in range(job.steps):
+        before = engine.communication()
+        for micro in range(job.accumulation):
+            engine.backward(job.loss(engine, step, micro))
+            engine.step()
+    after = engine.communication()
+    engine.mean(1.0)
+    found = Step(
+        sent=after.since(before),
+        measured=dict(engine.measured),
+        units=[layout.trainable_stop for layout in engine._core.components.layouts],
+        mean=engine.communication().since(after),
+    )
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.parametrize(("stage", "accumulation", "reductions"), [(3, 1, 1), (3, 4, 4), (1, 4, 1)])
+def test_a_step_sends_what_the_formulas_of_zero_say(
+    stage: int, accumulation: int, reductions: int, ranks: RankPool, tmp_path: Path
+) -> None:
+    """The volumes of ZeRO's paper (arXiv 1910.02054, section 7.2) for n ranks, where nothing is gathered twice.
+
+    An all-gather of W bytes makes each rank send (n - 1) / n of them, and so does a reduce-scatter of G bytes, which is
+    an exchange here. Weights stay on the device until the update: they are gathered once a step, not once a use.
+    Gradients are reduced for each micro-batch, or, in stages 0 and 1, once for each step.
+    """
+    for found in ranks.run(second_step, tmp_path, stage, accumulation):
+        shard_nbytes = sum(found.units) * FP32 // 2
+        assert found.sent.weights == Sent(len(found.units), shard_nbytes)
+        assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)
+        # Statistics of the step: their length, then four numbers and a bitmap of each unit's gradients.
+        assert found.sent.messages.collectives == 2
+        assert found.sent.parameters == Sent()
+        # One round for the mean, of six numbers; then the value in JSON, behind its length.
+        assert found.mean == Communication(agreement=Sent(1, 6 * 8), messages=Sent(2, 8 + len("1.0")))
+
+
+def test_the_record_of_a_step_has_what_rank_0_sent(ranks: RankPool, tmp_path: Path) -> None:
+    first, other = ranks.run(second_step, tmp_path, 3, 1)
+    total = first.sent.total
+    assert (first.measured["collectives"], first.measured["sent_bytes"]) == total and total.nbytes > 0
+    assert not other.measured
