@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train test test-all test-avx2 device test-device test-gpu check format docs mutants sanitize
+.PHONY: help train test test-all test-avx2 device test-device test-gpu bench check format docs mutants sanitize
 # Tests at a time: more memory and more of the drive each. Three leave a third of two cores idle: tests wait for drives,
 # and for processes that they kill.
 JOBS ?= 4
@@ -55,6 +55,12 @@ test-device: device ## Run some of the engine's tests on a device with addresses
 test-gpu: $(VENV)/.dev ## Run the tests that need a GPU, and some of the engine's tests on it
 	$(BIN)/python -m pytest -m gpu
 	$(BIN)/python -m pytest --device cuda $(ON_GPU)
+
+# A folder on the drive to measure. Nothing else may run on the machine.
+BENCH_FOLDER ?= .
+
+bench: $(VENV)/.dev ## Measure training beside PyTorch and its peers, in half an hour, and write its page
+	$(BIN)/python -m bench.train_page $(BENCH_FOLDER)
 
 check: $(VENV)/.dev ## Format and lint without changing anything: ruff, mypy, clang-format
 	$(BIN)/ruff format --check .

@@ -18,6 +18,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from offload.bench.child_process import run_child
 from offload.bench.gpu import __main__ as command
 from offload.bench.gpu import correctness, report
 from offload.bench.gpu import rates as rates_part
@@ -37,7 +38,6 @@ from offload.bench.gpu.parts import (
     invalid,
     judge,
     refused,
-    run_child,
     run_parts,
 )
 from offload.bench.gpu.planned import Fitted, fit, largest_step

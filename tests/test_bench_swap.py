@@ -17,8 +17,8 @@ import pytest
 from typer.testing import CliRunner
 
 import offload
-from offload.bench import swap
-from offload.bench.swap_figures import Rates, Row, Turn, find_limit, in_words, make_row
+from offload.bench.drive import Rates, kernel_bytes
+from offload.bench.swap_figures import Row, Turn, find_limit, in_words, make_row
 from offload.bench.swap_plan import Plan, make_plan
 from offload.cli.main import app
 from offload.errors import ConfigError
@@ -65,7 +65,7 @@ def test_bytes_are_those_of_training(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.skipif(swap._kernel_bytes() is None, reason="the kernel does not tell")
+@pytest.mark.skipif(kernel_bytes() is None, reason="the kernel does not tell")
 def test_the_kernel_counts_the_same(tmp_path: Path) -> None:
     """What the process wrote, where the folder is on a drive and not in memory."""
     (row,) = _json(str(tmp_path), *SMALL, *TIGHT, "--no-in-memory")["rows"]

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "losses": "engine",
     "__init__": "checkpointing engine losses planner schedules",
     "finetune": "config engine fileio hardware losses planner presets swapper",
-    "bench": "__init__ aio config fileio finetune hardware kernels layout planner presets swapper",
+    "bench": "__init__ aio config fileio finetune hardware kernels layout planner precision presets swapper",
     "offline": "config engine finetune losses presets",
     "hf": "config engine losses",
     "integrations": "config engine",

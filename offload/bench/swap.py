@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,19 +20,16 @@ import torch
 from torch import nn
 
 import offload
-from offload.aio import IoQueue, StripedFile, aligned_empty
-from offload.aio.measure import move, remove
-from offload.bench.swap_figures import Rates, Result, Turn, make_row, median_rates
+from offload.bench.drive import Rates, drive_rates, kernel_bytes, median_rates
+from offload.bench.swap_figures import Result, Turn, make_row
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.errors import OffloadError
-from offload.hardware.noise import fill_with_noise
-from offload.sizes import MIB, align_up, count_of, format_size
+from offload.sizes import count_of, format_size
 
 UNCOUNTED = 2
 """Steps at the start of each turn that are not timed: no update runs beside the first, which records the access order.
 """
 
-_REQUEST_BYTES = 16 * MIB
 _NOISE = 1 << 20
 
 
@@ -138,7 +134,15 @@ def measure(plan: Plan, tell: Callable[[str], None] = lambda _: None) -> Result:
         tell(f"{count_of(plan.units, 'unit')} of {format_size(plan.unit_bytes)} into their tiers")
         engine = stack.enter_context(_engine(plan, load))
         beside = stack.enter_context(_engine(_in_memory(plan), load)) if plan.in_memory else None
-        drive = stack.enter_context(_drive(plan))
+        drive = stack.enter_context(
+            drive_rates(
+                [Path(folder) / f"{_run()}.probe" for folder in plan.folders],
+                plan.probe_bytes,
+                plan.backend,
+                plan.block_bytes,
+                plan.depth,
+            )
+        )
         # Drive, swapped model and model in memory take turns, since a shared machine's speed drifts within minutes.
         for turn in range(plan.rounds):
             for each in plan.compute_ms:
@@ -224,32 +228,6 @@ def _engine(plan: Plan, load: Load) -> Iterator[offload.Engine]:
             shutil.rmtree(Path(folder) / _run(), ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _drive(plan: Plan) -> Iterator[Callable[[], Rates]]:
-    """Yields a function that measures the rates of all drives together, with a queue and files like the engine's."""
-    paths = [Path(folder) / f"{_run()}.probe" for folder in plan.folders]
-    buffer = aligned_empty(plan.probe_bytes)
-    fill_with_noise(buffer)
-    try:
-        with (
-            StripedFile(paths, create=True) as file,
-            IoQueue(plan.backend, block_bytes=plan.block_bytes, depth=plan.depth) as queue,
-        ):
-            file.reserve(len(buffer))
-            move(queue, file, buffer, "write", _REQUEST_BYTES)  # untimed: first writes are slower
-
-            def rate(operation: str) -> float:
-                # Two requests at least, so that a mixed pass reads and writes.
-                request_bytes = min(_REQUEST_BYTES, align_up(len(buffer) // 2))
-                passes = [move(queue, file, buffer, operation, request_bytes) for _ in range(3)]
-                return statistics.median(each.nbytes / each.seconds for each in passes)
-
-            yield lambda: Rates(rate("read"), rate("write"), rate("mixed"))
-    finally:
-        for path in paths:
-            remove(path)
-
-
 class _Moved(NamedTuple):
     """Bytes read and written so far: those that the engine has requested, and those that Linux has counted."""
 
@@ -287,18 +265,9 @@ def _step(engine: offload.Engine, plan: Plan) -> _Moved:
     for micro in range(plan.accumulation):
         engine.backward(engine(torch.zeros(1)).sum())
         if micro == plan.accumulation - 1:
-            moved = _Moved(engine.io_bytes(), _kernel_bytes())
+            moved = _Moved(engine.io_bytes(), kernel_bytes())
         engine.step()
     return moved
-
-
-def _kernel_bytes() -> tuple[int, int] | None:
-    """Returns the bytes that this process has read from and written to drives; None if Linux does not count them."""
-    try:
-        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(lines["read_bytes"]), int(lines["write_bytes"])
-    except (OSError, KeyError, ValueError):
-        return None
 
 
 def _bytes_in_files(plan: Plan) -> int:

@@ -14,27 +14,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
+from offload.bench.drive import Rates
 from offload.bench.output import rounded
 from offload.bench.swap_plan import BACKWARD, Plan
 from offload.sizes import count_of, format_size
 
 _NEAR = 0.05
 """Fraction of a bound within which a step counts as having reached the bound."""
-
-
-class Rates(NamedTuple):
-    """Bytes a second of the drives by themselves: reading, writing, and both at once in equal parts."""
-
-    read: float
-    write: float
-    mixed: float
-
-    def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Returns the least time for so many bytes: one direction after the other, or both at once."""
-        # Equal amounts move at the mixed rate, the excess of one direction at that direction's rate.
-        both = min(read_bytes, written_bytes)
-        at_once = 2 * both / self.mixed + (read_bytes - both) / self.read + (written_bytes - both) / self.write
-        return min(at_once, read_bytes / self.read + written_bytes / self.write)
 
 
 class Turn(NamedTuple):
@@ -158,11 +144,6 @@ def find_limit(step: float, compute: float, io: float, order: float) -> str:
     if step > order * (1 + 4 * _NEAR):
         return "budgets"
     return "drive" if max(io, compute) == io and io >= order * (1 - _NEAR) else "order"
-
-
-def median_rates(rates: Sequence[Rates]) -> Rates:
-    """Returns the median of each rate."""
-    return Rates(*(statistics.median(each) for each in zip(*rates, strict=True)))
 
 
 def _median_step(turns: Sequence[Turn]) -> float:

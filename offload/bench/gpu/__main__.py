@@ -26,21 +26,20 @@ rehearsal that measures nothing of interest. Other users of the GPU change the f
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from offload.bench.child_process import run_child, terminable, write_json
 from offload.bench.gpu.copies import copies
 from offload.bench.gpu.correctness import bits
 from offload.bench.gpu.deepspeed import deepspeed_steps
@@ -54,7 +53,6 @@ from offload.bench.gpu.parts import (
     invalid,
     judge,
     refused,
-    run_child,
     run_parts,
 )
 from offload.bench.gpu.planned import fit, largest_step, room_of
@@ -164,7 +162,7 @@ def _run_here(given: argparse.Namespace) -> None:
     )
 
     def save(figures: dict[str, Any]) -> None:
-        _write(given.json, figures)
+        write_json(given.json, figures)
 
     run_here(part, work._replace(**part.changes), save)
     print(given.json.read_text(), end="")
@@ -213,7 +211,7 @@ def _run_all(given: argparse.Namespace) -> int:
         "given": {key: getattr(given, key) for key in ("budget_minutes", "batch_size", "seq_len", *_PASSED_ON)},
         "parts": {},
     }
-    with _terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=given.folder.resolve()) as folder:
+    with terminable(), tempfile.TemporaryDirectory(prefix="bench-gpu-", dir=given.folder.resolve()) as folder:
 
         def run(part: Part, soft: float, hard: float) -> dict[str, Any]:
             print(f"{part.name} …", file=sys.stderr if given.print_json else sys.stdout, flush=True)
@@ -229,7 +227,7 @@ def _run_all(given: argparse.Namespace) -> int:
                 "refused": refused(parts),
                 "invalid": invalid(parts),
             }
-            _write(given.json, report)  # after each part, so that an early end loses no results
+            write_json(given.json, report)  # after each part, so that an early end loses no results
     print(json.dumps(report) if given.print_json else f"\n{words(report)}\n\nall figures: {given.json}")
     return judge(report["parts"])
 
@@ -259,27 +257,6 @@ def run_part(part: Part, given: argparse.Namespace, folder: Path, soft: float, h
     finally:
         figures.unlink(missing_ok=True)
         shutil.rmtree(files)
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """Turns SIGTERM into `SystemExit` inside the context: the running part is then ended and its files are removed."""
-
-    def leave(number: int, frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _write(path: Path, value: Any) -> None:
-    """Writes `value` as JSON. The file is replaced atomically, so it is complete at any time, even after a kill."""
-    beside = path.with_name(path.name + ".new")
-    beside.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(beside, path)
 
 
 def run(arguments: list[str] | None = None) -> int:

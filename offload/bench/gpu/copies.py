@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from offload.bench.gpu.work import Save, Work, in_turns, median_ratio
+from offload.bench.gpu.work import Save, Work
+from offload.bench.measure import in_turns, median_ratio
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.device_choice import open_device
 from offload.swapper.memory.host_arena import Classes, Copied, HostArena, HostBuffer

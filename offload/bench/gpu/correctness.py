@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 import offload
-from offload.bench.gpu.work import PLACEMENTS, Save, Work, config_for, random_ids
+from offload.bench.gpu.work import PLACEMENTS, Save, Work, config_for
+from offload.bench.measure import random_ids
 from offload.presets import require_transformers
 
 

@@ -9,16 +9,10 @@ from typing import Any
 
 import torch
 
+from offload.bench.configs import ALONE, for_deepspeed
 from offload.bench.gpu.training import sizes, step, timed, times
-from offload.bench.gpu.work import Save, Work, config_for, random_ids
-
-_ALONE = {
-    "RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29511",
-}
+from offload.bench.gpu.work import Save, Work, config_for
+from offload.bench.measure import random_ids
 
 
 def deepspeed_steps(work: Work, save: Save) -> None:
@@ -28,9 +22,10 @@ def deepspeed_steps(work: Work, save: Save) -> None:
         return
     import deepspeed
 
-    end, settings = time.monotonic() + work.seconds, theirs(work)
+    end = time.monotonic() + work.seconds
+    settings = for_deepspeed(config_for("cpu/cpu", work, "bf16", work.accumulation))
     work.keep_limit()
-    os.environ.update(_ALONE)
+    os.environ.update(ALONE)
     with deepspeed.zero.Init(config_dict_or_path=settings):
         model: Any = work.build()
     parameters = sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
@@ -42,12 +37,3 @@ def deepspeed_steps(work: Work, save: Save) -> None:
         save(sizes(work, parameters) | times(work, seconds, parameters) | {"losses": losses})
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def theirs(work: Work) -> dict[str, Any]:
-    """Returns the config of cpu/cpu without keys that DeepSpeed does not know, and with pinned memory."""
-    settings = config_for("cpu/cpu", work, "bf16", work.accumulation)
-    del settings["offload"]
-    for key in ("offload_param", "offload_optimizer"):
-        settings["zero_optimization"][key]["pin_memory"] = True
-    return settings

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from offload.bench.gpu.work import PLACEMENTS
@@ -67,8 +63,6 @@ _LEAVING = 5.0
 """Seconds that a part's process needs to end after its last measurement. A part whose steps take longer stops earlier
 by itself: see `training.timed`."""
 
-_LAST_LINES = 15
-
 
 def fitting(parts: Sequence[Part], seconds: float) -> list[Part]:
     """Returns the parts that fit into `seconds` one after the other; earlier ones in `parts` take precedence."""
@@ -99,36 +93,6 @@ def run_parts(
         yield part.name, run(part, soft, left)
     for part in pending:
         yield part.name, {"state": "skipped", "needs_seconds": part.seconds}
-
-
-def run_child(command: Sequence[str], figures: Path, seconds: float, **environment: str) -> dict[str, Any]:
-    """Runs a part's process for at most `seconds`.
-
-    Returns:
-        How the process ended, its duration, the content of `figures`, and after a failure the last lines of its output.
-    """
-    log, start = figures.with_suffix(".log"), time.monotonic()
-    with log.open("w") as words:
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=words,
-                stderr=subprocess.STDOUT,
-                timeout=max(seconds, 0.0),
-                env=os.environ | environment,
-                check=False,
-            )
-            state = "failed" if done.returncode else "done"
-        except subprocess.TimeoutExpired:
-            state = "stopped"
-    result: dict[str, Any] = {"state": state, "seconds": time.monotonic() - start, "figures": None}
-    if figures.exists():
-        result["figures"] = json.loads(figures.read_text())
-    if state == "failed":
-        result["exit_code"] = done.returncode
-        result["last_lines"] = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
-    return result
 
 
 def judge(parts: Mapping[str, Mapping[str, Any]]) -> int:

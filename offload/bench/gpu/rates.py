@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from offload.bench.gpu.work import Save, Work, seconds_of
+from offload.bench.gpu.work import Save, Work
+from offload.bench.measure import seconds_of
 from offload.hardware.probe import Rates, drive_rates, measure_rates
 
 _OF_A_COPY = 8

@@ -11,7 +11,8 @@ import torch
 
 import offload
 from offload.bench.gpu.exposure import profiled
-from offload.bench.gpu.work import Save, Work, peak_resident, random_ids
+from offload.bench.gpu.work import Save, Work
+from offload.bench.measure import peak_resident, random_ids
 from offload.kernels import cuda
 
 _WARM_UP = 2

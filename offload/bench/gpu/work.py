@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from offload.bench.configs import placed
 from offload.finetune.model import make_ready
 from offload.presets import build
 from offload.sizes import MIB
@@ -85,47 +84,4 @@ class Work(NamedTuple):
 
 def config_for(placement: str, work: Work, dtype: str, accumulation: int = 1, clip: float = 0.0) -> dict[str, Any]:
     """Returns the config of a placement, written as weights/states."""
-    weights, states = placement.split("/")
-    return {
-        "train_micro_batch_size_per_gpu": work.batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip,
-        "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": weights},
-            "offload_optimizer": {"device": states},
-        },
-        "offload": {"nvme_path": str(work.folder), "device": work.device.type},
-    }
-
-
-def seconds_of(action: Callable[[], object]) -> float:
-    """Returns the seconds that a call takes."""
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
-    """Returns the seconds of each of two calls, measured alternately after one round that does not count."""
-    one(), other()
-    pairs = [(seconds_of(one), seconds_of(other)) for _ in range(rounds)]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
-    """Returns the median of the ratios of paired measurements."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
-
-
-def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.Tensor:
-    """Returns random tokens on the CPU, the same ones for the same seed."""
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def peak_resident() -> int:
-    """Returns the peak bytes of this process in RAM so far; `ru_maxrss` would include the peak of its parent."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
+    return placed(placement, work.folder, work.device, work.batch_size, dtype, accumulation, clip)

@@ -1,12 +1,8 @@
-"""`offload bench`: speed of the components, each compared with a bound or a peer in the same run.
-
-The benchmarks import torch, so each command imports them on use: `offload --help` must stay fast.
-"""
+"""Subcommands of `offload bench` that measure components: I/O, the AdamW step, paging, a GPU."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from offload.cli.commands.bench.group import bench, check_plot
 from offload.cli.console import BAD_INPUT, FAILED, Json, errors, parse_count, status_line
 from offload.cli.options import takes_options
 from offload.cli.signals import signals
@@ -22,12 +19,6 @@ from offload.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-bench = typer.Typer(
-    help="Measure components, each against a bound or a peer in the same run.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
 
 
 @bench.command("io")
@@ -63,7 +54,7 @@ def bench_io(
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
-        _check_plot(plot)
+        check_plot(plot)
         plan = io.make_plan(
             paths,
             backends=backend or (),
@@ -117,7 +108,7 @@ def bench_adam(
 
     console = Console(stderr=json_output, highlight=False)
     with errors(BAD_INPUT):
-        _check_plot(plot)
+        check_plot(plot)
         count = parse_count(numel)
         wanted = adam.cases(dtype or (), grad_dtype or (), threads or (), isa or (), moments or ())
     with errors(FAILED), signals(), status_line(console) as tell:
@@ -282,24 +273,6 @@ def _check_gpu_options(typed: GpuOptions) -> None:
     if not typed.budget_minutes > 0:
         raise ConfigError(f"expected minutes above 0, got {typed.budget_minutes:g}")
     parse_size(typed.nbytes)
-
-
-def _check_plot(path: Path | None) -> None:
-    """Raises `ConfigError` if a plot cannot be written to `path`, before minutes of measuring."""
-    if path is None:
-        return
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: pip install 'offload[bench]'")
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"expected a file that ends in .png, .svg or .pdf, got {path}")
-    folder = path.absolute().parent
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}")
-    # Access is checked now, so that minutes of measuring are not lost.
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{path} cannot be written")
 
 
 def _rows_table(rows: list[Any]) -> Table:

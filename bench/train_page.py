@@ -1,0 +1,80 @@
+"""The page of training beside its peers: `python -m bench.train_page FOLDER`, or `make bench`.
+
+Runs `offload bench train` with its defaults on the drive of FOLDER, and writes its table, with machine and versions,
+between two marks of docs/benchmarks/2026-11-train.md. The chart and all figures go into files beside it. The bound of
+each contender is the larger of the step of plain PyTorch and of its bytes over the drive's rates, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from offload.bench.train import figures, output
+from offload.bench.train.plan import make_plan
+from offload.bench.train.rounds import measure
+from offload.errors import UsageError
+from offload.hardware.info import machine
+from offload.sizes import format_size
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = DOCS / "benchmarks" / "2026-11-train.md"
+FIGURES = PAGE.with_suffix(".json")
+CHART = DOCS / "images" / "2026-11-train.svg"
+_BEGIN, _END = "<!-- make bench writes from here -->", "<!-- make bench writes to here -->"
+_PEERS = ("deepspeed", "torchao")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, and writes page, chart and figures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder on the drive to measure")
+    given = parser.parse_args(arguments)
+    between(PAGE.read_text(), "")  # a page without the marks is an error before half an hour of measuring
+    plan = make_plan(given.folder)
+    result = measure(plan, lambda line: print(line, file=sys.stderr, flush=True))
+    rows = figures.make_rows(plan, result)
+    facts = machine() | {"peers": _versions(_PEERS)}
+    output.plot(rows, CHART)
+    FIGURES.write_text(json.dumps(figures.as_json(facts, plan, result), indent=1) + "\n")
+    link = f"![Seconds of a step by contender](../images/{CHART.name})"
+    day = datetime.now(timezone.utc).date()
+    content = f"{day}. {_machine(facts)}\n\n{output.markdown(plan, result.rates, rows)}\n\n{link}"
+    PAGE.write_text(between(PAGE.read_text(), content))
+    print(content)
+
+
+def between(page: str, content: str) -> str:
+    """Returns a page with `content` between its two marks.
+
+    Raises:
+        UsageError: the page lacks a mark.
+    """
+    before, begin, rest = page.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise UsageError(f"{PAGE} needs the lines {_BEGIN} and {_END}, between which the table is written")
+    return f"{before}{_BEGIN}\n\n{content}\n\n{_END}{after}"
+
+
+def _machine(facts: Mapping[str, Any]) -> str:
+    versions = {"python": facts["python"], **facts["versions"], **facts["peers"]}
+    listed = ", ".join(f"{name} {version}" for name, version in versions.items())
+    memory = format_size(facts["memory_bytes"])
+    return f"{facts['processor']}, {facts['cores']} cores, {memory} of RAM, Linux {facts['kernel']}; {listed}."
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Returns the versions of those packages that are installed."""
+    installed = {each.metadata["Name"] for each in metadata.distributions()}
+    return {name: metadata.version(name) for name in names if name in installed}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Figures and conclusions of `offload bench train`. Pure functions.
+
+Each contender is held against two things of the same run: the step of plain PyTorch, and a bound, which is the larger
+one of that step and of the time in which the drive alone moves the contender's bytes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from offload.bench.drive import Rates
+from offload.bench.output import rounded
+from offload.bench.train.plan import PLAIN, Plan
+from offload.bench.train.rounds import Result
+
+FORMAT = 1
+"""Version of the JSON's keys."""
+
+LOSS_BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference from the losses of plain PyTorch that roundings explain.
+
+About a hundred roundings of the weights' dtype lie one behind the other in a loss, and as many sums of some thousand
+products in fp32. Roundings are as often up as down, so a hundred come to ten units: 2 % in bf16. Ten times the square
+root of thousands of units of fp32 come to 5e-5.
+"""
+
+PHASES = ("forward", "backward", "update")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A contender: medians of all counted steps of all rounds, and the mean of bytes. None where nothing is known."""
+
+    name: str
+    refused: str | None = None
+    """Why the contender did not train, or in which way a later round failed."""
+    turns: int = 0
+    step_seconds: float | None = None
+    least_seconds: float | None = None
+    most_seconds: float | None = None
+    forward_seconds: float | None = None
+    """Phases are None where a GPU runs on after a call returns, or where micro-batches take turns."""
+    backward_seconds: float | None = None
+    update_seconds: float | None = None
+    tokens_per_second: float | None = None
+    seconds_to_first_step: float | None = None
+    peak_host_bytes: int | None = None
+    """Largest peak of resident memory (VmHWM) of a turn's process."""
+    peak_device_bytes: int | None = None
+    read_bytes: float | None = None
+    """Bytes of a step, read from files."""
+    written_bytes: float | None = None
+    over_plain: float | None = None
+    """The step over that of plain PyTorch, as the median of the rounds."""
+    bound_seconds: float | None = None
+    of_bound: float | None = None
+    """The bound over the step: 1 if the step reaches it."""
+    losses: tuple[float, ...] = ()
+    """Losses of the first turn, from the first step on."""
+    loss_difference: float | None = None
+    """Largest relative difference from the losses of plain PyTorch, over all steps and rounds."""
+    same_losses: bool | None = None
+    """True if the difference is within the bound for the dtype."""
+
+
+def make_rows(plan: Plan, result: Result) -> list[Row]:
+    """Returns a row for each contender, in the order of their turns."""
+    plain = result.turns.get(PLAIN, [])
+    return [_row(plan, name, turns, plain, result) for name, turns in result.turns.items()]
+
+
+def _row(
+    plan: Plan, name: str, turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]], result: Result
+) -> Row:
+    refused = result.refused.get(name)
+    if not turns:
+        return Row(name=name, refused=refused)
+    seconds = [each for turn in turns for each in turn["seconds"]]
+    step = statistics.median(seconds)
+    moved = [_mean(turns, f"{way}_bytes") for way in ("read", "written")]
+    # Compute is that of plain PyTorch, which moves nothing.
+    bound = _bound(result.rates, plain, moved)
+    difference = loss_difference(turns, plain)
+    return Row(
+        name=name,
+        refused=refused,
+        turns=len(turns),
+        step_seconds=step,
+        least_seconds=min(seconds),
+        most_seconds=max(seconds),
+        **{f"{phase}_seconds": _median(turns, f"{phase}_seconds") for phase in PHASES},
+        tokens_per_second=plan.tokens / step,
+        seconds_to_first_step=statistics.median(turn["seconds_to_first_step"] for turn in turns),
+        peak_host_bytes=max(turn["peak_host_bytes"] for turn in turns),
+        peak_device_bytes=max((turn["peak_device_bytes"] for turn in turns if turn["peak_device_bytes"]), default=None),
+        read_bytes=moved[0],
+        written_bytes=moved[1],
+        over_plain=_over(turns, plain),
+        bound_seconds=bound,
+        of_bound=None if bound is None else bound / step,
+        losses=tuple(turns[0]["losses"]),
+        loss_difference=difference,
+        same_losses=None if difference is None else difference <= LOSS_BOUNDS[plan.dtype],
+    )
+
+
+def loss_difference(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the largest relative difference between the losses of two contenders; infinite for losses that are NaN.
+
+    Args:
+        turns: figures of a contender's turns.
+        plain: those of plain PyTorch; empty if it did not train.
+
+    Returns:
+        The difference, or None without losses to compare with.
+    """
+    if not plain:
+        return None
+    expected: list[float] = plain[0]["losses"]
+    differences = [
+        abs(mine - theirs) / abs(theirs)
+        for turn in turns
+        for mine, theirs in zip(turn["losses"], expected, strict=True)
+    ]
+    # A comparison with NaN is false, so `max` would lose it.
+    return max(each if each == each else float("inf") for each in differences)
+
+
+def _over(turns: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> float | None:
+    """Returns the median over the rounds of the median step of a turn over that of plain PyTorch in the same round."""
+    if not plain:
+        return None
+    # A contender that fails takes no further turns, so turn n is of round n.
+    ratios: list[float] = [
+        statistics.median(mine["seconds"]) / statistics.median(theirs["seconds"])
+        for mine, theirs in zip(turns, plain, strict=False)
+    ]
+    return statistics.median(ratios)
+
+
+def _bound(rates: Rates, plain: Sequence[Mapping[str, Any]], moved: Sequence[float | None]) -> float | None:
+    """Returns the larger one of the step of plain PyTorch and of the seconds of the drive for the bytes of a step."""
+    if not plain:
+        return None
+    compute: float = statistics.median(each for turn in plain for each in turn["seconds"])
+    read, written = (each or 0.0 for each in moved)
+    return max(compute, rates.seconds(read, written))
+
+
+def _median(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found: list[float] = [each for turn in turns for each in turn[key] if each is not None]
+    return statistics.median(found) if found else None
+
+
+def _mean(turns: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    found: list[float] = [turn[key] for turn in turns if turn[key] is not None]
+    return statistics.mean(found) if found else None
+
+
+def as_json(machine: Mapping[str, Any], plan: Plan, result: Result) -> dict[str, Any]:
+    """Returns the content that `--json` prints."""
+    names = ("model", "device", "batch_size", "seq_len", "micro_batches", "dtype", "rounds", "steps", "threads")
+    return {
+        "benchmark": "train",
+        "format": FORMAT,
+        "machine": machine,
+        **{name: getattr(plan, name) for name in names},
+        "tokens": plan.tokens,
+        "parameters": next((turn["parameters"] for turns in result.turns.values() for turn in turns), None),
+        "drive": {
+            f"{name}_gb_per_s": rounded(rate / 1e9) for name, rate in zip(Rates._fields, result.rates, strict=True)
+        },
+        "loss_bound": LOSS_BOUNDS[plan.dtype],
+        "rows": [{key: rounded(value) for key, value in asdict(row).items()} for row in make_rows(plan, result)],
+    }

@@ -1,0 +1,178 @@
+"""Settings of `offload bench train`: the model and its step, and the contenders that train it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import offload
+from offload import precision
+from offload.errors import ConfigError
+from offload.kernels import settings
+from offload.presets import build, check_name, check_positions, require_transformers
+from offload.swapper.memory.device_choice import compute_device
+
+DTYPES = ("auto", "bf16", "fp32")
+PLAIN = "plain"
+"""The contender with which the others are compared: plain PyTorch with everything in memory."""
+
+
+class Contender(NamedTuple):
+    """A way to train the model."""
+
+    name: str
+    kind: str
+    """The library that trains: plain, offload, deepspeed, fsdp2 or torchao."""
+    placement: str = ""
+    """Tiers of weights and states, as weights/states."""
+    schedule: str = "micro_batch_major"
+    """Order of a step's micro-batches, of this package alone."""
+
+
+_LAYER_MAJOR = Contender("offload nvme/nvme layer-major", "offload", "nvme/nvme", "layer_major")
+CONTENDERS = (
+    Contender(PLAIN, "plain"),
+    *(Contender(f"offload {tiers}", "offload", tiers) for tiers in ("none/none", "cpu/cpu", "cpu/nvme", "nvme/nvme")),
+    _LAYER_MAJOR,
+    *(Contender(f"deepspeed {tiers}", "deepspeed", tiers) for tiers in ("cpu/cpu", "cpu/nvme", "nvme/nvme")),
+    Contender("fsdp2 cpu", "fsdp2", "cpu/cpu"),
+    Contender("torchao cpu", "torchao", "none/cpu"),
+)
+"""All contenders, in the order of their turns."""
+
+_PACKAGES = {"deepspeed": "DeepSpeed", "torchao": "torchao"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """Settings that have been checked."""
+
+    folder: Path
+    """A folder on the drive that is measured."""
+    device: str
+    model: str
+    batch_size: int
+    """Sequences of a micro-batch."""
+    seq_len: int
+    micro_batches: int
+    dtype: str
+    """"bf16" or "fp32"."""
+    rounds: int
+    steps: int
+    """Steps of a turn that count."""
+    threads: int
+    contenders: tuple[Contender, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Returns the tokens of a step."""
+        return self.batch_size * self.seq_len * self.micro_batches
+
+
+class Job(NamedTuple):
+    """The work of one turn, for the process that does it."""
+
+    contender: str
+    folder: str
+    """An empty folder for swap files."""
+    weights: str
+    """A safetensors file with the values with which the model begins."""
+    device: str
+    model: str
+    batch_size: int
+    seq_len: int
+    micro_batches: int
+    dtype: str
+    steps: int
+
+
+def make_plan(
+    folder: Path,
+    *,
+    model: str = "gpt2-small",
+    batch_size: int = 1,
+    seq_len: int = 256,
+    micro_batches: int = 1,
+    dtype: str = "auto",
+    rounds: int = 5,
+    steps: int = 3,
+    threads: int | None = None,
+    only: Sequence[str] = (),
+) -> Plan:
+    """Checks settings before anything is measured, and fills in those that depend on the machine.
+
+    Args:
+        folder: an existing folder on the drive to measure.
+        model: name of a preset.
+        batch_size: sequences of a micro-batch.
+        seq_len: tokens of a sequence.
+        micro_batches: micro-batches of a step. With more than one, the order layer-major is a contender too.
+        dtype: "bf16", "fp32", or "auto" for the one that suits this machine.
+        rounds: rounds, in each of which every contender takes a turn.
+        steps: steps of a turn that count.
+        threads: threads of each contender; None for one for each core.
+        only: beginnings of the names of contenders; empty for all. Plain PyTorch always runs.
+
+    Raises:
+        ConfigError: a setting is unknown or too small, or transformers is not installed.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"there is no dtype {dtype!r} here: expected {', '.join(DTYPES)}")
+    numbers = {"batch-size": batch_size, "seq-len": seq_len, "micro-batches": micro_batches}
+    for name, value in {**numbers, "rounds": rounds, "steps": steps}.items():
+        if value < 1:
+            raise ConfigError(f"expected {name} of at least 1, got {value}")
+    if threads is not None and not 1 <= threads <= settings.MOST_THREADS:
+        raise ConfigError(f"expected threads >= 1 and at most {settings.MOST_THREADS}, got {threads}")
+    # Names first: transformers takes seconds to import.
+    chosen = _chosen(only)
+    check_name(model)
+    require_transformers()
+    with offload.init():  # without memory
+        check_positions(build(model).config, seq_len)
+    device = compute_device("auto")
+    return Plan(
+        folder=folder,
+        device=device.type,
+        model=model,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        micro_batches=micro_batches,
+        dtype=precision.choose(device).dtype if dtype == "auto" else dtype,
+        rounds=rounds,
+        steps=steps,
+        threads=threads or settings.available_cores(),
+        contenders=tuple(each for each in chosen if micro_batches > 1 or each is not _LAYER_MAJOR),
+    )
+
+
+def _chosen(only: Sequence[str]) -> list[Contender]:
+    """Returns the contenders whose names begin with one of `only`, and plain PyTorch."""
+    for name in only:
+        if not any(each.name.startswith(name) for each in CONTENDERS):
+            names = ", ".join(each.name for each in CONTENDERS)
+            raise ConfigError(f"no contender's name begins with {name!r}; the contenders are {names}")
+    return [each for each in CONTENDERS if not only or each.name.startswith((PLAIN, *only))]
+
+
+def reason_to_skip(contender: Contender, device: str) -> str | None:
+    """Returns why a contender cannot run on this machine; None if it can, as far as that is known before it starts.
+
+    Args:
+        contender: one of `CONTENDERS`.
+        device: type of the device that computes.
+    """
+    package = _PACKAGES.get(contender.kind)
+    # An import would take seconds and start its own log; a look for it does not.
+    if package is not None and importlib.util.find_spec(contender.kind) is None:
+        return f"{package} is not installed"
+    if contender.kind == "torchao" and device == "cpu":
+        return f"torchao's CPUOffloadOptimizer needs a GPU, and torch {torch.__version__} finds none"
+    return None

@@ -1,0 +1,204 @@
+"""`offload bench train` trains the same model by each contender, compares them, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from bench import train_page
+from offload.bench import child_process
+from offload.bench.drive import Rates
+from offload.bench.train import rounds
+from offload.bench.train.figures import LOSS_BOUNDS, Row, as_json, make_rows
+from offload.bench.train.output import TITLES, cells, markdown, plot, remarks
+from offload.bench.train.peers import _use_drive
+from offload.bench.train.plan import CONTENDERS, Job, Plan, make_plan, reason_to_skip
+from offload.bench.train.rounds import Result, measure
+from offload.cli.main import app
+from offload.errors import UsageError
+from offload.sizes import MIB
+from tests.support import warm_process
+
+RATES = Rates(read=1e9, write=1e9, mixed=1e9)
+TINY = ("--model gpt2-tiny --seq-len 16 --rounds 1 --steps 1 --threads 1 --dtype fp32").split()
+
+
+def _forked(command: list[str], **options: Any) -> SimpleNamespace:
+    """Runs a turn's process from one that has imported torch: its memory would not be a new one's."""
+    timeout, _ = options.pop("timeout"), options.pop("check")
+    return SimpleNamespace(returncode=warm_process.begin(command[1:], **options).wait(timeout))
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that start quickly, and a small probe of the drive."""
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "STDOUT", "TimeoutExpired")}
+    monkeypatch.setattr(child_process, "subprocess", SimpleNamespace(run=_forked, **names))
+    monkeypatch.setattr(rounds, "_PROBE_BYTES", MIB)
+
+
+def plan(folder: Path, *only: str, **options: Any) -> Plan:
+    sizes: dict[str, Any] = {"model": "gpt2-tiny", "seq_len": 16, "dtype": "fp32", "threads": 1}
+    return make_plan(folder, **{**sizes, "only": only, **options})
+
+
+def turn(seconds: float, losses: tuple[float, ...] = (5.0, 4.0), **more: Any) -> dict[str, Any]:
+    """Figures as a turn's process writes them."""
+    figures = {"parameters": 10, "losses": list(losses), "seconds": [seconds], "seconds_to_first_step": 1.0}
+    phases = {f"{phase}_seconds": [None] for phase in ("forward", "backward", "update")}
+    memory = {"peak_host_bytes": 1 << 20, "peak_device_bytes": None, "read_bytes": 0.0, "written_bytes": 0.0}
+    return {**figures, **phases, **memory, **more}
+
+
+def rows_of(folder: Path, *words: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The JSON of a run, and its rows by name; all of them have trained, with the losses of plain PyTorch."""
+    swap = folder / "swap"
+    swap.mkdir()
+    done = CliRunner().invoke(app, ["bench", "train", str(swap), *TINY, *words, "--json"])
+    assert done.exit_code == 0, done.output
+    answer: dict[str, Any] = json.loads(done.stdout)
+    rows = {row["name"]: row for row in answer["rows"]}
+    for row in rows.values():
+        assert row["refused"] is None and row["same_losses"] and len(row["losses"]) == 3, row
+        assert row["losses"][0] > row["losses"][-1] and row["peak_host_bytes"] > 0
+    assert list(swap.iterdir()) == []
+    return answer, rows
+
+
+def test_the_same_training_in_memory_and_from_files(tmp_path: Path, quick: None) -> None:
+    chart = tmp_path / "chart.svg"
+    answer, rows = rows_of(tmp_path, "--only", "offload nvme/nvme", "--plot", str(chart))
+    assert list(rows) == ["plain", "offload nvme/nvme"]
+    assert (answer["tokens"], answer["dtype"], answer["parameters"]) == (16, "fp32", 3_487_232)
+    assert all(row["forward_seconds"] > 0 for row in rows.values()), "phases are told apart"
+    # An update writes weight and moments of each parameter and reads them; the backward reads weights again.
+    swapped = rows["offload nvme/nvme"]
+    assert swapped["written_bytes"] == pytest.approx(12 * answer["parameters"], rel=0.02)
+    assert swapped["read_bytes"] >= swapped["written_bytes"]
+    assert rows["plain"]["over_plain"] == rows["plain"]["of_bound"] == 1
+    assert "<svg" in chart.read_text()
+
+
+@pytest.mark.slow
+def test_the_same_training_by_a_peer_and_in_another_order(tmp_path: Path, quick: None) -> None:
+    chosen = ("--only", "offload nvme/nvme", "--only", "fsdp2")
+    rows = rows_of(tmp_path, *chosen, "--micro-batches", "2")[1]
+    assert list(rows) == ["plain", "offload nvme/nvme", "offload nvme/nvme layer-major", "fsdp2 cpu"]
+    assert rows["fsdp2 cpu"]["forward_seconds"] > 0 and rows["offload nvme/nvme layer-major"]["forward_seconds"] is None
+    assert 0 < rows["offload nvme/nvme layer-major"]["read_bytes"] < rows["offload nvme/nvme"]["read_bytes"]
+
+
+def test_a_contender_that_fails_is_a_row_with_its_words_and_takes_no_further_turns(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {
+        "plain": [{"state": "done", "figures": turn(1.0)}] * 3,
+        "offload cpu/cpu": [{"state": "done", "figures": turn(2.0)}, {"state": "stopped", "figures": None}],
+        "fsdp2 cpu": [{"state": "failed", "figures": None, "exit_code": -9, "last_lines": ["", "a word"]}],
+    }
+    taken: list[str] = []
+
+    def end_of(command: list[str], *arguments: Any, **environment: str) -> dict[str, Any]:
+        assert environment["OMP_NUM_THREADS"] == environment["OFFLOAD_THREADS"] == "1"
+        taken.append(json.loads(command[3])["contender"])
+        return ends[taken[-1]].pop(0)
+
+    monkeypatch.setattr(rounds, "run_child", end_of)
+    settings = plan(tmp_path, "offload cpu/cpu", "fsdp2", "torchao", rounds=3)
+    result = measure(settings)
+    assert taken == ["plain", "offload cpu/cpu", "fsdp2 cpu", "plain", "offload cpu/cpu", "plain"]
+    said = remarks(make_rows(settings, result), "fp32")
+    assert said[0] == "offload cpu/cpu after 1 round: stopped after 15 minutes"
+    assert said[1] == "fsdp2 cpu: ended with exit code -9: a word"
+    assert said[2].startswith("torchao cpu: skipped: torchao")
+    row = make_rows(settings, result)[1]
+    assert row.over_plain == 2 and row.turns == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_a_row_says_where_its_losses_differ_from_plain_pytorch(tmp_path: Path) -> None:
+    settings = plan(tmp_path, "offload")
+    turns = {
+        "plain": [turn(1.0)],
+        "offload none/none": [turn(1.0, (5.0, 4.0 * (1 + LOSS_BOUNDS["fp32"] / 2)))],
+        "offload cpu/cpu": [turn(1.0, (5.0, 4.0 * (1 + 2 * LOSS_BOUNDS["fp32"])))],
+        "offload cpu/nvme": [turn(1.0, (5.0, float("nan")))],
+    }
+    result = Result(RATES, turns, {})
+    rows = make_rows(settings, result)
+    assert [row.same_losses for row in rows] == [True, True, False, False]
+    assert [line.partition(":")[0] for line in remarks(rows, "fp32")] == ["offload cpu/cpu", "offload cpu/nvme"]
+    page = markdown(settings, RATES, rows)
+    assert page.count("DIFFER") == 2 and "roundings of fp32 explain 0.01%" in page
+    json.dumps(as_json({}, settings, result))
+
+
+def test_the_bound_is_the_larger_of_compute_and_the_drive(tmp_path: Path) -> None:
+    moving = turn(4.0, read_bytes=1e9, written_bytes=1e9)
+    turns = {"plain": [turn(1.0), turn(3.0)], "offload nvme/nvme": [moving, moving], "offload none/none": [turn(3.0)]}
+    plain, swapped, in_memory = make_rows(plan(tmp_path), Result(RATES, turns, {}))
+    assert (plain.step_seconds, plain.bound_seconds, plain.of_bound) == (2.0, 2.0, 1.0)
+    assert (swapped.bound_seconds, swapped.of_bound, in_memory.bound_seconds) == (2.0, 0.5, 2.0)
+    slow = Result(RATES._replace(read=1e8, write=1e8, mixed=1e8), turns, {})
+    assert make_rows(plan(tmp_path), slow)[1].bound_seconds == 20.0
+    assert swapped.over_plain == pytest.approx((4 / 1 + 4 / 3) / 2), "each round by itself"
+    assert swapped.tokens_per_second == 16 / 4 and len(cells(swapped)) == len(TITLES)
+    alone = Result(RATES, {"plain": [], "offload none/none": [turn(3.0)]}, {"plain": "ended"})
+    assert make_rows(plan(tmp_path), alone)[1].bound_seconds is None
+
+
+def test_a_chart_is_drawn_of_rows_that_have_figures(tmp_path: Path) -> None:
+    row = Row(name="offload cpu/cpu", turns=1, step_seconds=2.0, least_seconds=1.0, most_seconds=3.0, bound_seconds=1.5)
+    plot([row, Row(name="fsdp2 cpu", refused="ended")], tmp_path / "chart.svg")
+    drawn = (tmp_path / "chart.svg").read_text()
+    assert "offload cpu/cpu" in drawn and "fsdp2" not in drawn
+
+
+def test_deepspeed_has_buffers_for_the_largest_parameter_and_its_files_in_the_folder() -> None:
+    job = Job("deepspeed nvme/nvme", "/swap", "", "cpu", "gpt2-tiny", 1, 16, 1, "fp32", 1)
+    zero: dict[str, Any] = {key: {"device": "nvme"} for key in ("offload_param", "offload_optimizer")}
+    settings: dict[str, Any] = {"zero_optimization": zero}
+    _use_drive(settings, job, 1000)
+    assert zero["offload_param"]["buffer_size"] == 1000
+    assert all(zero[key]["nvme_path"] == "/swap" for key in ("offload_param", "offload_optimizer"))
+
+
+def test_the_page_receives_its_table_between_two_marks() -> None:
+    page = train_page.PAGE.read_text()
+    once = train_page.between(page, "a table")
+    assert "a table" in once and train_page.between(once, "other words") == train_page.between(page, "other words")
+    with pytest.raises(UsageError, match="needs the lines"):
+        train_page.between("a page", "a table")
+
+
+def test_contenders_are_chosen_by_the_beginnings_of_their_names(tmp_path: Path) -> None:
+    assert [each.name for each in plan(tmp_path, "fsdp2").contenders] == ["plain", "fsdp2 cpu"]
+    assert len(plan(tmp_path).contenders) == len(CONTENDERS) - 1, "without several micro-batches no layer-major order"
+    assert plan(tmp_path, micro_batches=2).contenders == CONTENDERS
+    torchao = CONTENDERS[-1]
+    assert "torchao" in (reason_to_skip(torchao, "cpu") or "") and reason_to_skip(CONTENDERS[0], "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--dtype", "fp8"), "expected auto, bf16, fp32"),
+        (("--rounds", "0"), "expected rounds of at least 1"),
+        (("--threads", "0"), "expected threads >= 1"),
+        (("--only", "nonsense"), "no contender's name begins with 'nonsense'"),
+        (("--model", "nonsense"), "unknown model"),
+        (("--seq-len", "4096"), "more than the 1024 positions"),
+        (("--plot", "plot.txt"), ".png"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_measured(
+    options: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    done = CliRunner().invoke(app, ["bench", "train", str(tmp_path), *options])
+    assert done.exit_code == 2 and words in done.stderr, done.output
+    assert list(tmp_path.iterdir()) == []
