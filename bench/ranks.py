@@ -31,7 +31,7 @@ from bench.measure import median_ratio, options, random_ids, report, seconds, se
 from offload.engine.distributed.communication import Communication
 from offload.presets import build
 
-_ADAMW = {"lr": 1e-4, "weight_decay": 0.01}
+_ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 _PATIENCE = 300
 """Seconds that a contender may take for its start or for a turn."""
 
