@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import checkpoint, host_time, measure, predict, score, step
+from bench import checkpoint, host_time, measure, predict, ranks, score, step
 from tests.support.oracle import processes
 
 
@@ -74,3 +74,15 @@ def test_bench_checkpoint_reports_its_figures(tmp_path: Path, capsys: pytest.Cap
     figures: dict[str, dict[str, float]] = _figures(capsys)  # type: ignore[assignment]
     assert all(figures[name]["seconds"] > 0 and figures[name]["kept"] for name in ("save", "load"))
     assert not list(tmp_path.glob("bench-checkpoint-saved")), "it cleans up"
+
+
+@pytest.mark.slow
+def test_bench_ranks_reports_its_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--model", "gpt2-tiny", "--seq-len", "16", "--rounds", "1", "--steps", "1", "--micro-batches", "2"]
+    ranks.main([str(tmp_path), *sizes, "--only", "stage 1,stage 3,ddp"])
+    figures: dict[str, Any] = _figures(capsys)
+    assert figures["fastest_other"] == "ddp" and figures["ddp"]["over_fastest_other"] == 1
+    first, third = (figures[f"stage {stage}"] for stage in (1, 3))
+    assert first["loss"] == pytest.approx(figures["ddp"]["loss"], rel=1e-5)
+    reductions, twice = (each["sent_a_step"]["gradients"] for each in (first, third))
+    assert {key: 2 * value for key, value in reductions.items()} == twice
