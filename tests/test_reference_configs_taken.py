@@ -32,7 +32,7 @@ def called(*arguments: str) -> str:
     return result.stdout
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @each_file
 def test_a_plan_is_made_of_it(name: str, tmp_path: Path) -> None:
     meaning = MEANINGS[name]
