@@ -33,7 +33,7 @@ _INK = "#7a7a7a"
 
 def cells(row: Row) -> list[str]:
     """Returns the cells of a row that has figures, one for each of `TITLES`."""
-    losses = "" if row.loss_difference is None else f"{row.loss_difference:.0e}"
+    losses = "" if row.loss_difference is None else f"{row.loss_difference:.0e}" if row.loss_difference else "equal"
     if row.same_losses is False:
         losses = f"DIFFER: {losses}"
     return [

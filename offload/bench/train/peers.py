@@ -22,7 +22,7 @@ from offload.sizes import MIB
 
 _ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
 _BUFFERS = 8
-"""Parameters that DeepSpeed has in buffers at a time. Its default of 5 is too few where a step has many small ones."""
+"""Parameters that DeepSpeed has in buffers at a time."""
 
 
 def deepspeed(job: Job, contender: Contender) -> Trainer:
