@@ -66,8 +66,7 @@ def initialize(
         ConfigError: if the config is wrong or does not fit the model, or accelerate counts other ranks.
         UsageError: if a keyword asks for what is not supported, or the model is under an engine already.
     """
-    model = check_model_type(model)
-    content = content_of(chosen_config(args, config, config_params))
+    model, content = check_model_type(model), content_of(chosen_config(args, config, config_params))
     # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
     init_distributed(dist_init_required=dist_init_required)
     check_ranks()
