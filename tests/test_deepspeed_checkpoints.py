@@ -247,6 +247,10 @@ def spoil_save(folder: Path) -> None:
     torch.save(content, file)
 
 
+def spoil_latest(folder: Path) -> None:
+    (folder.parent / "latest").write_text("../elsewhere")
+
+
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
     engine = start(tmp_path_factory.mktemp("run"))
@@ -271,6 +275,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ),
         (spoil_entry, "and the entry 'optimizer_state_dict' is missing; fetch all of its files"),
         (spoil_save, "do not belong together"),
+        (spoil_latest, f"must contain the tag .* in the folder: {TAG}"),
     ],
 )
 def test_what_is_damaged_or_not_supported_changes_nothing(
@@ -288,8 +293,10 @@ def test_what_is_damaged_or_not_supported_changes_nothing(
 
 def test_a_parameter_without_moments_is_named(data: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(data / "z3-bf16-2" / "universal", tmp_path / "saved"))
-    for state in ("exp_avg", "exp_avg_sq"):
-        (folder / "zero" / "transformer.wte.weight" / f"{state}.pt").unlink()
+    (folder / "zero" / "transformer.wte.weight" / "exp_avg.pt").unlink()
+    result = run("import", folder, tmp_path / "imported")
+    assert result.exit_code == 2 and "wte.weight contains no exp_avg.pt: fetch all files" in result.stderr
+    (folder / "zero" / "transformer.wte.weight" / "exp_avg_sq.pt").unlink()
     file = tmp_path / "file"
     file.write_text("")
     result = run("import", folder, file)

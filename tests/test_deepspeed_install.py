@@ -61,7 +61,7 @@ except offload.UsageError as error:
 _ARGUMENTS = """
 import os, sys
 import deepspeed
-print([*sys.argv, __name__, os.environ["RANK"], os.environ["WORLD_SIZE"], deepspeed.__version__])
+print([*sys.argv, __file__, __name__, os.environ["RANK"], os.environ["WORLD_SIZE"], deepspeed.__version__])
 sys.exit(7)
 """
 
@@ -107,14 +107,14 @@ def test_a_script_has_its_arguments_its_name_and_its_exit_code(tmp_path: Path) -
     elsewhere.mkdir()
     (elsewhere / "socket.py").write_text("raise SystemExit('imported from the working folder')")
     done = subprocess.run(
-        [Path(sys.executable).with_name("offload"), "run", str(script), "--lr", "1", "--help"],
+        [Path(sys.executable).with_name("offload"), "run", "../script.py", "--lr", "1", "--help"],
         capture_output=True,
         text=True,
         check=False,
         cwd=elsewhere,
     )
     assert done.returncode == 7, done.stderr
-    assert done.stdout == f"{[str(script), '--lr', '1', '--help', '__main__', '0', '1', '0.19.8']}\n"
+    assert done.stdout == f"{[str(script), '--lr', '1', '--help', str(script), '__main__', '0', '1', '0.19.8']}\n"
     missing = warm_process.run(["-m", "offload", "run", str(tmp_path / "absent.py")])
     assert missing.returncode == 2 and "is no file and no command: expected a script" in missing.stderr
     launcher = warm_process.run(["-m", "offload", "run", "deepspeed", "--num_gpus", "2", str(script)])

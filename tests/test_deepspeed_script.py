@@ -127,6 +127,9 @@ def test_the_cpu_adam_steps_alone_and_the_others_refuse() -> None:
         deepspeed.ops.adam.FusedAdam(net().parameters()).step()
     with pytest.raises(ConfigError, match="FusedAdam: this value of amsgrad"):
         deepspeed.ops.adam.FusedAdam(net().parameters(), amsgrad=True)
+    # As a script would that knows offload.initialize, whose first argument may be the model.
+    with pytest.raises(ConfigError, match=r"expects model, a torch\.nn\.Module, got dict"):
+        deepspeed.initialize(net(), config(), config=config())
 
 
 def test_zero_init_takes_values_in_gathered_parameters(tmp_path: Path) -> None:

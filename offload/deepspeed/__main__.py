@@ -36,8 +36,10 @@ def main(arguments: Sequence[str]) -> None:
             sys.path[0] = os.getcwd()
             runpy.run_module(target, run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(target))
-            runpy.run_path(target, run_name="__main__")
+            # Absolute, as Python makes `__file__`: a script may change its folder and look beside itself afterwards.
+            script = os.path.abspath(target)
+            sys.path[0] = os.path.dirname(script)
+            runpy.run_path(script, run_name="__main__")
     except json.JSONDecodeError as error:
         check_comments(error)
         raise

@@ -16,7 +16,7 @@ from offload.deepspeed.parameters import mark
 from offload.deepspeed.runtime.engine import DeepSpeedEngine
 from offload.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from offload.deepspeed.utils.z3_leaf_module import z3_leaf_module
-from offload.engine.setup.initialize import chosen_config
+from offload.engine.setup.initialize import check_model_type, chosen_config
 from offload.engine.setup.initialize import initialize as _initialize
 
 logger = logging.getLogger("offload")
@@ -66,14 +66,14 @@ def initialize(
         ConfigError: if the config is wrong or does not fit the model, or accelerate counts other ranks.
         UsageError: if a keyword asks for what is not supported, or the model is under an engine already.
     """
-    content = content_of(chosen_config(args, config, config_params))
+    model, content = check_model_type(model), content_of(chosen_config(args, config, config_params))
     # Scripts ask torch.distributed for their rank behind this call, in a process that trains alone too.
     init_distributed(dist_init_required=dist_init_required)
     check_ranks()
-    leaves = [] if model is None else [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
+    leaves = [name for name, each in model.named_modules() if name and z3_leaf_module(each)]
     trains = optimizer is not None or content.get("optimizer") is not None
     content = of_a_script(content, leaves, trains)
-    if not trains and isinstance(model, nn.Module):
+    if not trains:
         load_config(content)  # raises before the model is changed
         _freeze(model)
     engine, used, loader, schedule = _initialize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -317,6 +318,9 @@ def _lines(output: Path | None, in_one_object: bool) -> Iterator[tuple[Callable[
         return
     if output.exists():
         raise ConfigError(f"{output} exists already; give --output another name, or delete the file")
+    # The file itself is made by the first line, hours after the start.
+    if not os.access(output.parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"{output} cannot be made: its folder does not exist, or you may not write to it")
     with contextlib.ExitStack() as opened:
         file: TextIO | None = None
 

@@ -280,7 +280,7 @@ def find(load_dir: str | os.PathLike[str], tag: Any, is_other: Callable[[Path], 
             (folder / name for name in (LATEST, LATEST_UNIVERSAL) if (folder / name).exists()), folder / LATEST
         )
         try:
-            tag, named = _read_latest(latest), f"{latest} names"
+            tag, named = _read_latest(latest, is_other), f"{latest} names"
         except FileNotFoundError:
             # No `latest`: the user may have named the checkpoint itself.
             if may_be_checkpoint(folder) or is_other(folder):
@@ -306,13 +306,13 @@ def _tags(folder: Path, is_other: Callable[[Path], bool]) -> list[str]:
     return [*checkpoints(folder), *sorted(each.name for each in folder.iterdir() if is_other(each))]
 
 
-def _read_latest(latest: Path) -> str:
-    """Returns the tag in the file `latest`; raises `StoreError` if it holds no valid tag."""
+def _read_latest(latest: Path, is_other: Callable[[Path], bool]) -> str:
+    """Returns the tag in the file `latest`; raises `StoreError` if it holds no valid tag. See `find`."""
     text = latest.read_text(encoding="utf-8").strip()
     try:
         return check_tag(text)
     except UsageError:
-        there = ", ".join(checkpoints(latest.parent)) or "none"
+        there = ", ".join(_tags(latest.parent, is_other)) or "none"
         raise StoreError(
             f"{latest} must contain the tag of a checkpoint, but contains {text[:100]!r}; give the tag of a "
             f"checkpoint in the folder: {there}"

@@ -164,7 +164,7 @@ class UnitViews:
         if self._pager.updates(saved.unit) != saved.updates:
             raise UsageError(
                 f"backward through a graph made before step(): the weights of "
-                f"{self._units[saved.unit].name} have changed since"
+                f"{self._units[saved.unit].name} have changed since, or sleep() has given them back"
             )
         return self._view(saved)
 

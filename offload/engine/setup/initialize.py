@@ -218,9 +218,14 @@ def _model_of(args: Any, model: Any) -> tuple[Any, nn.Module]:
     """Returns the namespace and the model, which may come first, in the place of DeepSpeed's `args`."""
     if model is None and isinstance(args, nn.Module):
         return None, args
+    return args, check_model_type(model)
+
+
+def check_model_type(model: Any) -> nn.Module:
+    """Returns `model`; raises `ConfigError` if it is no module."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"initialize expects model, a torch.nn.Module, got {type(model).__name__}")
-    return args, model
+    return model
 
 
 def chosen_config(

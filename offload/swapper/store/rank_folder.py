@@ -83,7 +83,9 @@ def lock_folders(folders: Sequence[Path]) -> list[Lock]:
 def _in_use(folder: Path, who: str) -> StoreError:
     """Returns the error for a folder that `who` holds."""
     end = "call destroy() on that engine of this process" if who == this_process() else "end that process"
-    return StoreError(f"{folder} is in use by {who}; {end}, or choose another run name")
+    return StoreError(
+        f'{folder} is in use by {who}; {end}, or give this run a name of its own by "run" in the "offload" block'
+    )
 
 
 def holder(folder: Path) -> str | None:

@@ -8,7 +8,7 @@ zero/optimizer_state.pt                           numbers of the optimizer's gro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         raise StoreError(f"{folder} contains no folder {PARAMETERS}/{lost[0]}: fetch all files of the checkpoint")
     check_whole(parameters, folder)
     moments = {state.value for each in parameters.values() for state in each.states if state is not State.WEIGHT}
+    _check_states(folder, parameters, moments)
     return contents_of(
         model,
         optimizer.get("loss_scaler"),
@@ -82,6 +83,16 @@ def read_universal(folder: Path, states: bool) -> SavedContents:
         groups=optimizer["param_groups"],
         moments=frozenset(moments),
     )
+
+
+def _check_states(folder: Path, parameters: Mapping[str, SavedParameter], moments: Set[str]) -> None:
+    """Raises `StoreError` if a parameter has some of the moments, and not all: one without a gradient has none."""
+    for name, each in parameters.items():
+        own = {state.value for state in each.states if state is not State.WEIGHT}
+        if own and (lost := sorted(moments - own)):
+            raise StoreError(
+                f"{folder / PARAMETERS / name} contains no {lost[0]}.pt: fetch all files of the checkpoint"
+            )
 
 
 def _parameter(folder: Path, shapes: Mapping[str, tuple[int, ...]], states: bool, steps: int) -> SavedParameter:
