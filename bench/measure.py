@@ -7,8 +7,6 @@ import json
 import multiprocessing
 import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,28 +15,14 @@ import torch
 
 import offload
 from offload import kernels
+from offload.bench.measure import in_turns, median_ratio, random_ids
+from offload.bench.measure import seconds_of as seconds
 from offload.presets import build
+
+__all__ = ["in_turns", "median_ratio", "random_ids", "seconds"]  # what other benchmarks take from here
 
 STEPS = 4
 """Steps of a turn: the update of the last one runs into the other engine's turn, so one would be too few."""
-
-
-def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
-
-
-def in_turns(one: Callable[[], object], other: Callable[[], object], rounds: int) -> tuple[list[float], list[float]]:
-    """Seconds of each, measured alternately after one round that does not count."""
-    one(), other()
-    pairs = [(seconds(one), seconds(other)) for _ in range(rounds)]
-    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-
-
-def median_ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios of paired measurements."""
-    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def settings_for(folder: Path, run: str, tier: str, **more: Any) -> dict[str, Any]:
@@ -71,10 +55,6 @@ def engine_of(model: str, settings: dict[str, Any]) -> offload.Engine:
     with offload.init(settings):
         made = build(model)
     return offload.initialize(model=made, config=settings)[0]
-
-
-def random_ids(shape: tuple[int, int], vocabulary: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
