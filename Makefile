@@ -7,7 +7,7 @@ NATIVE := $(wildcard offload/*/native/*.cpp offload/*/native/*.h)
 PACKAGES := $(wildcard offload/*/__init__.py offload/*/*/__init__.py)
 NATIVE_TESTS := $(wildcard $(foreach folder,native kernel_bits fake_cuda device/native,tests/$(folder)/*.cpp tests/$(folder)/*.h))
 
-.PHONY: help train test test-all test-avx2 device test-device test-gpu bench check format docs mutants sanitize
+.PHONY: help train test test-all test-avx2 device test-device test-gpu bench check format docs mutants storm sanitize
 # Tests at a time: more memory and more of the drive each. Three leave a third of two cores idle: tests wait for drives,
 # and for processes that they kill.
 JOBS ?= 4
@@ -81,6 +81,12 @@ docs: $(VENV)/.docs ## Build the documentation into site/, where every broken li
 
 mutants: $(VENV)/.dev ## Show that the tests notice faults put in on purpose
 	$(BIN)/python -m tests.mutants
+
+SEED ?= $(shell date +%s)
+MINUTES ?= 5
+
+storm: $(VENV)/.dev ## Run random trainings in random weather for MINUTES=5, from SEED on, beside the same in calm memory
+	$(BIN)/python -m tests.storm --seed $(SEED) --minutes $(MINUTES) --shrink 10
 
 sanitize: ## Run the native tests of I/O under sanitizers: addresses, undefined behaviour, threads
 	sh scripts/sanitize.sh

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import random
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,18 +13,17 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-import offload
 from offload.engine.gradients import small_gradients
-from offload.sizes import GIB, MIB, PAGE
+from offload.sizes import GIB, MIB
 from offload.swapper.memory.device import DeviceRoom
 from tests.support import models
 from tests.support.late_device import LateDevice, Ticks, use_device
+from tests.support.least_budget import budget
 from tests.support.oracle import (
     PLACEMENTS,
     Job,
     Result,
     assert_same,
-    room_for,
     run,
     small_pieces,
     start,
@@ -99,29 +97,11 @@ def draw(chance: random.Random) -> Plan:
     )
 
 
-def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
-    """The smallest budget that works, as the error says it."""
-    with pytest.raises(offload.BudgetError) as caught:
-        start(job, placement, folder, **{which: 1}, **options)
-    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
-    assert found is not None
-    return int(found[1])
-
-
-def budget(plan: Plan, which: str, above: float | None, folder: Path, **options: Any) -> dict[str, int]:
-    if above is None:
-        return {}
-    lowest = least(plan.job, plan.placement, folder, which, **options)
-    if which == "device_memory":
-        lowest += room_for(plan.job, 1)  # two units are in use at a time
-    return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}
-
-
 def carry_out(plan: Plan, seed: int, folder: Path, device: LateDevice) -> tuple[Result, bool]:
     """What came of it, and whether gradients were added up on the device."""
     options = dict(plan.options)
-    options |= budget(plan, "device_memory", plan.device, folder, **options)
-    options |= budget(plan, "host_memory", plan.host, folder, **options)
+    options |= budget(plan.job, plan.placement, "device_memory", plan.device, folder, **options)
+    options |= budget(plan.job, plan.placement, "host_memory", plan.host, folder, **options)
     engine = start(plan.job, plan.placement, folder, **options)
     try:
         with Ticks(device):

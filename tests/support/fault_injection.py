@@ -64,13 +64,17 @@ class LateQueue:
 
         def start() -> IoFuture:
             time.sleep(delay)
-            if self._fails(operation, file, offset):
-                raise IoError(str(file.path), offset, len(buffer), errno.EIO, operation)
-            future: IoFuture = getattr(self._inner, operation)(file, offset, buffer, checksum=True)
-            future.wait()
-            return future
+            return self._carry_out(operation, file, offset, buffer)
 
         return _Late(start, self._pool)
+
+    def _carry_out(self, operation: str, file: File, offset: int, buffer: memoryview) -> IoFuture:
+        """Runs a request to its end, on a thread of the pool."""
+        if self._fails(operation, file, offset):
+            raise IoError(str(file.path), offset, len(buffer), errno.EIO, operation)
+        future: IoFuture = getattr(self._inner, operation)(file, offset, buffer, checksum=True)
+        future.wait()
+        return future
 
     @property
     def read_bytes(self) -> int:

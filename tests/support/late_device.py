@@ -151,6 +151,19 @@ class LateDevice(Device):
     def allocate(self, nbytes: int) -> torch.Tensor:
         return self.memory.allocate(nbytes)
 
+    def give_back(self, memory: torch.Tensor, regions: Sequence[tuple[int, int]]) -> None:
+        self._synchronize()
+        super().give_back(memory, regions)
+
+    def take_back(self, memory: torch.Tensor) -> None:
+        super().take_back(memory)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Waits for all compute, as an accelerator does where it gives memory away or takes it again."""
+        with self.lock:
+            self.progress = self._clock
+
     def upload(self, destination: torch.Tensor, source: torch.Tensor, after: Sequence[Event] = ()) -> Event:
         return self._give("upload", destination, source, after)
 

@@ -1,0 +1,10 @@
+"""One storm over the whole engine: a random run in random weather, against the same run in calm memory.
+
+    plan      what is drawn from a seed: the model, its tiers and options, what the loop does, what the weather does
+    weather   drives that are late, fail, fill up or lose power, kills, Ctrl-C
+    life      one process of the run: it trains until it has ended, or the weather ends it
+    trial     the lives of a run, one after the other, and what must be true of what they wrote
+    shrink    the simplest plan that still fails
+
+`python -m tests.storm --minutes 5` draws one seed after the other; a failure prints the command that repeats it.
+"""

@@ -1,0 +1,284 @@
+"""One process of a storm's run: it goes on from the last commit, trains, and writes down what it has seen.
+
+Each line of `log.RANK.jsonl` is a list: what it is, the step, and values, which are often those of the calm run. A life
+ends with status 0 when the run has ended, with `FAILED` after an error of the library, else as the weather ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import gc
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+import offload
+from offload.errors import IoError, OffloadError
+from offload.layout import placement
+from offload.swapper.memory.host_arena import process_memory
+from tests.storm.plan import Plan
+from tests.storm.weather import Weather
+from tests.support.checkpointed import small_inputs_move
+from tests.support.least_budget import budget
+from tests.support.oracle import accumulated_step, small_pieces, start, train_step, weights_of
+from tests.support.rank_pool import meet
+
+FAILED = 3
+"""Exit status after an `OffloadError`."""
+
+
+class _PlannedError(Exception):
+    """An error of the user's own, in the middle of a step."""
+
+
+def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) -> None:
+    """Lives life `number` of a plan, as one of its ranks, and ends the process.
+
+    Args:
+        plan: the plan.
+        number: of the life; the last one has no fault.
+        folder: of the trial: logs, and a folder `runs` for the drives.
+        rank: this rank.
+        port: where ranks meet; without meaning for one rank.
+    """
+    stacks = (folder / f"stacks.{number}.{rank}").open("w")
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    if plan.ranks > 1:
+        meet(rank, plan.ranks, port)
+        dist.init_process_group("gloo")
+    log = _Log(folder / f"log.{rank}.jsonl", number)
+    patches = pytest.MonkeyPatch()
+    if plan.pieces:
+        small_pieces(patches)
+        patches.setattr(placement, "_WINDOW_NBYTES", 1 << 15)  # a unit of bf24 masters is padded to 4096 elements
+    small_inputs_move(patches)
+    weather = Weather(plan, number, folder / "runs", spared=rank != number % plan.ranks)
+    before = _held()
+    status = 0
+    try:
+        with weather.over(patches):
+            _train(plan, folder, log, weather, rank)
+    except (OffloadError, KeyboardInterrupt) as error:
+        status = FAILED
+        log("error", -1, type(error).__name__, str(error)[:500], _causes(error))
+    except BaseException:
+        status = 1
+        log("traceback", -1, traceback.format_exc()[-3000:])
+    gc.collect()
+    log("left", -1, [] if status else sorted(_held() - before))
+    if weather.device is not None:
+        log("broken", -1, sorted(set(weather.device.broken)))
+    sys.stdout.flush()
+    os._exit(status)  # threads of torch.distributed may wait for ranks that are gone
+
+
+class _Log:
+    """Lines of JSON, each written at once."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._file = path.open("a")
+        self._number = number
+
+    def __call__(self, what: str, step: int, *values: Any) -> None:
+        print(json.dumps([what, step, *values]), file=self._file, flush=True)
+
+
+def _causes(error: BaseException) -> list[str]:
+    """Returns the names of an error's causes."""
+    found, cause = [], error.__cause__ or error.__context__
+    while cause is not None:
+        found.append(f"{type(cause).__name__}: {str(cause)[:200]}")
+        cause = cause.__cause__ or cause.__context__
+    return found
+
+
+def is_of_the_drive(line: list[Any]) -> bool:
+    """Returns whether an error's line names a failed request, itself or as a cause."""
+    return any(IoError.__name__ in part or "StoreError" in part for part in [line[2], *line[4]])
+
+
+def _held() -> set[str]:
+    """Returns what a life must give back: threads that Python has started, open files, host memory."""
+    files = {f"file {each.path}" for each in psutil.Process().open_files() if "/runs/" in each.path}
+    ours = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
+    threads = {f"thread {each.name}" for each in ours if each.is_alive()}
+    memory = {f"{process_memory().needed_bytes} bytes"} if process_memory().needed_bytes else set()
+    return files | threads | memory
+
+
+# -- the loop -----------------------------------------------------------------------------------------
+
+
+def _options(plan: Plan, folder: Path) -> dict[str, Any]:
+    drives = [folder / "runs" / f"drive{index}" for index in range(plan.drives)]
+    for drive in drives:
+        drive.mkdir(parents=True, exist_ok=True)
+    return {**plan.options, "nvme_path": [str(drive) for drive in drives]}
+
+
+def _train(plan: Plan, folder: Path, log: _Log, weather: Weather, rank: int) -> None:
+    """Trains from the last commit to the last step."""
+    job, options = plan.job(), _options(plan, folder)
+    for which, above in (("device_memory", plan.device), ("host_memory", plan.host)):
+        options |= budget(job, plan.placement, which, above, folder / "runs", **options)
+    engine = start(job, plan.placement, folder / "runs", resume="auto", **options)
+    try:
+        log("begin", engine.global_steps)
+        asked = options.get("host_memory")
+        if asked is not None and engine.host_memory > asked:
+            log("traceback", -1, f"a host budget of {engine.host_memory} bytes where {asked} were asked for")
+        loop = _Loop(plan, folder, log, weather, engine, rank)
+        while engine.global_steps < plan.steps:
+            loop.step()
+        weights = weights_of(engine)
+        weights.pop("calls", None)  # a counter of forwards, also of those that failed
+        log("weights", plan.steps, {name: _sum(value) for name, value in sorted(weights.items())})
+    finally:
+        engine.destroy()
+
+
+def _sum(value: torch.Tensor) -> int:
+    return zlib.crc32(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+
+
+class _Loop:
+    """The training loop of a user who looks, edits, saves, loads and errs."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, log: _Log, weather: Weather, engine: offload.Engine, rank: int
+    ) -> None:
+        self._plan, self._folder, self._log, self._weather = plan, folder, log, weather
+        self._engine, self._rank, self._job = engine, rank, plan.job()
+        self._done: set[tuple[int, str]] = set()
+        """Deeds that are done once in a life."""
+
+    def step(self) -> None:
+        """Does what the plan has for the next step, and trains it; an error of the user's own begins it again."""
+        step = self._engine.global_steps
+        try:
+            for deed in self._plan.deeds:
+                if deed.step == step:
+                    self._weather.tick()
+                    self._do(deed.what, step)
+                if self._engine.global_steps != step:  # a load: the deeds of that step come first
+                    return
+            with self._errors(step):
+                by = train_step if self._plan.options.get("schedule") is None else accumulated_step
+                loss = by(self._engine, self._job, step)
+            self._log("step", step, loss, self._engine.get_global_grad_norm())
+            self._weather.tick()
+        except (_PlannedError, KeyboardInterrupt):
+            self._engine.zero_grad()
+
+    def _once(self, step: int, what: str) -> bool:
+        """Returns True the first time that a deed is asked for in this life."""
+        first = (step, what) not in self._done
+        self._done.add((step, what))
+        return first
+
+    def _do(self, what: str, step: int) -> None:
+        engine = self._engine
+        if what == "evaluate":
+            engine.eval()
+            with torch.no_grad():
+                loss = float(self._job.loss(engine, 1_000 + step, 0))
+            engine.train()
+            self._log("evaluate", step, loss)
+        elif what == "look":
+            self._log("look", step, self._looked(step))
+        elif what == "edit":
+            _, parameter = self._parameter(step)
+            value = offload.safe_get_full_fp32_param(parameter)
+            assert value is not None
+            offload.safe_set_full_fp32_param(parameter, torch.full_like(value, 0.01 * (step + 1)))
+        elif what == "save":
+            engine.save_checkpoint(self._folder / "saved", tag=f"step{step}")
+        elif what == "load":
+            self._load(step)
+        elif what == "state_dict":
+            engine.state_dict()
+        elif what == "cache":
+            engine.empty_partition_cache()
+        elif what == "sleep":
+            engine.sleep(host=step % 2 == 0)
+            engine.wake()
+        elif what == "forward alone" and self._once(step, what):
+            self._job.loss(engine, step, 0)
+
+    def _parameter(self, step: int) -> tuple[str, Any]:
+        """Returns a trainable parameter that the step chooses."""
+        named = [(name, p) for name, p in self._engine.module.named_parameters() if p.requires_grad]
+        return named[(7 * step) % len(named)]
+
+    def _looked(self, step: int) -> dict[str, int]:
+        name, parameter = self._parameter(step)
+        value = offload.safe_get_full_fp32_param(parameter)
+        assert value is not None
+        return {name: _sum(value)}
+
+    def _load(self, step: int) -> None:
+        """Goes back to an earlier checkpoint, once in a run."""
+        marker = self._folder / f"loaded.{step}"
+        saved = [deed.step for deed in self._plan.deeds if deed.what == "save" and deed.step < step]
+        if marker.exists() or not saved:
+            return
+        self._log("loading", saved[-1])
+        self._engine.load_checkpoint(self._folder / "saved", tag=f"step{saved[-1]}")
+        marker.touch()
+        self._log("begin", self._engine.global_steps)
+
+    @contextlib.contextmanager
+    def _errors(self, step: int) -> Iterator[None]:
+        """Lets a step fail once, in the forward, in the backward or behind it, where the plan says so."""
+        wanted = [d.what for d in self._plan.deeds if d.step == step and d.what.startswith("raise")]
+        wanted = [what for what in wanted if self._once(step, what)][:1]
+        if not wanted:
+            yield
+            return
+        layers = [m for m in self._engine.module.modules() if isinstance(m, torch.nn.Linear | torch.nn.LayerNorm)]
+        middle = layers[len(layers) // 2]
+        if wanted == ["raise before step"]:
+            with _replaced(self._engine, "step", _raise):
+                yield
+            return
+        hook = _raise if wanted == ["raise in forward"] else _raise_in_backward
+        handle = middle.register_forward_hook(hook)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _raise(*_: Any) -> None:
+    raise _PlannedError
+
+
+def _raise_in_backward(_module: Any, _arguments: Any, output: torch.Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(_raise)
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        delattr(owner, name)

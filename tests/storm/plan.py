@@ -1,0 +1,248 @@
+"""What a storm draws from a seed. A plan is data: it prints as what makes it again, and `simpler` takes parts away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import models
+from tests.support.matrix_models import Words
+from tests.support.oracle import PLACEMENTS, Job
+from tests.support.rank_jobs import language_rows_loss, rows_loss
+
+# -- models -------------------------------------------------------------------------------------------
+
+
+class Recomputed(models.Mixture):
+    """A mixture whose blocks run again in the backward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
+        return self.head(hidden)
+
+
+class _Model(NamedTuple):
+    """A model of the storm, and what can be done with it."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[Any, int, int], torch.Tensor]
+    optimizers: tuple[str, ...]
+    layer_major: bool = False
+
+
+_ELEMENTWISE = ("AdamW", "AdamW", "AdamW", "Adam", "Lion", "Lamb", "Adagrad", "SGD", "torch.optim.RMSprop")
+MODELS = {
+    "gpt2": _Model(models.gpt2, language_rows_loss, _ELEMENTWISE, layer_major=True),
+    "dropout": _Model(models.gpt2_dropout, language_rows_loss, _ELEMENTWISE, layer_major=True),
+    "llama": _Model(models.llama, language_rows_loss, _ELEMENTWISE, layer_major=True),
+    "mixtral": _Model(models.mixtral, language_rows_loss, _ELEMENTWISE, layer_major=True),
+    "tied, frozen and unused": _Model(models.Mixture, rows_loss, _ELEMENTWISE),
+    "recomputation": _Model(Recomputed, rows_loss, _ELEMENTWISE),
+    "adapters": _Model(models.lora, language_rows_loss, ("AdamW",)),
+    "matrices": _Model(Words, rows_loss, ("Muon", "SinkGD", "AdamW")),
+}
+_RATES = {"Lion": 1e-4, "Lamb": 1e-2, "Adagrad": 1e-2, "SGD": 0.05, "Muon": 2e-2}
+_PARAMS: dict[str, tuple[tuple[str, Any], ...]] = {"SGD": (("momentum", 0.9),), "Muon": (("adam_lr", 3e-3),)}
+_KERNELS = ("AdamW", "Adam", "Lion", "Lamb", "Adagrad", "SGD")
+"""Optimizers whose moments have narrow forms."""
+
+
+def seeded(plan: Plan, model: Any, step: int, micro: int) -> torch.Tensor:
+    """Returns a loss that depends on weights, step and micro-batch alone, however often the step is begun."""
+    torch.manual_seed(1_000 * step + micro)
+    return MODELS[plan.model].loss(model, step, micro)
+
+
+# -- the plan -----------------------------------------------------------------------------------------
+
+
+class Deed(NamedTuple):
+    """Something that the loop does in a step, beside training."""
+
+    step: int
+    what: str
+
+
+CALM = ("evaluate", "look", "edit", "save", "state_dict", "cache", "sleep")
+"""Done between two steps. Edits are values that depend on the step alone, so they may be done again."""
+WILD = ("load", "raise in forward", "raise in backward", "raise before step", "forward alone")
+"""Done once in a life, or once in a run; the step that an error has ended is begun again."""
+
+
+class Fault(NamedTuple):
+    """What ends or disturbs a life."""
+
+    what: str
+    """"kill", "power", "error", "full" or "interrupt"."""
+    after: int
+    """Requests to drives, and deeds of the loop, before it."""
+    delay: float = 0.0
+    """Seconds from there on."""
+
+
+class Plan(NamedTuple):
+    """A run and its weather."""
+
+    seed: int
+    model: str
+    dtype: str
+    optimizer: str
+    steps: int
+    accumulation: int
+    clip: float
+    placement: tuple[str, str]
+    options: dict[str, Any]
+    """Of the block "offload"; those that change bits are those of the calm run too."""
+    host: float | None = None
+    """How far the host budget is above the least, in times of it; None for the default."""
+    device: float | None = None
+    """The same of the device's budget."""
+    drives: int = 1
+    ranks: int = 1
+    pieces: bool = False
+    """Whether gradients, tiles and what streams come in tiny pieces."""
+    late_io: float = 0.0
+    """Seconds by which a request is late at most."""
+    late_device: float | None = None
+    """The chance that a copy is not carried out when it could be; None for a device without streams."""
+    deeds: tuple[Deed, ...] = ()
+    faults: tuple[Fault, ...] = ()
+    """One for each life but the last."""
+
+    def job(self) -> Job:
+        """Returns what is trained."""
+        return Job(
+            MODELS[self.model].make,
+            lambda model, step, micro: seeded(self, model, step, micro),
+            steps=self.steps,
+            accumulation=self.accumulation,
+            lr=_RATES.get(self.optimizer, 1e-3),
+            clip=self.clip,
+            dtype=self.dtype,
+            optimizer=self.optimizer,
+            params=_PARAMS.get(self.optimizer, ()),
+        )
+
+    def calm(self) -> Plan:
+        """Returns the run that must have the same bits: all in memory, nothing late, nothing wrong.
+
+        It has the same pieces, since the squares of a norm are added up piece by piece.
+        """
+        kept = {key: value for key, value in self.options.items() if key in ("moments", "master")}
+        return self._replace(
+            placement=("none", "none"),
+            options={**kept, "schedule": "micro_batch_major"},
+            host=None,
+            device=None,
+            drives=1,
+            late_io=0.0,
+            late_device=None,
+            deeds=tuple(deed for deed in self.deeds if deed.what in ("evaluate", "look", "edit")),
+            faults=(),
+        )
+
+
+def draw(seed: int) -> Plan:
+    """Returns the plan of a seed."""
+    chance = random.Random(seed)
+    name = chance.choice(list(MODELS))
+    model = MODELS[name]
+    optimizer = chance.choice(model.optimizers)
+    dtype = chance.choice(["fp32", "bf16", "bf16", "fp16"])
+    ranks = chance.choice([1, 1, 1, 1, 2])
+    accumulation = chance.choice([1, 1, 2, 3])
+    steps = chance.randint(3, 7)
+    faults = tuple(_fault(chance, ranks) for _ in range(chance.choice([0, 1, 1, 2, 3])))
+    budgets = [None, None, 0.0, 0.2, 1.0] if ranks == 1 else [None]
+    late_device = chance.choice([None, 0.5, 0.9, 1.0]) if ranks == 1 else None
+    placement = chance.choice([*PLACEMENTS, ("nvme", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")])
+    options = _options(chance, model, optimizer, dtype)
+    if options["durability"] == {"every": 2} and "nvme" not in placement:
+        options["durability"] = "step"
+    # The late device knows neither threads of micro-batches nor recomputation by hooks, nor products in an update.
+    one_thread = not model.layer_major or (options["schedule"] == "micro_batch_major" and "activations" not in options)
+    if not one_thread or optimizer not in _KERNELS:
+        late_device = None
+    return Plan(
+        seed=seed,
+        model=name,
+        dtype=dtype,
+        optimizer=optimizer,
+        steps=steps,
+        accumulation=accumulation,
+        clip=chance.choice([0.0, 0.3, 1.0]),
+        placement=placement,
+        options=options,
+        host=chance.choice(budgets),
+        device=chance.choice([*budgets, *([5.0] if ranks == 1 else [])]),
+        drives=chance.choice([1, 1, 2]),
+        ranks=ranks,
+        pieces=chance.random() < 0.5,
+        late_io=chance.choice([0.0, 0.001, 0.005]),
+        late_device=late_device,
+        deeds=tuple(sorted(_deed(chance, steps, ranks) for _ in range(chance.randint(0, 5)))),
+        faults=faults,
+    )
+
+
+def _fault(chance: random.Random, ranks: int) -> Fault:
+    kinds = ["kill", "kill", "power", "error", "full", "interrupt"] if ranks == 1 else ["kill", "error", "interrupt"]
+    return Fault(chance.choice(kinds), int(10 ** chance.uniform(0, 2.7)), chance.choice([0.0, 0.0, 0.003]))
+
+
+def _deed(chance: random.Random, steps: int, ranks: int) -> Deed:
+    kinds = [*CALM, *WILD] if ranks == 1 else [*CALM, *WILD[1:]]  # ranks would have to share that a load was done
+    return Deed(chance.randrange(steps), chance.choice(kinds))
+
+
+def _options(chance: random.Random, model: _Model, optimizer: str, dtype: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"durability": chance.choice(["auto", "step", "step", "none", {"every": 2}])}
+    if model.layer_major:
+        options["schedule"] = chance.choice(["micro_batch_major", "layer_major", "auto"])
+        options["activations"] = chance.choice([None, None, "device", "cpu", "nvme", "auto"])
+    if optimizer in _KERNELS:
+        options["speculate"] = chance.choice([True, False, "auto"])
+        options["moments"] = chance.choice([None, None, "bf16", "int8"])
+        if dtype == "bf16":
+            options["master"] = chance.choice(["fp32", "fp32", "bf24"])
+    return {key: value for key, value in options.items() if value is not None}
+
+
+# -- simpler plans ------------------------------------------------------------------------------------
+
+
+def simpler(plan: Plan) -> Iterator[Plan]:
+    """Yields plans with one thing less, those first that take the most away."""
+    for index in range(len(plan.faults)):
+        yield plan._replace(faults=plan.faults[:index] + plan.faults[index + 1 :])
+    for index in range(len(plan.deeds)):
+        yield plan._replace(deeds=plan.deeds[:index] + plan.deeds[index + 1 :])
+    plain: dict[str, Any] = {
+        "ranks": 1,
+        "late_device": None,
+        "late_io": 0.0,
+        "pieces": False,
+        "drives": 1,
+        "host": None,
+        "device": None,
+        "accumulation": 1,
+        "dtype": "fp32",
+        "clip": 0.0,
+        "model": "gpt2",
+        "optimizer": "AdamW",
+    }
+    for name, value in plain.items():
+        if getattr(plan, name) != value:
+            yield plan._replace(**{name: value})
+    for key in plan.options:
+        yield plan._replace(options={name: value for name, value in plan.options.items() if name != key})
+    last = max((deed.step for deed in plan.deeds), default=0)
+    if plan.steps > max(2, last + 1):
+        yield plan._replace(steps=plan.steps - 1)

@@ -1,0 +1,188 @@
+"""A trial: the lives of a run one after the other, and what must be true of what they have written.
+
+nothing is lost      losses, norms, evaluations, looks and final weights have the bits of the calm run, however often a
+                     step was done; a life begins at most one commit before the last step that had ended
+nothing is leaked    a life that ends by itself gives back its threads, files and memory
+nothing is silent    a life that ends otherwise was killed, or raises an error that names the request that failed
+nothing waits        a life ends within `PATIENCE` seconds
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.storm.life import FAILED, is_of_the_drive, live
+from tests.storm.plan import Plan
+from tests.storm.weather import IMAGE
+from tests.support.oracle import processes
+from tests.support.power_cut import put
+from tests.support.rank_pool import free_port
+
+PATIENCE = 240
+"""Seconds of one life."""
+
+Line = list[Any]
+
+
+class Life(NamedTuple):
+    """How one life ended: for each rank its exit status (None: it never ended) and its lines."""
+
+    statuses: tuple[int | None, ...]
+    lines: tuple[list[Line], ...]
+
+
+def run(plan: Plan, folder: Path) -> list[str]:
+    """Carries out a plan in an empty folder, and returns what was wrong."""
+    calm = _lives(plan.calm(), folder / "calm")
+    if calm[-1].statuses != (0,) * plan.ranks:
+        return [f"the calm run: {_told(calm[-1])}"]
+    return faults(plan, calm[-1].lines, _lives(plan, folder / "storm"))
+
+
+def _lives(plan: Plan, folder: Path) -> list[Life]:
+    """Runs the lives of a plan until one ends with 0, or ends as no weather can end it."""
+    lives = []
+    folder.mkdir(parents=True)
+    for number in range(len(plan.faults) + 1):
+        lives.append(_live(plan, number, folder))
+        if (folder / IMAGE).exists():
+            shutil.rmtree(folder / "runs")
+            put(pickle.loads((folder / IMAGE).read_bytes()), folder / "runs")
+            (folder / IMAGE).unlink()
+        if any(status not in (FAILED, -signal.SIGKILL) for status in lives[-1].statuses):
+            break
+    return lives
+
+
+def _live(plan: Plan, number: int, folder: Path) -> Life:
+    logs = [folder / f"log.{rank}.jsonl" for rank in range(plan.ranks)]
+    seen = [log.stat().st_size if log.exists() else 0 for log in logs]
+    port = free_port() if plan.ranks > 1 else 0
+    lives = [processes().Process(target=live, args=(plan, number, folder, rank, port)) for rank in range(plan.ranks)]
+    for each in lives:
+        each.start()
+    deadline = time.monotonic() + PATIENCE
+    statuses = []
+    for each in lives:
+        each.join(max(0.0, deadline - time.monotonic()))
+        statuses.append(each.exitcode)
+    for each in lives:
+        if each.exitcode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(each.pid or 0, signal.SIGUSR1)  # it writes down where its threads are
+            time.sleep(1)
+            each.kill()
+            each.join()
+    return Life(tuple(statuses), tuple(_read(log, start) for log, start in zip(logs, seen, strict=True)))
+
+
+def _read(log: Path, start: int) -> list[Line]:
+    if not log.exists():
+        return []
+    # A kill may leave the last line cut off.
+    lines = log.read_bytes()[start:].split(b"\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+# -- what must be true --------------------------------------------------------------------------------
+
+
+def faults(plan: Plan, calm: Sequence[list[Line]], lives: Sequence[Life]) -> list[str]:
+    """Returns what is wrong in the lives of a plan, of which the last should have ended the run."""
+    found = []
+    for rank in range(plan.ranks):
+        expected = {(line[0], line[1]): line[2:] for line in calm[rank] if line[0] in _COMPARED}
+        found += [f"rank {rank}, {words}" for words in _wrong_bits(expected, lives, rank)]
+        found += [f"rank {rank}, {words}" for words in _lost_steps(plan, lives, rank)]
+    for number, life in enumerate(lives):
+        found += [f"life {number}: {words}" for words in _wrong_end(plan, number, life)]
+    if lives[-1].statuses != (0,) * plan.ranks:
+        found.append(f"the last life did not end the run: {_told(lives[-1])}")
+    return found
+
+
+_COMPARED = ("step", "evaluate", "look", "weights")
+
+
+def _wrong_bits(expected: dict[tuple[str, int], list[Any]], lives: Sequence[Life], rank: int) -> Iterator[str]:
+    for number, life in enumerate(lives):
+        for line in life.lines[rank]:
+            what, step, *values = line
+            if what not in _COMPARED:
+                continue
+            # A look or an evaluation in the middle of a step that is done again is one of that step.
+            if expected.get((what, step)) != values:
+                calm = expected.get((what, step))
+                yield f"life {number}: {what} of step {step} is {_brief(values, calm)}"
+
+
+def _brief(values: list[Any], calm: list[Any] | None) -> str:
+    if calm and isinstance(values[0], dict):
+        names = [name for name, value in values[0].items() if calm[0].get(name) != value]
+        return f"otherwise in {', '.join(names)}"
+    return f"{values} in place of {calm}"
+
+
+def _lost_steps(plan: Plan, lives: Sequence[Life], rank: int) -> Iterator[str]:
+    """Compares where each life begins with the last step that had ended before."""
+    done, back = 0, _allowed(plan)
+    for number, life in enumerate(lives):
+        for what, step, *_ in life.lines[rank]:
+            if what == "begin":
+                if back is not None and step < done - back:
+                    yield f"life {number}: begins after step {step}, though {done} steps had ended"
+                done = step
+            elif what == "step":
+                done = max(done, step + 1)
+            elif what == "loading":
+                done = min(done, step)
+
+
+def _allowed(plan: Plan) -> int | None:
+    """Returns how many steps a kill may take; None where nothing is promised."""
+    durability = plan.options.get("durability", "auto")
+    if durability == "step" or (durability == "auto" and plan.placement == ("nvme", "nvme")):
+        return 1
+    if isinstance(durability, dict):
+        return int(durability["every"]) + 1
+    return None
+
+
+def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
+    what = plan.faults[number].what if number < len(plan.faults) else "nothing"
+    for rank, (status, lines) in enumerate(zip(life.statuses, life.lines, strict=True)):
+        for name, _, *values in lines:
+            if name == "left" and values[0]:
+                yield f"rank {rank} left {values[0]}"
+            if name == "broken" and values[0]:
+                yield f"the device: {values[0]}"
+            if name == "traceback":
+                yield values[0]
+        errors = [line for line in lines if line[0] == "error"]
+        others = plan.ranks > 1  # of a rank that is lost the others say so
+        if status is None:
+            yield f"rank {rank} had not ended after {PATIENCE} s, see stacks.{number}.{rank}"
+        elif status == -signal.SIGKILL and what not in ("kill", "power"):
+            yield f"rank {rank} was killed in a life of {what}"
+        elif status == FAILED and what == "nothing":
+            yield f"rank {rank} failed in calm weather: {errors}"
+        elif status == FAILED and what in ("error", "full") and not others and not is_of_the_drive(errors[0]):
+            yield f"rank {rank} does not name the request that failed: {errors}"
+        elif status == FAILED and what in ("kill", "power") and not others:
+            yield f"rank {rank} failed though nothing had failed: {errors}"
+        elif status not in (0, FAILED, -signal.SIGKILL):
+            yield f"rank {rank} ended with {status}"
+
+
+def _told(life: Life) -> str:
+    told = [line for lines in life.lines for line in lines if line[0] in ("error", "traceback")]
+    return f"statuses {life.statuses}, {told}"

@@ -1,0 +1,34 @@
+"""The least budget that works, as the error of a single byte names it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import offload
+from offload.sizes import PAGE
+from tests.support.oracle import Job, room_for, start
+
+
+def least(job: Job, placement: tuple[str, str], folder: Path, which: str, **options: Any) -> int:
+    """Returns the smallest `which`, "host_memory" or "device_memory", that works; nothing is made in `folder`."""
+    with pytest.raises(offload.BudgetError) as caught:
+        start(job, placement, folder, **{which: 1}, **options)
+    found = re.search(r"the least that works is [^(]*\((\d+) bytes\)", str(caught.value))
+    assert found is not None
+    return int(found[1])
+
+
+def budget(
+    job: Job, placement: tuple[str, str], which: str, above: float | None, folder: Path, **options: Any
+) -> dict[str, int]:
+    """Returns an option: the budget `which`, `above` times the least above it; none if `above` is None."""
+    if above is None:
+        return {}
+    lowest = least(job, placement, folder, which, **options)
+    if which == "device_memory":
+        lowest += room_for(job, 1)  # two units are in use at a time
+    return {which: int(lowest * (1 + above)) // PAGE * PAGE + PAGE}

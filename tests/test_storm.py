@@ -1,0 +1,88 @@
+"""Random runs in random weather lose nothing, and a storm notices what it promises to notice."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.storm import trial
+from tests.storm.life import FAILED
+from tests.storm.plan import Fault, Plan, draw, simpler
+from tests.storm.trial import Life, faults
+
+KILLED = -signal.SIGKILL
+PLAN = draw(0)._replace(
+    ranks=1, steps=2, placement=("nvme", "nvme"), options={"durability": "step"}, faults=(Fault("kill", 5),)
+)
+CALM = [
+    [["begin", 0], ["step", 0, 3.0, 1.0], ["step", 1, 2.0, 1.0], ["weights", 2, {"a": 7, "b": 8}], ["left", -1, []]]
+]
+
+
+def verdict(
+    first: list[Any], second: list[Any], statuses: tuple[int | None, int] = (KILLED, 0), plan: Plan = PLAN
+) -> list[str]:
+    """What is wrong in a run of two lives, of these lines and statuses."""
+    return faults(plan, CALM, [Life((statuses[0],), (first,)), Life((statuses[1],), (second,))])
+
+
+@pytest.mark.parametrize("seed", [209, 364])
+def test_a_storm_loses_nothing(seed: int, tmp_path: Path) -> None:
+    assert trial.run(draw(seed), tmp_path / "storm") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1000, 1100))
+def test_a_hundred_storms_lose_nothing(seed: int, tmp_path: Path) -> None:
+    assert trial.run(draw(seed), tmp_path / "storm") == []
+
+
+def test_a_run_that_was_killed_and_went_on_is_right() -> None:
+    assert verdict(CALM[0][:2], CALM[0]) == []
+    assert verdict(CALM[0][:2], [["begin", 1], *CALM[0][2:]]) == []
+
+
+def test_what_is_lost_is_told() -> None:
+    assert "though 2 steps had ended" in verdict(CALM[0][:3], CALM[0])[0]
+    every = PLAN._replace(options={"durability": {"every": 2}})
+    assert verdict(CALM[0][:3], CALM[0], plan=every) == []
+
+
+def test_wrong_bits_are_told() -> None:
+    assert (
+        "step of step 1 is [2.5, 1.0] in place of [2.0, 1.0]"
+        in verdict(CALM[0][:2], [["begin", 1], ["step", 1, 2.5, 1.0], *CALM[0][3:]])[0]
+    )
+    wrong = [["begin", 1], CALM[0][2], ["weights", 2, {"a": 7, "b": 9}], CALM[0][4]]
+    assert "weights of step 2 is otherwise in b" in verdict(CALM[0][:2], wrong)[0]
+
+
+def test_what_a_life_has_left_is_told() -> None:
+    assert "left ['thread x']" in verdict(CALM[0][:2], [*CALM[0][:4], ["left", -1, ["thread x"]]])[0]
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "line", "words"),
+    [
+        ("kill", FAILED, ["error", -1, "EngineFailed", "stopped", []], "failed though nothing had failed"),
+        ("error", FAILED, ["error", -1, "EngineFailed", "stopped", []], "does not name the request that failed"),
+        ("error", KILLED, ["begin", 0], "was killed in a life of error"),
+        ("kill", 1, ["traceback", -1, "AssertionError"], "AssertionError"),
+        ("kill", None, ["begin", 0], "had not ended after"),
+    ],
+)
+def test_an_end_that_no_weather_explains_is_told(fault: str, status: int | None, line: list[Any], words: str) -> None:
+    found = verdict([line], CALM[0], (status, 0), PLAN._replace(faults=(Fault(fault, 5),)))
+    assert any(words in each for each in found), found
+
+
+def test_a_seed_is_a_plan_and_simpler_plans_end() -> None:
+    plan = draw(11)
+    assert plan == draw(11) and plan != draw(12)
+    length = 0
+    while (plan := next(simpler(plan), plan)) and next(simpler(plan), None) is not None:  # type: ignore[truthy-bool]
+        length += 1
+    assert (plan.faults, plan.deeds, plan.options, plan.model) == ((), (), {}, "gpt2") and length > 5
