@@ -24,10 +24,10 @@ from offload.planner.activations import budgets
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware, described, find_gpu, parse_drive
 from offload.planner.model_shape import Shape, from_count, from_name
-from offload.planner.report.text import verdict
+from offload.planner.report.text import Asked, lines, verdict
 from offload.planner.step_time import passes, step_order
 from offload.planner.step_time import prediction as timing
-from offload.sizes import GIB, MIB, format_count, parse_size
+from offload.sizes import GIB, MIB, format_count, format_size, parse_size
 
 MACHINE = ("--gpu", "24GB", "--ram", "64GB", "--drive", "7GB/s,4GB/s")
 COUNT = ("--parameters", "13B", "--layers", "10")
@@ -93,6 +93,18 @@ def test_the_first_line_is_the_verdict(shape: Shape) -> None:
     assert verdict(planned, advice.Advice((), 0)).endswith("; no change that was tried is more than 5 % faster")
 
 
+@pytest.mark.parametrize(
+    ("host_memory", "why"),
+    [(None, 'without "host_memory" a budget is at most 80%'), (8 * GIB, '"host_memory" of the config is 8.0 GiB')],
+)
+def test_ram_that_stays_free_beside_gradients_on_disk_has_a_reason(host_memory: int | None, why: str) -> None:
+    machine = described("RTX 4090", 16 * GIB, [parse_drive("7GB/s,4GB/s")])
+    planned = plan(from_count(13 * 10**9, 10, 128), machine, Load(1), host_memory=host_memory)
+    spare = f"{format_size(machine.ram - planned.host_peak)} of RAM stay free beside "
+    (line,) = [each for each in lines(planned, advice.Advice((), 0), Asked()) if spare in each]
+    assert f"{format_size(planned.memory.spilled)} of gradients on disk: {why}" in line
+
+
 def test_drives_too_small_for_the_swap_files_are_named(shape: Shape) -> None:
     # One slot of 145.3 GiB, and 100 GB are 93.1.
     small = described("RTX 4090", 64 * GIB, [parse_drive("7GB/s,4GB/s,100GB")])
@@ -103,7 +115,14 @@ def test_drives_too_small_for_the_swap_files_are_named(shape: Shape) -> None:
 def test_hardware_descriptions_are_parsed() -> None:
     done = run(*COUNT, *MACHINE, "--tokens", "1B", "--tbw", "1200TB")
     assert done.exit_code == 0, done.output
-    for message in ("weights on", "tiles of the optimizer", "minimum", "NVMe limits", "what to change first"):
+    for message in (
+        "weights on",
+        "buffers of the optimizer",
+        "low bits of masters",
+        "minimum",
+        "NVMe limits",
+        "what to change first",
+    ):
         assert message in done.stdout
     assert "assumed:" in done.stdout and "1B tokens take" in done.stdout and "rated 1200 TB" in done.stdout
 
@@ -114,7 +133,7 @@ def test_help_has_an_example() -> None:
         assert done.exit_code == 0 and f"Example: offload {command}" in done.stdout
 
 
-@pytest.mark.sample(11)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -123,6 +142,7 @@ def test_help_has_an_example() -> None:
         ((*MACHINE, "--parameters", "13B"), "expected a model"),
         ((*MACHINE, *COUNT, "--model", "llama-1b"), "not both"),
         ((*MACHINE, "--model", "lama-1b"), "did you mean llama-1b"),
+        ((*MACHINE, "--model", "owner/name-8B"), "hf download owner/name-8B config.json --local-dir name-8B"),
         ((*COUNT, "--gpu", "9000XT"), "there is no GPU"),
         ((*COUNT, "--gpu", "24GB", "--drive", "fast"), "expected a drive"),
         ((*COUNT, "--gpu", "24GB", "--drive", "7,4"), "expected a drive"),

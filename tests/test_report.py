@@ -127,6 +127,17 @@ def test_the_first_step_of_a_process_is_in_no_median(log: Path) -> None:
     assert found["read_bytes"] == {"total": 30 * 2**30, "median": 3 * 2**30} and found["bound_by"] == "compute"
 
 
+def test_the_page_begins_with_what_a_step_is_bound_by_and_what_to_change(log: Path) -> None:
+    text = page(read_log(log), figures(read_log(log)), None)
+    top, _, rest = text.partition('<dl class="tiles">')
+    assert "Bound by <b>compute</b>, 40% of a step: forward and backward." in top
+    assert "To be faster: a faster device" in top and "To be faster" not in rest
+    assert "<figcaption>Tokens a second</figcaption>" in rest
+    charts = re.findall(r"<figure data-chart.*?</figure>", rest, re.DOTALL)
+    assert len(charts) > 8 and all(">step</text>" in each for each in charts), "each chart names its axis"
+    assert "<td></td>" not in rest, "each row of a table is complete"
+
+
 def test_a_drive_is_foreseen_to_the_last_step_of_the_run(log: Path) -> None:
     (drive,) = figures(read_log(log))["drives"]
     assert drive == {

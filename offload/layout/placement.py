@@ -48,7 +48,7 @@ _WINDOW_NBYTES = 32 * MIB
 """Bytes of the largest host buffer of a gradient that spills."""
 _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
-_HOST_SHARE = 0.8
+HOST_SHARE = 0.8
 """Fraction of the free host memory that the default budget takes."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
@@ -165,7 +165,7 @@ def place(parts: Partitions, mode: Mode, request: PlacementRequest, machine: Mac
     Raises:
         BudgetError: a budget is too small (the message names the smallest that works), or exceeds the free memory.
     """
-    budget = int(_HOST_SHARE * machine.free_host)
+    budget = int(HOST_SHARE * machine.free_host)
     # All engines of the process share an explicit host budget.
     if request.host_memory is not None:
         budget = max(request.host_memory - machine.other_engines, 0) // PAGE * PAGE

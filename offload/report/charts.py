@@ -21,8 +21,8 @@ from offload.sizes import count_of
 POINTS = 240
 """Most points that a chart shows."""
 # Coordinates of the SVG's view box. The page scales charts, so these are not pixels.
-_WIDTH, _HEIGHT = 400, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 26
+_WIDTH, _HEIGHT = 400, 204
+_LEFT, _RIGHT, _TOP, _BOTTOM = 50, 12, 10, 40
 
 Values = Sequence[float | None]
 
@@ -148,7 +148,7 @@ class _Axes:
         return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
 
     def frame(self) -> str:
-        """Returns the SVG of grid lines at round values, and of step labels below."""
+        """Returns the SVG of grid lines at round values, and below of step labels and the name of their axis."""
         parts = []
         for mark in self.marks:
             y = self.y(mark)
@@ -161,7 +161,10 @@ class _Axes:
             # A label at the right end would be cut off, so its end is aligned instead of its middle.
             side = "end" if x > _WIDTH - _RIGHT - 20 else "middle"
             at = min(x + 8, _WIDTH) if side == "end" else x
-            parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 8}" text-anchor="{side}">{mark:,}</text>')
+            parts.append(f'<text class="tick" x="{at:.1f}" y="{_HEIGHT - 22}" text-anchor="{side}">{mark:,}</text>')
+        # The axis of values is named by the title, which contains the unit.
+        middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        parts.append(f'<text class="tick" x="{middle:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">step</text>')
         return "".join(parts)
 
     def resumed(self, steps: Sequence[int]) -> str:

@@ -63,12 +63,21 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of a section. `bound_by` and `advice` stand above the table of a step's phases; others have neither."""
+    """A table of a section."""
 
     head: tuple[str, ...]
     rows: tuple[Row, ...]
-    bound_by: str = ""
-    advice: str = ""
+
+
+class Verdict(NamedTuple):
+    """The first lines of the page: what a step is bound by, and what to change."""
+
+    bound_by: str
+    """A key of `PARTS`; empty if the log has no phases."""
+    more: str
+    """The share of the step, in words."""
+    advice: str
+    """What to change; without phases, how to measure them."""
 
 
 Block = Markup | Table
@@ -94,8 +103,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         Section("Where the time goes", _time(log, found)),
         Section("Predicted and measured", _predicted(found)),
         Section("Bytes", _moved(log)),
-        Section("Memory", _memory(log, found)),
-        Section("Drives", _drives(log, found)),
+        Section("Memory and drives", [*_memory(log, found), *_drives(log, found)]),
         Section("One step in detail", [] if window is None else _window(window)),
     ]
     document = render(
@@ -103,6 +111,7 @@ def page(log: Log, found: Mapping[str, Any], window: Window | None) -> str:
         begin=Markup(BEGIN),
         title=_title(found),
         subtitle=_subtitle(found),
+        verdict=_verdict(found),
         tiles=_tiles(found),
         steps_a_point=f"{found['steps'] / POINTS:,.0f}" if found["steps"] > POINTS else "",
         # Charts without values are empty markup and are left out here.
@@ -136,6 +145,16 @@ def _subtitle(found: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
+def _verdict(found: Mapping[str, Any]) -> Verdict:
+    """Returns what the run is bound by and what to change, or how to measure it."""
+    by, spent = found["bound_by"], found["step_parts_seconds"]
+    if by is None:
+        return Verdict("", "", 'Phases were not measured: set "wall_clock_breakdown" in the config.')
+    # The small number avoids a division by zero for steps of zero length.
+    share = spent[by] / max(sum(spent.values()), 1e-12)
+    return Verdict(by, f"{share:.0%} of a step: {PARTS[by]}", found["advice"])
+
+
 def _tiles(found: Mapping[str, Any]) -> list[Tile]:
     """Returns the numbers at the top of the page."""
     loss, step = found["loss"], found["step_seconds"]
@@ -162,10 +181,6 @@ def _tiles(found: Mapping[str, Any]) -> list[Tile]:
         if found[f"{name}_per_second"]:
             tiles.append(Tile("speed", f"{found[f'{name}_per_second']:,.4g} {name}/s", ""))
             break
-    if found["bound_by"] is not None:
-        # The small number avoids a division by zero for steps of zero length.
-        share = found["step_parts_seconds"][found["bound_by"]] / max(sum(found["step_parts_seconds"].values()), 1e-12)
-        tiles.append(Tile("bound by", found["bound_by"], f"{share:.0%} of a step: {PARTS[found['bound_by']]}"))
     if found["drives"]:
         total = sum(each["so_far_bytes"] for each in found["drives"])
         # The worst drive counts: it fails first.
@@ -239,7 +254,13 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
         log.resumed,
         "The worker costs time only while the model waits for it.",
     )
-    return [_parts_table(found), parted, whole, beside]
+    return [_parts_table(found), parted, whole, _speed(log), beside]
+
+
+def _speed(log: Log) -> Block:
+    """Returns the chart of tokens a second; empty for a log without tokens."""
+    speed = [_series(log, "tokens", "--green", "tokens", "seconds")]
+    return lines("Tokens a second", _steps(log), speed, resumed=log.resumed)
 
 
 def _legend(name: str) -> str:
@@ -247,10 +268,10 @@ def _legend(name: str) -> str:
 
 
 def _parts_table(found: Mapping[str, Any]) -> Block:
-    """Returns the table of a mean step's phases, or a hint on how to measure the phases if the log lacks them."""
+    """Returns the table of a mean step's phases; empty if the log lacks them."""
     spent = found["step_parts_seconds"]
     if not spent:
-        return Markup('<p class="note wide">Phases were not measured: set "wall_clock_breakdown" in the config.</p>')
+        return Markup()
     whole = sum(spent.values())
     unit = seconds_unit(whole)
     whole = whole or 1.0  # steps that took no time: each phase is 0 % of them
@@ -262,7 +283,7 @@ def _parts_table(found: Mapping[str, Any]) -> Block:
         for name in sorted(spent, key=lambda each: -spent[each])
     )
     head = ("a mean step", "time", "share")
-    return Table(head=head, rows=rows, bound_by=found["bound_by"], advice=found["advice"])
+    return Table(head=head, rows=rows)
 
 
 def _predicted(found: Mapping[str, Any]) -> list[Block]:
@@ -318,14 +339,15 @@ def _drives(log: Log, found: Mapping[str, Any]) -> list[Block]:
     ]
     chart = lines("Written in the life of the run", _steps(log), series, decimal_unit, resumed=log.resumed)
     head = ("drive", "written so far", "a step", "at the last step", "rated life", "used")
-    return [Table(head=head, rows=tuple(map(_drive_row, found["drives"]))), chart]
+    # The chart comes first, so that it shares a row with the charts of memory.
+    return [chart, Table(head=head, rows=tuple(map(_drive_row, found["drives"])))]
 
 
 def _drive_row(each: Mapping[str, Any]) -> Row:
     rated = "unknown: set drive_tbw" if each["rated_bytes"] is None else format_decimal(each["rated_bytes"])
-    used = "" if each["share"] is None else f"{each['share']:.2%}"
+    used = "unknown" if each["share"] is None else f"{each['share']:.2%}"
     known = [each[key] for key in ("so_far_bytes", "step_bytes", "at_end_bytes")]
-    sizes = ["" if nbytes is None else format_decimal(nbytes) for nbytes in known]
+    sizes = ["unknown" if nbytes is None else format_decimal(nbytes) for nbytes in known]
     return Row((each["path"], *sizes, rated, used))
 
 

@@ -55,8 +55,9 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
         rank: this rank.
         port: where ranks meet; without meaning for one rank.
     """
-    stacks = (folder / f"stacks.{number}.{rank}").open("w")
-    faulthandler.register(signal.SIGUSR1, file=stacks)
+    errors = (folder / f"stderr.{number}.{rank}").open("w")
+    os.dup2(errors.fileno(), 2)
+    faulthandler.register(signal.SIGUSR1, file=errors)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)

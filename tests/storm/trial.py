@@ -170,7 +170,7 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
         errors = [line for line in lines if line[0] == "error"]
         others = plan.ranks > 1  # of a rank that is lost the others say so
         if status is None:
-            yield f"rank {rank} had not ended after {PATIENCE} s, see stacks.{number}.{rank}"
+            yield f"rank {rank} had not ended after {PATIENCE} s, see stderr.{number}.{rank}"
         elif status == -signal.SIGKILL and what not in ("kill", "power"):
             yield f"rank {rank} was killed in a life of {what}"
         elif status == FAILED and what == "nothing":

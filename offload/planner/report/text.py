@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from offload.layout.placement import HOST_SHARE
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.planner.activations.formulas import is_tiled, recomputed, tile_tokens
 from offload.planner.advice import Advice, Ordered
@@ -20,9 +21,11 @@ _NAMES = {
     "exp_avg": "first moment",
     "exp_avg_sq": "second moment",
     "moment_scales": "scales of moments",
-    "weights on their way": "weights in transit",
-    "weights kept (cache)": "weights in the cache",
-    "gradients on their way": "gradients in transit",
+    "residual": "low bits of masters",
+    "tiles of the optimizer": "buffers of the optimizer",
+    "weights on their way": "buffers of weights",
+    "weights kept (cache)": "cache of weights",
+    "gradients on their way": "buffers of gradients",
 }
 _SCHEDULES: dict[str, str] = {LAYER_MAJOR: "layer-major", MICRO_BATCH_MAJOR: "micro-batch-major"}
 
@@ -143,6 +146,7 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
     lines_found = [
         f"host budget {format_size(memory.host)}, minimum {least}, recommended {format_size(advice.host)}; peak above "
         f"the memory of the process before the run {format_size(planned.host_peak)}",
+        *_of_spare_ram(planned),
         f"activations {format_size(planned.activations)} beside {format_size(memory.device)} of device arena"
         f"{_describe_inputs(planned)}",
         f"disk {format_size(memory.stored + memory.spilled)} ({slots[memory.slots]}); an export takes "
@@ -153,6 +157,25 @@ def _of_memory(planned: Planned, advice: Advice) -> list[str]:
         # Free space is shown only if known for all drives, since files are spread over them.
         lines_found[-1] += f", {format_size(sum(each or 0 for each in free))} are free"
     return lines_found
+
+
+def _of_spare_ram(planned: Planned) -> list[str]:
+    """Returns a line on RAM that stays free although gradients are on disk; none if either is not so."""
+    memory = planned.memory
+    spare = planned.hardware.ram - planned.host_peak
+    if not memory.spilled or spare <= 0:
+        return []
+    if memory.config.offload.host_memory is None:
+        why = (
+            f'without "host_memory" a budget is at most {HOST_SHARE:.0%} of the free RAM, which leaves the rest to '
+            f"Python, torch, the loader and the cache of files"
+        )
+    else:
+        why = f'"host_memory" of the config is {format_size(memory.host)}'
+    return [
+        f"  {format_size(spare)} of RAM stay free beside {format_size(memory.spilled)} of gradients on disk: {why}; a "
+        f'larger "host_memory" takes more'
+    ]
 
 
 def inputs_of(planned: Planned) -> dict[str, int]:
