@@ -32,6 +32,7 @@ from tests.support.oracle import (
 )
 from tests.support.rank_jobs import JOBS
 from tests.support.rank_pool import RankPool, train
+from tests.support.rank_pool import start as start_rank
 
 AREA = "Activation checkpointing"
 DISK = ("nvme", "nvme")
@@ -152,6 +153,21 @@ def test_two_ranks_keep_their_bits(name: str, tier: str, ranks: RankPool, tmp_pa
     job = JOBS[name]._replace(steps=3)
     for plain, moved in ranks.run(_on_a_rank, job, tmp_path, tier):
         assert_same(plain, moved)
+
+
+def _kept_after_steps(job: Job, folder: Path) -> list[int]:
+    """Returns the bytes of inputs that a rank keeps after each step."""
+    engine = start_rank(job, ("cpu", "nvme"), folder, activations="cpu")
+    found = []
+    for step in range(2):
+        train_step(engine, job, step)
+        found.append(sum(each["used"] for each in engine._core.components.activations.bytes_by_tier().values()))
+    engine.destroy(remove=True)
+    return found
+
+
+def test_ranks_keep_no_input_after_a_step(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_kept_after_steps, JOBS["gpt2"], tmp_path) == [[0, 0], [0, 0]]
 
 
 @pytest.mark.cpu_only("the processes that are killed are of the CPU")

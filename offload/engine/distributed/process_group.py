@@ -332,11 +332,18 @@ class _Work:
 
     def done(self) -> bool:
         """Returns True if the collective has completed, with success or failure."""
-        return bool(self.work.is_completed())
+        work = self.work
+        return work is None or bool(work.is_completed())
 
     def wait(self) -> None:
         """Waits for the collective, and raises `RankError` if a rank is lost."""
-        self._ranks.wait(self.work, self._to)  # also after completion, which may be a failure
+        work = self.work
+        if work is None:
+            return
+        self._ranks.wait(work, self._to)  # also after completion, which may be a failure
+        # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
+        # gather, which lasts until the next gather of its unit, would hold a step's graph.
+        self.work = None
 
 
 class _All:
