@@ -16,6 +16,7 @@ from tests.mutants import (
     moment_codes,
     optimizers,
     quantized,
+    storm,
     swapper,
     tiles,
 )
@@ -33,4 +34,5 @@ MUTANTS = (
     *frozen_blocks.MUTANTS,
     *moment_codes.MUTANTS,
     *quantized.MUTANTS,
+    *storm.MUTANTS,
 )

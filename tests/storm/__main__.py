@@ -29,10 +29,13 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="storms at a time")
     parser.add_argument("--folder", type=Path, help="for swap files; default: in that for temporary files")
     parser.add_argument("--shrink", type=float, default=0.0, help="minutes of looking for a simpler plan that fails")
+    parser.add_argument("--stop", action="store_true", help="begin no storm after the first failure")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="offload-storm-", dir=arguments.folder))
     storms = _Storms(folder)
     seeds = _Shared(_seeds(arguments.seed, arguments.count, arguments.minutes))
+    if arguments.stop:
+        seeds = _Shared(itertools.takewhile(lambda _: not storms.failed, seeds))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         workers = [pool.submit(lambda: [storms.weather(seed) for seed in seeds]) for _ in range(arguments.jobs)]
     for worker in workers:

@@ -1,0 +1,67 @@
+"""Faults of the store and of threads that only a storm is asked to find: `python -m tests.mutants storm`."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant
+
+_STORE = "offload.swapper.store.store"
+_WORKER = "offload.engine.optim.update_worker"
+_TESTS = "tests/test_storm_mutants.py"
+
+
+def _mutant(name: str, module: str, old: str, new: str) -> Mutant:
+    return Mutant(f"{name}, in a storm", module, old, new, _TESTS)
+
+
+MUTANTS = (
+    _mutant(
+        "write over the slot of the last commit",
+        _STORE,
+        "return 0 if self.durable is None else 1 - self.durable.slots[unit]",
+        "return 1 - self.newest[unit]",
+    ),
+    _mutant("commit data that is not synced", _STORE, "        self._files.states.sync()\n", ""),
+    _mutant("resume from slots that no commit names", _STORE, "self.newest = list(record.slots)", "pass"),
+    _mutant(
+        "write each record over the one before",
+        _STORE,
+        "        which = 0 if self.durable is None else 1 - self.durable.blob\n",
+        "        which = 0\n",
+    ),
+    _mutant(
+        "commit before all updates of a step are written",
+        _WORKER,
+        "            if self._queue or self.offers.unsettled or self._commit_step is None or self._blob is None:\n",
+        "            if self._commit_step is None or self._blob is None:\n",
+    ),
+    _mutant(
+        "call a unit written when its update is computed",
+        "offload.swapper.weight_updates",
+        "                entry.unwritten = unwritten\n",
+        "                entry.unwritten = unwritten = False\n",
+    ),
+    _mutant(
+        "adopt weights of an early update beside the old ones",
+        "offload.swapper.speculative_weights",
+        "            self._host_cache.forget(entry)\n",
+        "            pass\n",
+    ),
+    _mutant(
+        "write weights where an upload still reads",
+        "offload.swapper.weight_updates",
+        "        entry.copied.wait()  # the worker is about to write where an upload may still read\n",
+        "",
+    ),
+    _mutant(
+        "keep the work of a collective that has ended",
+        "offload.engine.distributed.process_group",
+        "        self.work = None\n",
+        "",
+    ),
+    _mutant(
+        "begin an update under the backward before the step before is committed",
+        _WORKER,
+        "if self._busy or self._closing or self._commit_step is not None:",
+        "if self._busy or self._closing:",
+    ),
+)
