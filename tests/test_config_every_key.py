@@ -24,6 +24,7 @@ HONOURED: dict[str, Any] = {
     "wall_clock_breakdown": True,
     "zero_optimization": True,
     "zero_optimization.stage": 2,
+    "zero_optimization.overlap_comm": False,
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.prefetch_bucket_size": 5e7,
@@ -113,7 +114,7 @@ NAMED: dict[str, Any] = {
     **_each("", "graph_harvesting use_data_before_expert_parallelism"),
     **_each(
         "zero_optimization.",
-        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
+        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size reduce_scatter
         allgather_partitions use_multi_rank_bucket_allreduce allgather_bucket_size round_robin_gradients
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
@@ -121,7 +122,6 @@ NAMED: dict[str, Any] = {
         enable_sanity_checks save_muon_momentum_buffer_in_memory
         mics_hierarchical_params_gather cpu_offload_use_pin_memory""",
     ),
-    "zero_optimization.overlap_comm": False,
     "zero_optimization.offload_param.pin_memory": False,
     **_each(
         "zero_optimization.offload_optimizer.",

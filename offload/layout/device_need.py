@@ -125,7 +125,10 @@ def least_holds(parts: Partitions) -> str:
             "gradients of all micro-batches, which ZeRO stages 0 and 1 add up on each rank: raise it, or set "
             '"stage": 2, which reduces each micro-batch'
         )
-    return "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients"
+    states = "it must hold the states stored there, the largest unit and, with several ranks,"
+    if parts.reduction is not None and parts.reduction.exchanges > 1:
+        return f'{states} four times its gradients, or twice with "overlap_comm": false'
+    return f"{states} twice its gradients"
 
 
 def moving(parts: Partitions, tiers: TierMap) -> list[int]:

@@ -64,6 +64,8 @@ class Job(NamedTuple):
     """The size of the largest, about: what a loss is a difference of (`tests.support.rounding_bounds`)."""
     stage: int = 3
     """Of ZeRO."""
+    overlap: bool | None = None
+    """`overlap_comm` of ZeRO."""
 
 
 class Result(NamedTuple):
@@ -222,6 +224,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         },
         "zero_optimization": {
             "stage": job.stage,
+            "overlap_comm": job.overlap,
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},
         },

@@ -57,7 +57,7 @@ class ZeroOptimization(Block):
 
     TUNING = split_names(
         """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
-        reduce_bucket_size overlap_comm reduce_scatter allgather_partitions allgather_bucket_size
+        reduce_bucket_size reduce_scatter allgather_partitions allgather_bucket_size
         use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
@@ -97,6 +97,11 @@ class ZeroOptimization(Block):
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
     leaf_module: LeafModule = Field(LeafModule(), description="see below")
+    overlap_comm: bool | None = Field(
+        None,
+        description="whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes "
+        "a second set of buffers on the device; default: true in stage 3, false in the others",
+    )
     sub_group_size: Count | None = Field(
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"
     )
