@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,16 @@ class Step(NamedTuple):
     """Sent by `engine.mean`."""
 
 
-def second_step(folder: Path, stage: int, accumulation: int) -> Step:
+def second_step(folder: Path, stage: int, accumulation: int, schedule: str = "micro_batch_major") -> Step:
     """Trains two steps with room for all units on the device; the first records the order of uses."""
     job = JOBS["gpt2"]._replace(stage=stage, accumulation=accumulation, steps=2)
-    engine = start(job, ("cpu", "cpu"), folder, device_memory="64MiB", log=str(folder / "log"))
+    options = {"device_memory": "64MiB", "log": str(folder / "log"), "schedule": schedule}
+    engine = start(job, ("cpu", "cpu"), folder, **options)
     before = engine.communication()
     for step in range(job.steps):
         before = engine.communication()
-        for micro in range(job.accumulation):
-            engine.backward(job.loss(engine, step, micro))
-            engine.step()
+        engine.accumulate(range(job.accumulation), functools.partial(job.loss, engine, step))
+        engine.step()
     after = engine.communication()
     engine.mean(1.0)
     found = Step(
@@ -48,17 +49,26 @@ def second_step(folder: Path, stage: int, accumulation: int) -> Step:
     return found
 
 
-@pytest.mark.parametrize(("stage", "accumulation", "reductions"), [(3, 1, 1), (3, 4, 4), (1, 4, 1)])
+@pytest.mark.parametrize(
+    ("stage", "accumulation", "schedule", "reductions"),
+    [
+        (3, 1, "micro_batch_major", 1),
+        (3, 4, "micro_batch_major", 4),
+        (3, 4, "layer_major", 1),
+        (1, 4, "micro_batch_major", 1),
+    ],
+)
 def test_a_step_sends_what_the_formulas_of_zero_say(
-    stage: int, accumulation: int, reductions: int, ranks: RankPool, tmp_path: Path
+    stage: int, accumulation: int, schedule: str, reductions: int, ranks: RankPool, tmp_path: Path
 ) -> None:
     """The volumes of ZeRO's paper (arXiv 1910.02054, section 7.2) for n ranks, where nothing is gathered twice.
 
     An all-gather of W bytes makes each rank send (n - 1) / n of them, and so does a reduce-scatter of G bytes, which is
     an exchange here. Weights stay on the device until the update: they are gathered once a step, not once a use.
-    Gradients are reduced for each micro-batch, or, in stages 0 and 1, once for each step.
+    Gradients are reduced for each micro-batch, or, in stages 0 and 1 and where micro-batches take turns, once for each
+    step.
     """
-    for found in ranks.run(second_step, tmp_path, stage, accumulation):
+    for found in ranks.run(second_step, tmp_path, stage, accumulation, schedule):
         shard_nbytes = sum(found.units) * FP32 // 2
         assert found.sent.weights == Sent(len(found.units), shard_nbytes)
         assert found.sent.gradients == Sent(len(found.units) * reductions, shard_nbytes * reductions)

@@ -13,6 +13,7 @@ import torch
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
 from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
+from offload.layout.schedule import LAYER_MAJOR
 from offload.layout.tiers import PlacementRequest, Reduction
 from offload.states import State, Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
@@ -140,9 +141,13 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int)
     zero = config.zero_optimization
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
     whole = accumulation > 1 and zero.stage < 2
+    # Sums of micro-batches that take turns are sent too, often of two units that lie between two blocks. Not by "auto":
+    # only some loops run in turns then, and all others would send twice the bytes of 16-bit gradients.
+    turns = config.offload.schedule == LAYER_MAJOR
     return Reduction(
-        dtype=gradient_dtype(config, mode, accumulation) if whole else mode.weight_dtype,
+        dtype=gradient_dtype(config, mode, accumulation) if whole or turns else mode.weight_dtype,
         exchanges=2 if overlaps else 1,
+        buckets=2 if overlaps or turns else 1,
         whole=whole,
     )
 

@@ -35,6 +35,8 @@ class Reduction:
     """Dtype of the gradients that ranks send each other."""
     exchanges: int = 1
     """Units whose reductions may be under way at a time."""
+    buckets: int = 1
+    """Units for whose gradients a rank has memory at a time, unless it adds up whole gradients."""
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
 
@@ -73,13 +75,14 @@ class Partitions:
     def reduction_nbytes(self) -> int:
         """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
 
-        Each exchange takes a buffer for what this rank receives of a unit, and a bucket for what it sends, unless the
-        sums themselves are sent.
+        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, or a sum.
         """
         if self.reduction is None:
             return 0
-        buffers = self.reduction.exchanges * align_up(self.largest_reduced)
-        return sum(map(align_up, self.whole_gradients)) + buffers if self.whole_gradients else 2 * buffers
+        received, bucket = self.reduction.exchanges * align_up(self.largest_reduced), align_up(self.largest_reduced)
+        if self.whole_gradients:
+            return received + sum(map(align_up, self.whole_gradients))
+        return received + self.reduction.buckets * bucket
 
     @property
     def largest_unit(self) -> int:

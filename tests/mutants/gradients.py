@@ -209,6 +209,13 @@ MUTANTS = (
         "tests/test_ranks_accumulation.py",
     ),
     Mutant(
+        "reduce each micro-batch where they take turns",
+        "offload.engine.gradients.reduce_scatter",
+        "return (False, True) if turn is None else (True, turn.last)",
+        "return (False, True) if turn is None else (True, True)",
+        "tests/test_ranks_communication.py",
+    ),
+    Mutant(
         "lose gradients that the last micro-batch does not reduce",
         "offload.engine.gradients.reduce_scatter",
         "        for unit in sorted(self._held):\n",

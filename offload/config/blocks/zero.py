@@ -92,7 +92,7 @@ class ZeroOptimization(Block):
     stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
         0,
         description="0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 "
-        "each; all else is the same in all stages",
+        "each, or once where the micro-batches take turns (schedule); all else is the same in all stages",
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")

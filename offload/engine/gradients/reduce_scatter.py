@@ -7,6 +7,8 @@ moves as many bytes as a ring, rounds once instead of at every hop, and gives th
 
     each micro-batch is reduced     buckets that all units use in turn
     each step is reduced            a sum for each unit, to which its micro-batches are added; the last one is reduced
+    micro-batches take turns        buckets that are sums: all micro-batches pass through a unit before the next, and
+                                    the last one is reduced; if the buckets have the dtype of sums
 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
 or when the backward ends; from a bucket also when a second gradient of the same parameter arrives. What no gradient
@@ -108,6 +110,8 @@ class ReduceScatterAccumulator(GradientAccumulator):
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds, self._device = ranks, rounds, device
         self._adds_up, self._exchanges = reduction.whole, reduction.exchanges
+        self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
+        """True if buckets have the dtype of sums."""
         # Trainable segments come first in a unit and end at `trainable_stop`.
         numels = [layout.trainable_stop for layout in layouts]
 
@@ -119,7 +123,7 @@ class ReduceScatterAccumulator(GradientAccumulator):
         if self._adds_up:
             self._room = [[keep(numel)] for numel in numels]
         else:
-            self._room = [[keep(max(numels)) for _ in range(reduction.exchanges)]] * len(layouts)
+            self._room = [[keep(max(numels)) for _ in range(reduction.buckets)]] * len(layouts)
         self._received = deque(keep(max(numels)) for _ in range(reduction.exchanges))
         """Memory for received values, that of the oldest exchange first."""
         self._under_way: deque[_Exchange] = deque()
@@ -151,8 +155,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
+        adds_up, last = self._sums()
         # In a bucket, a parameter's second gradient must not overwrite its first.
-        if self._unit >= 0 and (self._unit != unit or (segment in self._filled and not self._adds_up)):
+        if self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
             self._reduce()
         held = self._held.get(unit) or self._hold(unit)
         values = held.memory[place.start : place.stop]
@@ -162,17 +167,30 @@ class ReduceScatterAccumulator(GradientAccumulator):
             values.copy_(flat(gradient))
         held.segments.add(segment)
         self._seen[unit].add(segment)
-        if self._adds_up and not self._callbacks.is_last_micro_batch():
+        if not last:
             return
         self._unit = unit
         self._filled.add(segment)
         if self._filled == self._wanted[unit]:
             self._reduce()
 
+    def _sums(self) -> tuple[bool, bool]:
+        """Returns whether gradients of the backward that runs add up with earlier ones, and whether it is the last."""
+        if self._adds_up:
+            return True, self._callbacks.is_last_micro_batch()
+        turn = self._callbacks.turn() if self._adds_up_turns else None
+        return (False, True) if turn is None else (True, turn.last)
+
     def _hold(self, unit: int) -> _Held:
         """Takes memory for gradients of `unit`, zeros at first."""
         if not self._room[unit]:
             self._add_received()  # what is sent from this memory
+        if not self._room[unit]:
+            # More units lie between two blocks, where each micro-batch passes all of them, than there are buckets. Or
+            # it is the first step, whose micro-batches pass one by one. The sum that began first is reduced so far.
+            self._unit = next(iter(self._held))
+            self._reduce()
+            self._add_received()
         memory = self._room[unit].pop()
         # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
         # they may have been submitted to another stream than that of this gradient, if the model uses several.
