@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from offload.config import load_config
+from offload.config.blocks.block import all_blocks
+from offload.config.schema import Config
 from offload.errors import ConfigError
 
 HONOURED: dict[str, Any] = {
@@ -19,6 +21,7 @@ HONOURED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
+    "communication_data_type": "fp16",
     "steps_per_print": 10,
     "memory_breakdown": True,
     "wall_clock_breakdown": True,
@@ -100,7 +103,6 @@ NAMED: dict[str, Any] = {
     "log_level": "info",
     "vocabulary_size": 100,
     "gradient_predivide_factor": 2.0,
-    "communication_data_type": "fp16",
     "seq_parallel_communication_data_type": "fp16",
     "zero_force_ds_cpu_optimizer": False,
     "autotuning": {"enabled": True},
@@ -208,6 +210,11 @@ def test_named_at_the_start(key: str) -> None:
     lines = load_config(content(key, NAMED[key])).notices
     named = "checkpoint.tag_validation" if key == "checkpoint" else key
     assert any(re.search(rf"(^|[ ,]){re.escape(named)}($|[ ,])", line) for line in lines), lines
+
+
+def test_reasons_are_given_for_keys_without_effect_alone() -> None:
+    for _, block in all_blocks(Config, ""):
+        assert set(block.WITHOUT_EFFECT) <= {*block.TUNING, *block.UNSUPPORTED}
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 from offload.engine.distributed.communication import Communication, Sent
+from tests.support.oracle import Job, Result, assert_same, trained
 from tests.support.rank_jobs import JOBS
 from tests.support.rank_pool import RankPool, start
 
@@ -77,6 +80,44 @@ def test_a_step_sends_what_the_formulas_of_zero_say(
         assert found.sent.parameters == Sent()
         # One round for the mean, of six numbers; then the value in JSON, behind its length.
         assert found.mean == Communication(agreement=Sent(1, 6 * 8), messages=Sent(2, 8 + len("1.0")))
+
+
+# -- communication_data_type --------------------------------------------------------------------------
+
+JOB = JOBS["gpt2"]._replace(steps=2, accumulation=2)
+
+
+def train_in_bf16(job: Job, folder: Path, rounds: bool) -> tuple[Result, int]:
+    """Trains fp32 weights; gradients are rounded to bf16 by hooks of the user, or on their way. Returns bytes sent."""
+    engine = start(job, ("none", "none"), folder)
+    if rounds:
+        for parameter in engine.module.parameters():
+            parameter.register_hook(lambda gradient: gradient.bfloat16().float())
+    result = trained(engine, job)
+    nbytes = engine.communication().gradients.nbytes
+    engine.destroy(remove=True)
+    return result, nbytes
+
+
+def only_the_first_micro_batch(model: nn.Module, step: int, micro: int) -> torch.Tensor:
+    return JOB.loss(model, step, micro) * (micro == 0)
+
+
+def test_gradients_are_rounded_to_the_dtype_in_which_they_are_sent(ranks: RankPool, tmp_path: Path) -> None:
+    """Once, from the backward into a bucket, or from a sum; the mean is that of the rounded values in fp32."""
+    expected = ranks.run(train_in_bf16, JOB, tmp_path, True)
+    in_bf16 = JOB._replace(sent="bf16")
+    for (mine, nbytes), (other, twice) in zip(
+        ranks.run(train_in_bf16, in_bf16, tmp_path, False), expected, strict=True
+    ):
+        assert_same(mine, other)
+        assert 2 * nbytes == twice
+    one = in_bf16._replace(loss=only_the_first_micro_batch)
+    each = ranks.run(train_in_bf16, one, tmp_path, False)
+    sums = ranks.run(train_in_bf16, one._replace(stage=1, overlap=True), tmp_path, False)
+    for (mine, nbytes), (other, twice) in zip(sums, each, strict=True):
+        assert_same(mine, other)
+        assert 2 * nbytes == twice, "in stage 1 each step is reduced"
 
 
 def test_the_record_of_a_step_has_what_rank_0_sent(ranks: RankPool, tmp_path: Path) -> None:

@@ -144,10 +144,16 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int)
     # Sums of micro-batches that take turns are sent too, often of two units that lie between two blocks. Not by "auto":
     # only some loops run in turns then, and all others would send twice the bytes of 16-bit gradients.
     turns = config.offload.schedule == LAYER_MAJOR
+    sums = gradient_dtype(config, mode, accumulation)
+    named = config.communication_data_type
+    dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
+    buckets = 2 if overlaps or turns else 1
+    if whole:  # sums of another dtype are rounded into a bucket
+        buckets = 0 if dtype == sums else 2 if overlaps else 1
     return Reduction(
-        dtype=gradient_dtype(config, mode, accumulation) if whole or turns else mode.weight_dtype,
+        dtype=dtype,
         exchanges=2 if overlaps else 1,
-        buckets=2 if overlaps or turns else 1,
+        buckets=buckets,
         whole=whole,
     )
 

@@ -36,7 +36,7 @@ class Reduction:
     exchanges: int = 1
     """Units whose reductions may be under way at a time."""
     buckets: int = 1
-    """Units for whose gradients a rank has memory at a time, unless it adds up whole gradients."""
+    """Buffers for gradients that a rank sends; 0 if it sends the sums of whole gradients themselves."""
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
 
@@ -79,10 +79,8 @@ class Partitions:
         """
         if self.reduction is None:
             return 0
-        received, bucket = self.reduction.exchanges * align_up(self.largest_reduced), align_up(self.largest_reduced)
-        if self.whole_gradients:
-            return received + sum(map(align_up, self.whole_gradients))
-        return received + self.reduction.buckets * bucket
+        buffers = self.reduction.exchanges + self.reduction.buckets
+        return sum(map(align_up, self.whole_gradients)) + buffers * align_up(self.largest_reduced)
 
     @property
     def largest_unit(self) -> int:

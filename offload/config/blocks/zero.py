@@ -65,6 +65,14 @@ class ZeroOptimization(Block):
         pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
         mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
     )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
+        "reduce_scatter": "a reduction gives each rank its part alone, in every stage; there is no all-reduce",
+        "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
+        "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
+        "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",
+        "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
+    }
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             split_names(

@@ -115,15 +115,15 @@ class ReduceScatterAccumulator(GradientAccumulator):
         # Trainable segments come first in a unit and end at `trainable_stop`.
         numels = [layout.trainable_stop for layout in layouts]
 
-        def keep(numel: int) -> torch.Tensor:
-            return device_arena.keep(numel * reduction.dtype.itemsize).view(reduction.dtype)
+        def keep(numel: int, dtype: torch.dtype = reduction.dtype) -> torch.Tensor:
+            return device_arena.keep(numel * dtype.itemsize).view(dtype)
 
         self._room: list[list[torch.Tensor]]
         """For each unit the free memory for its gradients: its own, or the buckets that all units share."""
-        if self._adds_up:
-            self._room = [[keep(numel)] for numel in numels]
-        else:
-            self._room = [[keep(max(numels)) for _ in range(reduction.buckets)]] * len(layouts)
+        buckets = [keep(max(numels)) for _ in range(reduction.buckets)]
+        self._room = [[keep(numel, dtype)] for numel in numels] if self._adds_up else [buckets] * len(layouts)
+        self._rounded = deque(buckets if self._adds_up else ())
+        """Buckets into which sums are rounded before they are sent, that of the oldest exchange first; may be empty."""
         self._received = deque(keep(max(numels)) for _ in range(reduction.exchanges))
         """Memory for received values, that of the oldest exchange first."""
         self._under_way: deque[_Exchange] = deque()
@@ -244,18 +244,21 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """
         part, size = self._parts[unit], self._ranks.size
         sends = self._ranks.rank in holders
+        # NCCL's stream waits for the calling thread's current one, which need not be the stream that has added up what
+        # the memory of this exchange received before.
+        self._device.wait_event(self._added)
         assert sends == (unit == self._unit), "the other ranks take what was announced for what is sent"
-        sent = None
+        rows = sent = None
         if sends:
             sent = self._held[unit].memory
             self._unit, self._filled = -1, set()
             del self._held[unit]
-        # NCCL's stream waits for the calling thread's current one, which need not be the stream that has added up what
-        # this memory received before.
-        self._device.wait_event(self._added)
+            rows = sent[: size * len(part)]
+            if self._rounded:  # ordered behind the exchange that sent from the bucket before, as all additions are
+                rows = self._rounded[0][: size * len(part)].copy_(rows)
+                self._rounded.rotate(-1)
         received = self._received[0][: len(holders) * len(part)].view(len(holders), len(part))
-        rows = None if sent is None else sent[: size * len(part)].view(size, len(part))
-        work = self._ranks.exchange(received, rows, holders)
+        work = self._ranks.exchange(received, None if rows is None else rows.view(size, len(part)), holders)
         self._received.rotate(-1)
         self._under_way.append(_Exchange(unit, received, sent, work))
         # The one before is added up beside the new one; without overlap the new one itself.
