@@ -147,15 +147,12 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int)
     sums = gradient_dtype(config, mode, accumulation)
     named = config.communication_data_type
     dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
-    buckets = 2 if overlaps or turns else 1
-    if whole:  # sums of another dtype are rounded into a bucket
-        buckets = 0 if dtype == sums else 2 if overlaps else 1
-    return Reduction(
-        dtype=dtype,
-        exchanges=2 if overlaps else 1,
-        buckets=buckets,
-        whole=whole,
-    )
+    exchanges = 2 if overlaps else 1
+    if whole:  # a sum of another dtype is rounded into a bucket
+        buckets = 0 if dtype == sums else exchanges
+    else:
+        buckets = 2 if turns else exchanges
+    return Reduction(dtype=dtype, exchanges=exchanges, buckets=buckets, whole=whole)
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:

@@ -129,7 +129,7 @@ def least_holds(parts: Partitions) -> str:
         )
     reduction = parts.reduction
     times = 2 if reduction is None else reduction.exchanges + reduction.buckets
-    less = "" if reduction is None or reduction.exchanges < 2 else ', of which "overlap_comm": false needs fewer'
+    less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'
     return (
         "it must hold the states stored there, the largest unit and, with several ranks, "
         f"{_TIMES[times]} its gradients{less}"
