@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from offload.config import load_config
+from offload.config.blocks.block import all_blocks
+from offload.config.schema import Config
 from offload.errors import ConfigError
 
 HONOURED: dict[str, Any] = {
@@ -19,11 +21,13 @@ HONOURED: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "gradient_clipping": 0.5,
+    "communication_data_type": "fp16",
     "steps_per_print": 10,
     "memory_breakdown": True,
     "wall_clock_breakdown": True,
     "zero_optimization": True,
     "zero_optimization.stage": 2,
+    "zero_optimization.overlap_comm": False,
     "zero_optimization.sub_group_size": 1e9,
     "zero_optimization.stage3_prefetch_bucket_size": 5e7,
     "zero_optimization.prefetch_bucket_size": 5e7,
@@ -99,7 +103,6 @@ NAMED: dict[str, Any] = {
     "log_level": "info",
     "vocabulary_size": 100,
     "gradient_predivide_factor": 2.0,
-    "communication_data_type": "fp16",
     "seq_parallel_communication_data_type": "fp16",
     "zero_force_ds_cpu_optimizer": False,
     "autotuning": {"enabled": True},
@@ -113,7 +116,7 @@ NAMED: dict[str, Any] = {
     **_each("", "graph_harvesting use_data_before_expert_parallelism"),
     **_each(
         "zero_optimization.",
-        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size overlap_comm reduce_scatter
+        """stage3_model_persistence_threshold contiguous_gradients reduce_bucket_size reduce_scatter
         allgather_partitions use_multi_rank_bucket_allreduce allgather_bucket_size round_robin_gradients
         ignore_unused_parameters legacy_stage1 load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
@@ -121,7 +124,6 @@ NAMED: dict[str, Any] = {
         enable_sanity_checks save_muon_momentum_buffer_in_memory
         mics_hierarchical_params_gather cpu_offload_use_pin_memory""",
     ),
-    "zero_optimization.overlap_comm": False,
     "zero_optimization.offload_param.pin_memory": False,
     **_each(
         "zero_optimization.offload_optimizer.",
@@ -208,6 +210,11 @@ def test_named_at_the_start(key: str) -> None:
     lines = load_config(content(key, NAMED[key])).notices
     named = "checkpoint.tag_validation" if key == "checkpoint" else key
     assert any(re.search(rf"(^|[ ,]){re.escape(named)}($|[ ,])", line) for line in lines), lines
+
+
+def test_reasons_are_given_for_keys_without_effect_alone() -> None:
+    for _, block in all_blocks(Config, ""):
+        assert set(block.WITHOUT_EFFECT) <= {*block.TUNING, *block.UNSUPPORTED}
 
 
 @pytest.mark.parametrize("key", REFUSED)

@@ -47,10 +47,10 @@ def test_nothing_where_all_is_done(tmp_path: Path) -> None:
 
 
 def test_one_line_for_all_that_changes_speed_alone(tmp_path: Path) -> None:
-    zero = {"stage": 3, "overlap_comm": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
+    zero = {"stage": 3, "contiguous_gradients": True, "offload_optimizer": {"device": "cpu", "pin_memory": False}}
     (line,) = notices_of(tmp_path, {"zero_optimization": zero, "aio": {"use_gds": True}})
     assert line.startswith("offload: config keys without effect, since this library")
-    for key in ("overlap_comm", "offload_optimizer.pin_memory", "aio.use_gds"):
+    for key in ("contiguous_gradients", "offload_optimizer.pin_memory", "aio.use_gds"):
         assert key in line
 
 

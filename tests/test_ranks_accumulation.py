@@ -16,7 +16,7 @@ from offload.errors import BudgetError
 from offload.layout.flat_layout import layouts_of
 from offload.layout.units import find_units
 from tests.support import models, rounding_bounds
-from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, weights_of
+from tests.support.oracle import Job, Result, accumulated_step, assert_same, assert_same_tensors, trained, weights_of
 from tests.support.rank_jobs import JOBS, my_rows
 from tests.support.rank_pool import RankPool, rank_and_size, start, train
 
@@ -65,15 +65,25 @@ def uneven_loss(model: nn.Module, step: int, micro: int) -> torch.Tensor:
     return models.token_loss(model(ids, PATHS[rank_and_size()[0]][micro]), ids)
 
 
-UNEVEN = Job(Experts, uneven_loss, accumulation=3, steps=2)
+UNEVEN = Job(Experts, uneven_loss, accumulation=3, steps=3)
+
+
+def train_by_schedule(job: Job, schedule: str, folder: Path) -> Result:
+    engine = start(job, MEMORY, folder, schedule=schedule)
+    assert engine.schedule == schedule
+    result = trained(engine, job, accumulated_step)
+    engine.destroy(remove=True)
+    return result
 
 
 @pytest.mark.numeric
 def test_parameters_of_some_micro_batches_and_ranks(ranks: RankPool, tmp_path: Path) -> None:
-    """As in stage 3, where each micro-batch is reduced."""
-    expected = ranks.run(train, UNEVEN, MEMORY, tmp_path)
-    for mine, other in zip(ranks.run(train, UNEVEN._replace(stage=0), MEMORY, tmp_path), expected, strict=True):
-        rounding_bounds.same_training(mine, other, UNEVEN, reordered=True)
+    """As in stage 3, where each micro-batch is reduced, unless they take turns."""
+    expected = ranks.run(train_by_schedule, UNEVEN, "micro_batch_major", tmp_path)
+    for stage, schedule in ((0, "micro_batch_major"), (3, "layer_major")):
+        found = ranks.run(train_by_schedule, UNEVEN._replace(stage=stage), schedule, tmp_path)
+        for mine, other in zip(found, expected, strict=True):
+            rounding_bounds.same_training(mine, other, UNEVEN, reordered=True)
 
 
 # -- between micro-batches ----------------------------------------------------------------------------

@@ -44,6 +44,7 @@ def document() -> str:
             "## Accepted without effect\n\nThese keys tune sizes that this library chooses itself, or switch on "
             "features that it lacks and that change no result. One warning at the start names those in a file:\n\n"
             + "\n".join(tuning),
+            "\nWhat they ask for, and what is done:\n\n" + "\n".join(_reasons()),
             "\n## Refused unless switched off\n\nWithout these features the training would be different:\n\n"
             + "\n".join(refused),
             "\n## Older names\n\nDeepSpeed's older names of keys are accepted in their place:\n\n"
@@ -51,6 +52,14 @@ def document() -> str:
             "",
         ]
     )
+
+
+def _reasons() -> Iterator[str]:
+    """Yields a line for each key without effect whose reason users ask for."""
+    for path, model in all_blocks(Config, ""):
+        prefix = f"{path}." if path else ""
+        for key, reason in model.WITHOUT_EFFECT.items():
+            yield f"* `{prefix}{key}`: {reason}"
 
 
 def _older_names() -> Iterator[str]:

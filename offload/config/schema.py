@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field, PrivateAttr
@@ -13,7 +14,7 @@ from offload.config.blocks.offload_block import OffloadBlock
 from offload.config.blocks.optimizer import OptimizerBlock
 from offload.config.blocks.precision import Bf16, DataTypes, Fp16, TorchAutocast
 from offload.config.blocks.scheduler import SchedulerBlock
-from offload.config.blocks.values import Count, Number, Tier, steps_or_never
+from offload.config.blocks.values import Count, Number, SumDtype, Tier, steps_or_never
 from offload.config.blocks.zero import Aio, ZeroOptimization
 from offload.config.elsewhere import Checkpoint
 
@@ -42,10 +43,14 @@ class Config(Block):
     # Accepted without effect: features that are missing and would not change a bit of the results.
     UNSUPPORTED = split_names(
         """dump_state log_level vocabulary_size timers comms_logger prescale_gradients gradient_predivide_factor
-        communication_data_type sparse_gradients disable_allgather seq_parallel_communication_data_type
+        sparse_gradients disable_allgather seq_parallel_communication_data_type
         seq_parallel_comm_data_type use_data_before_expert_parallelism graph_harvesting nebula comet flops_profiler
         autotuning datastates_ckpt"""
     )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "prescale_gradients": "each rank adds in fp32 what it receives and divides then: no number need be smaller",
+        "gradient_predivide_factor": "the same",
+    }
     # Refused if switched on: without these features the training would be different.
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
@@ -90,6 +95,11 @@ class Config(Block):
     )
     gradient_clipping: Number = Field(1.0, description="largest global norm of the gradient; 0 leaves it as it is")
     gradient_allreduce_op: Literal["mean"] = Field("mean", description="of several ranks' gradients: only mean")
+    communication_data_type: SumDtype | None = Field(
+        None,
+        description="dtype in which ranks send gradients, which each adds up in fp32; default: that of a backward's "
+        "gradients, or of their sums where several micro-batches are reduced at once",
+    )
     dataloader_drop_last: bool = Field(
         False, description="whether the loader of `training_data` leaves the last incomplete batch out"
     )

@@ -13,7 +13,8 @@ import torch
 from offload.config import Config, OptimizerBlock
 from offload.errors import ConfigError
 from offload.layout.optimizers.of_torch import kernel_rule, optimizer_class
-from offload.layout.tiers import PlacementRequest
+from offload.layout.schedule import LAYER_MAJOR
+from offload.layout.tiers import PlacementRequest, Reduction
 from offload.states import State, Tier
 from offload.swapper.modes import ADAM, DTYPES, MOMENTS, NOT_OF_MATRICES, Mode, make_mode
 
@@ -123,17 +124,35 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 
-def adds_up_whole(config: Config, accumulation: int, world_size: int) -> bool:
-    """Returns True if each rank adds up the whole gradients of a step's micro-batches, which are then reduced once.
+def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int) -> Reduction | None:
+    """Returns the way in which several ranks reduce their gradients; None for one rank.
 
-    ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for all of them.
+    ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
+    step's micro-batches, and reduces it once.
 
     Args:
         config: the config.
+        mode: gives the dtype of a backward's gradients.
         accumulation: micro-batches of an optimizer step.
         world_size: number of ranks.
     """
-    return world_size > 1 and accumulation > 1 and config.zero_optimization.stage < 2
+    if world_size == 1:
+        return None
+    zero = config.zero_optimization
+    overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
+    whole = accumulation > 1 and zero.stage < 2
+    # Sums of micro-batches that take turns are sent too, often of two units that lie between two blocks. Not by "auto":
+    # only some loops run in turns then, and all others would send twice the bytes of 16-bit gradients.
+    turns = config.offload.schedule == LAYER_MAJOR
+    sums = gradient_dtype(config, mode, accumulation)
+    named = config.communication_data_type
+    dtype = DTYPES[named] if named else sums if whole or turns else mode.weight_dtype
+    exchanges = 2 if overlaps else 1
+    if whole:  # a sum of another dtype is rounded into a bucket
+        buckets = 0 if dtype == sums else exchanges
+    else:
+        buckets = 2 if turns else exchanges
+    return Reduction(dtype=dtype, exchanges=exchanges, buckets=buckets, whole=whole)
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:

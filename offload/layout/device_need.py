@@ -19,6 +19,8 @@ from offload.swapper.memory.device import DeviceRoom
 _MARGIN = 256 * MIB
 """Bytes that stay free for allocations that libraries make later."""
 
+_TIMES = {2: "twice", 3: "three times", 4: "four times"}
+
 _CALM = 8
 """Steps after which an arena that has given memory back may grow again."""
 
@@ -125,7 +127,13 @@ def least_holds(parts: Partitions) -> str:
             "gradients of all micro-batches, which ZeRO stages 0 and 1 add up on each rank: raise it, or set "
             '"stage": 2, which reduces each micro-batch'
         )
-    return "it must hold the states stored there, the largest unit and, with several ranks, twice its gradients"
+    reduction = parts.reduction
+    times = 2 if reduction is None else reduction.exchanges + reduction.buckets
+    less = "" if reduction is None or reduction.exchanges < 2 else ', fewer with "overlap_comm": false'
+    return (
+        "it must hold the states stored there, the largest unit and, with several ranks, "
+        f"{_TIMES[times]} its gradients{less}"
+    )
 
 
 def moving(parts: Partitions, tiers: TierMap) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from offload.config import Config
 from offload.errors import ConfigError
-from offload.layout.config_request import adds_up_whole, gradient_dtype, mode_of, placement_request
+from offload.layout.config_request import gradient_dtype, mode_of, placement_request, reduction_of
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import Machine, Placement, place
 from offload.layout.tiers import Partitions, partitions
@@ -103,7 +103,7 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         request.rank,
         request.world_size,
         images,
-        whole_gradients=adds_up_whole(config, accumulation, request.world_size),
+        reduction=reduction_of(config, mode, accumulation, request.world_size),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)

@@ -28,6 +28,20 @@ TierMap = tuple[Mapping[State, Tier], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reduction:
+    """The way in which several ranks reduce their gradients."""
+
+    dtype: torch.dtype
+    """Dtype of the gradients that ranks send each other."""
+    exchanges: int = 1
+    """Units whose reductions may be under way at a time."""
+    buckets: int = 1
+    """Buffers for gradients that a rank sends; 0 if it sends the sums of whole gradients themselves."""
+    whole: bool = False
+    """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
     """Bytes of each state of each unit that this rank holds. Units without trainable elements have a weight only."""
 
@@ -49,18 +63,24 @@ class Partitions:
     images: tuple[int | None, ...] = ()
     """Bytes of each unit as it lies in the model's own files, None for units that cannot be read there. Empty if the
     weights have the tier of the config."""
+    reduction: Reduction | None = None
+    """None if there is one rank, or nothing trains."""
+    largest_reduced: int = 0
+    """Bytes of the gradients of the largest unit in the dtype of the reduction, over all ranks."""
     whole_gradients: tuple[int, ...] = ()
     """Bytes of each unit's gradients over all ranks, in `gradient_dtype`, if this rank adds up a step's micro-batches
     before they are reduced. Empty if each micro-batch is reduced."""
 
     @property
     def reduction_nbytes(self) -> int:
-        """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank."""
-        if self.alone:
+        """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
+
+        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, or a sum.
+        """
+        if self.reduction is None:
             return 0
-        if self.whole_gradients:  # the sums, and what a rank receives of one unit
-            return sum(map(align_up, self.whole_gradients)) + align_up(max(self.whole_gradients))
-        return 2 * align_up(self.largest_gradient)
+        buffers = self.reduction.exchanges + self.reduction.buckets
+        return sum(map(align_up, self.whole_gradients)) + buffers * align_up(self.largest_reduced)
 
     @property
     def largest_unit(self) -> int:
@@ -128,7 +148,7 @@ def partitions(
     world_size: int,
     images: Sequence[int | None] = (),
     *,
-    whole_gradients: bool = False,
+    reduction: Reduction | None = None,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
 
@@ -139,7 +159,7 @@ def partitions(
         rank: this rank.
         world_size: number of ranks.
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
-        whole_gradients: True if each of several ranks adds up the micro-batches of a step before they are reduced.
+        reduction: the way in which several ranks reduce their gradients; None if there is one.
     """
     rows: list[Mapping[State, int]] = []
     trainable = [len(layout.trainable(rank, world_size)) for layout in layouts]
@@ -166,18 +186,22 @@ def partitions(
         for row, nbytes in zip(rows, images or [None] * len(rows), strict=True)
     ]
     itemsize = mode.weight_dtype.itemsize
+    wholes = [layout.trainable_stop for layout in layouts]
+    reduction = reduction if any(trainable) else None
     return Partitions(
         nbytes=tuple(rows),
         trainable_numel=tuple(trainable),
         unit_nbytes=tuple(layout.device_numel * itemsize for layout in layouts),
-        largest_gradient=max((layout.trainable_stop * itemsize for layout in layouts), default=0),
+        largest_gradient=max(wholes, default=0) * itemsize,
         gradient_dtype=gradient_dtype,
         alone=world_size == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
         images=tuple(images),
-        whole_gradients=tuple(layout.trainable_stop * gradient_dtype.itemsize for layout in layouts)
-        if whole_gradients and any(trainable)
+        reduction=reduction,
+        largest_reduced=0 if reduction is None else max(wholes) * reduction.dtype.itemsize,
+        whole_gradients=tuple(numel * gradient_dtype.itemsize for numel in wholes)
+        if reduction is not None and reduction.whole
         else (),
     )
 

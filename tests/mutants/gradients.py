@@ -181,6 +181,27 @@ MUTANTS = (
         "tests/test_ranks.py",
     ),
     Mutant(
+        "add up an exchange that has not arrived",
+        "offload.engine.gradients.reduce_scatter",
+        "                exchange.work.order_compute()\n                if self._adding",
+        "                if self._adding",
+        "tests/test_ranks_overlap.py",
+    ),
+    Mutant(
+        "add the rest of an exchange whose additions have failed",
+        "offload.engine.gradients.reduce_scatter",
+        "                if self._adding:\n",
+        "                if False:\n",
+        "tests/test_ranks_overlap.py",
+    ),
+    Mutant(
+        "give a bucket to the next unit while it is sent",
+        "offload.engine.gradients.reduce_scatter",
+        "            del self._held[unit]\n",
+        "            self._release(unit)\n",
+        "tests/test_ranks_overlap.py",
+    ),
+    Mutant(
         "lose the micro-batches before the last where whole gradients add up",
         "offload.engine.gradients.reduce_scatter",
         "            values.add_(flat(gradient))\n",
@@ -188,10 +209,17 @@ MUTANTS = (
         "tests/test_ranks_accumulation.py",
     ),
     Mutant(
+        "reduce each micro-batch where they take turns",
+        "offload.engine.gradients.reduce_scatter",
+        "return (False, True) if turn is None else (True, turn.last)",
+        "return (False, True) if turn is None else (True, True)",
+        "tests/test_ranks_communication.py",
+    ),
+    Mutant(
         "lose gradients that the last micro-batch does not reduce",
         "offload.engine.gradients.reduce_scatter",
-        "            if held:\n                self._unit = unit\n",
-        "            if False:\n                self._unit = unit\n",
+        "        for unit in sorted(self._held):\n",
+        "        for unit in ():\n",
         "tests/test_ranks_accumulation.py",
     ),
     Mutant(

@@ -64,6 +64,10 @@ class Job(NamedTuple):
     """The size of the largest, about: what a loss is a difference of (`tests.support.rounding_bounds`)."""
     stage: int = 3
     """Of ZeRO."""
+    overlap: bool | None = None
+    """`overlap_comm` of ZeRO."""
+    sent: str | None = None
+    """`communication_data_type`."""
 
 
 class Result(NamedTuple):
@@ -213,6 +217,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": job.accumulation,
         "gradient_clipping": job.clip,
+        "communication_data_type": job.sent,
         "bf16": {"enabled": job.dtype == "bf16"},
         "fp16": {"enabled": job.dtype == "fp16", "loss_scale": job.loss_scale},
         "data_types": {"buffer_dtype": job.dtype if job.buffers else None},
@@ -222,6 +227,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         },
         "zero_optimization": {
             "stage": job.stage,
+            "overlap_comm": job.overlap,
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},
         },

@@ -30,6 +30,8 @@ class Block(BaseModel):
     """Keys accepted without effect: they tune something that this library decides by itself."""
     UNSUPPORTED: ClassVar[tuple[str, ...]] = ()
     """Keys accepted without effect: the feature is missing, and the results have the same bits without it."""
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {}
+    """For keys of `TUNING` and `UNSUPPORTED` the reason, as a clause for the reference, where users ask for it."""
     REFUSED: ClassVar[dict[str, str]] = {}
     """Keys refused unless switched off, each with the part of the error message that follows the key."""
     OLD_NAMES: ClassVar[dict[str, str]] = {}

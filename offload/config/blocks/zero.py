@@ -57,7 +57,7 @@ class ZeroOptimization(Block):
 
     TUNING = split_names(
         """stage3_model_persistence_threshold model_persistence_threshold contiguous_gradients
-        reduce_bucket_size overlap_comm reduce_scatter allgather_partitions allgather_bucket_size
+        reduce_bucket_size reduce_scatter allgather_partitions allgather_bucket_size
         use_multi_rank_bucket_allreduce round_robin_gradients ignore_unused_parameters load_from_fp32_weights
         memory_efficient_linear override_module_apply stage3_module_granularity_threshold
         module_granularity_threshold stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
@@ -65,6 +65,14 @@ class ZeroOptimization(Block):
         pipeline_loading_checkpoint elastic_checkpoint legacy_stage1 save_muon_momentum_buffer_in_memory
         mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
     )
+    WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
+        "reduce_scatter": "a reduction gives each rank its part alone, in every stage; there is no all-reduce",
+        "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
+        "round_robin_gradients": "each rank has an equal part of every unit, so none has more to copy than another",
+        "allgather_bucket_size": "weights are gathered unit by unit, where and when they are used",
+        "allgather_partitions": "the weights of a unit are always gathered by an all-gather, never by broadcasts",
+    }
     REFUSED: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             split_names(
@@ -92,11 +100,16 @@ class ZeroOptimization(Block):
     stage: Annotated[Integer, Field(ge=0, le=3)] = Field(
         0,
         description="0 to 3; on several ranks 0 and 1 reduce the gradients of a step's micro-batches once, 2 and 3 "
-        "each; all else is the same in all stages",
+        "each, or once where the micro-batches take turns (schedule); all else is the same in all stages",
     )
     offload_param: OffloadParam = Field(OffloadParam(), description="see below")
     offload_optimizer: OffloadOptimizer = Field(OffloadOptimizer(), description="see below")
     leaf_module: LeafModule = Field(LeafModule(), description="see below")
+    overlap_comm: bool | None = Field(
+        None,
+        description="whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes "
+        "a second set of buffers on the device; default: true in stage 3, false in the others",
+    )
     sub_group_size: Count | None = Field(
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"
     )

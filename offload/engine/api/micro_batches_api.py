@@ -97,8 +97,8 @@ class MicroBatchesApi(PersistenceApi):
         Each backward in the context counts as a micro-batch. `step()` never updates weights in the context. Results do
         not change, since the config decides when ranks reduce, inside of the context and outside. In ZeRO stages 0 and
         1 with several micro-batches gradients add up on each rank until the last one. In stages 2 and 3 they are
-        reduced as they come. Gradients for which the GPU has room accumulate on the GPU in both cases, and are copied
-        to the host with the last micro-batch.
+        reduced as they come, or with the last of several that take turns. Gradients for which the GPU has room
+        accumulate on the GPU in all cases, and are copied to the host with the last micro-batch.
         """
         self._core.check()
         return self._core.accumulation.no_sync()

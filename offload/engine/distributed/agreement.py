@@ -121,7 +121,7 @@ class Agreement:
         self._agree_titles = [f"agree to gather {name}" for name in names]
         self._reduce_titles = [f"reduce the gradients of {name}" for name in names]
         self.rank, self.size = ranks.rank, ranks.size
-        self._lock = threading.RLock()  # two of autograd's threads may call at the same time
+        self.lock = threading.RLock()  # two of autograd's threads may call at the same time
         self._agreed_unit = -1
         """The unit that all ranks are gathering or reducing now; -1 between collectives."""
         self._retry_answer: Agreed
@@ -153,7 +153,7 @@ class Agreement:
 
     def agree_ahead(self, ahead: Callable[[], int]) -> int:
         """Returns the unit that every rank could gather next, or -1. Called right after a gather announced by all."""
-        with self._timeline.span(Row.RANKS, "agree to gather ahead"), self._lock:
+        with self._timeline.span(Row.RANKS, "agree to gather ahead"), self.lock:
             self._check()
             mine = ahead()
             with self._question():
@@ -175,7 +175,7 @@ class Agreement:
 
     def reduce(self, unit: int) -> None:
         """Reduces the gradients of `unit` with those of all ranks that have some."""
-        with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self._lock:
+        with self._timeline.span(Row.RANKS, self._reduce_titles[unit]), self.lock:
             self._serve(Collective.REDUCE, unit, self._await_all(Collective.REDUCE, unit))
 
     def step(
@@ -301,7 +301,7 @@ class Agreement:
 
         Returns the last announcements. `what` is this rank's field `ready`; for USE, a function called in each round.
         """
-        with self._lock:
+        with self.lock:
             self._check()
             while True:
                 has = Having(what, all=False, ahead=-1) if isinstance(what, bool) else what()

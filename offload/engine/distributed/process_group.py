@@ -57,7 +57,7 @@ class Ranks:
         self._lost: RankError | None = None
         self.sent = Communication()
         """All collectives so far, each counted when it begins."""
-        self._on_gpu = device.torch.type != "cpu"
+        self.on_gpu = device.torch.type != "cpu"
         # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
@@ -65,7 +65,7 @@ class Ranks:
             # Only after `_meet`: new_group blocks in C++ until every rank has called it.
             self._control = dist.new_group(backend="gloo", timeout=_LONG)
             # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-            backend, timeout = (device_backend(device.torch.type), None) if self._on_gpu else ("gloo", _LONG)
+            backend, timeout = (device_backend(device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
             self._data = dist.new_group(backend=backend, timeout=timeout)
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
@@ -169,7 +169,7 @@ class Ranks:
         Returns:
             An event that is done when all of `whole` is filled.
         """
-        if not self._on_gpu:
+        if not self.on_gpu:
             uploaded.wait()
             return _All([self._gather(whole, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
@@ -177,29 +177,35 @@ class Ranks:
                 self._gather(whole, byte_range).work.wait()
         return self._device.uploaded()
 
-    def _gather(self, whole: torch.Tensor, mine: range) -> _Work:
+    def _gather(self, whole: torch.Tensor, mine: range) -> Work:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
         start = mine.start - self.rank * len(mine)
         region = whole[start : start + self.size * len(mine)]
         start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._data)
         return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (self.size - 1))
 
-    def exchange(self, received: torch.Tensor, sent: torch.Tensor, senders: Sequence[int]) -> None:
-        """Sends row r of `sent` to each rank r, and receives a row from each of `senders`, in their order.
+    def exchange(self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int]) -> Work:
+        """Starts an exchange: row r of `sent` goes to each rank r, and a row comes from each of `senders`, in order.
+
+        Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
+        both in the order in which they began, which is the same on every rank.
 
         Args:
-            received: (len(senders), numel) on the device; filled before any compute that the calling thread starts
-                afterwards.
-            sent: (size, numel) on the device, of the same dtype; ignored on a rank that is no sender.
+            received: (len(senders), numel) on the device, filled by the exchange.
+            sent: (size, numel) on the device, of the same dtype, filled by compute that the calling thread has started;
+                None on a rank that is no sender.
             senders: the ranks that contribute, the same list on every rank.
+
+        Returns:
+            The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
         """
-        part = received[0].nbytes
-        out, into = received.view(-1).view(torch.uint8), sent.view(-1).view(torch.uint8)
-        sends = self.rank in senders
-        work = self._begin(
+        part, sends = received[0].nbytes, sent is not None
+        out = received.view(-1).view(torch.uint8)
+        into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
+        return self._begin(
             lambda: dist.all_to_all_single(
                 out,
-                into if sends else into[:0],
+                into,
                 [part if rank in senders else 0 for rank in range(self.size)],
                 [part if sends else 0] * self.size,
                 group=self._data,
@@ -209,20 +215,16 @@ class Ranks:
             Kind.GRADIENTS,
             part * (self.size - 1) if sends else 0,
         )
-        if self._on_gpu:
-            work.work.wait()  # NCCL: orders the streams, does not block the host
-        else:
-            work.wait()
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
-    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> _Work:
+    def _begin(self, start: Callable[[], Any], to: str, kind: Kind, nbytes: int) -> Work:
         """Starts a collective in which this rank sends `nbytes`; raises `RankError` if a rank is lost."""
         if self._lost is not None:
             raise self._lost
         self.sent = self.sent.with_one(kind, nbytes)
         try:
-            return _Work(self, start(), to)
+            return Work(self, start(), to)
         except RuntimeError as error:
             raise self._blame(error) from error
 
@@ -258,6 +260,9 @@ class Ranks:
 
     def _blame(self, error: Exception | None) -> RankError:
         """Records and logs a loss of ranks, and returns its error. Waits some seconds to learn which are lost."""
+        # Several collectives may be under way, and fail one after the other: the loss is found, and logged, once.
+        if self._lost is not None:
+            return self._lost
         deadline = time.monotonic() + 2 * _BLAME
         others = [rank for rank in range(self.size) if rank != self.rank]
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
@@ -270,7 +275,7 @@ class Ranks:
             f"{who}. Rank {self.rank} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
-        if self._on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
+        if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
             if abort is not None:
                 abort(self._data)
@@ -324,7 +329,7 @@ class Ranks:
                     dist.destroy_process_group(group)
 
 
-class _Work:
+class Work:
     """A collective under way, as an `Event`."""
 
     def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
@@ -344,6 +349,17 @@ class _Work:
         # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
         # gather, which lasts until the next gather of its unit, would hold a step's graph.
         self.work = None
+
+    def order_compute(self) -> None:
+        """Makes compute that the calling thread starts from now on wait for the collective.
+
+        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
+        lost rank is noticed by the next message between hosts, which aborts the collective.
+        """
+        if self._ranks.on_gpu:
+            self.work.wait()  # NCCL: the current stream waits, the host does not
+        else:
+            self.wait()
 
 
 class _All:

@@ -5,42 +5,78 @@
 The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
 moves as many bytes as a ring, rounds once instead of at every hop, and gives the same bits whatever the network does.
 
-    each micro-batch is reduced     one bucket for all units, one after the other
+    each micro-batch is reduced     buckets that all units use in turn
     each step is reduced            a sum for each unit, to which its micro-batches are added; the last one is reduced
+    micro-batches take turns        buckets that are sums: all micro-batches pass through a unit before the next, and
+                                    the last one is reduced; if the buckets have the dtype of sums
 
 A unit is reduced when the backward has given gradients of all its parameters, when a gradient of another unit arrives,
-or when the backward ends; from the bucket also when a second gradient of the same parameter arrives. What no gradient
+or when the backward ends; from a bucket also when a second gradient of the same parameter arrives. What no gradient
 of the last micro-batch has reduced is reduced before the step, or before a gradient is read. Ranks need not reach that
 moment together, nor have gradients of the same parameters (see `agreement`).
+
+    overlap_comm        reduce 1: start 1    reduce 2: start 2, add 1    ...    end: add the last
+    otherwise           reduce 1: start 1, add 1    reduce 2: start 2, add 2    ...
+
+With `overlap_comm` an exchange is under way beside the backward of the next unit. Its values are added when the next
+unit is reduced, at the end of the backward, or before a gradient or the memory is needed, whichever comes first. All
+ranks start the same exchanges in the same order. Each adds the values when it needs to: by then all of them are there,
+and additions keep the order of the exchanges, so the sums have the same bits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from offload.engine.callbacks import EngineCallbacks
+from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.process_group import Ranks, Work
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
+from offload.errors import RankError
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
 from offload.layout.placement import CHUNK
+from offload.layout.tiers import Reduction
+from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.host_arena import HostArena
-from offload.timeline import OFF, Timeline
+from offload.timeline import OFF, Row, Timeline
+
+
+class _Held(NamedTuple):
+    """Gradients of a unit on this rank that are not reduced."""
+
+    memory: torch.Tensor
+    """Each segment at its position in the unit; zeros where there is no gradient."""
+    segments: set[int]
+    """Segments that have a gradient."""
+
+
+class _Exchange(NamedTuple):
+    """A reduction that has begun, and whose values are not added up."""
+
+    unit: int
+    received: torch.Tensor
+    """(contributing ranks, numel of this rank's partition)."""
+    sent: torch.Tensor | None
+    """Memory that holds what this rank has sent; None if it is no contributor."""
+    work: Work
 
 
 class ReduceScatterAccumulator(GradientAccumulator):
     """The mean of all ranks' gradients; see `GradientAccumulator` for the threads that may call each method.
 
-    Takes buffers of the device arena: the bucket in the dtype of a backward, or a sum for each unit in the dtype of
-    stored gradients; and another, as large as the largest of them, for values received, this rank's own among them.
+    Takes memory of the device arena, which `Partitions.reduction_nbytes` counts: buckets, or a sum for each unit; and
+    for each exchange that may be under way a buffer for values received, this rank's own among them.
     """
 
     def __init__(
@@ -52,9 +88,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
         waiting: GradientPlaces,
         callbacks: EngineCallbacks,
         *,
+        device: Device,
         device_arena: DeviceArena,
-        bucket_dtype: torch.dtype,
-        adds_up: bool,
+        reduction: Reduction,
         ranks: Ranks,
         rounds: Agreement,
         timeline: Timeline = OFF,
@@ -63,25 +99,41 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Allocates the buffers in the device arena. Arguments not listed are those of `GradientAccumulator`.
 
         Args:
+            device: the device of the backward.
             device_arena: the memory of the device.
-            bucket_dtype: dtype of the gradients that a backward makes.
-            adds_up: True if micro-batches add up on this rank, and each step is reduced once.
+            reduction: dtype and number of the buffers, and whether micro-batches add up before they are sent.
             ranks: the processes that train together.
             rounds: this rank's side of the agreement between the ranks.
             timeline: records each gradient as it arrives.
             compute: records the unit to which a gradient belongs.
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
-        self._ranks, self._rounds = ranks, rounds
-        self._adds_up, kept = adds_up, dtype if adds_up else bucket_dtype
+        self._ranks, self._rounds, self._device = ranks, rounds, device
+        self._adds_up, self._exchanges = reduction.whole, reduction.exchanges
+        self._adds_up_turns = not reduction.whole and reduction.dtype == dtype
+        """True if buckets have the dtype of sums."""
         # Trainable segments come first in a unit and end at `trainable_stop`.
         numels = [layout.trainable_stop for layout in layouts]
-        memory = [device_arena.keep(numel * kept.itemsize) for numel in (numels if adds_up else [max(numels)])]
-        self._memory = [each.view(kept) for each in (memory if adds_up else memory * len(layouts))]
-        """For each unit the memory of its gradients: its sum, or the bucket that all units share."""
-        self._received = device_arena.keep(max(numels) * kept.itemsize).view(kept)
-        self._held: list[set[int]] = [set() for _ in layouts]
-        """For each unit the segments that have a gradient in `_memory`."""
+
+        def keep(numel: int, dtype: torch.dtype = reduction.dtype) -> torch.Tensor:
+            return device_arena.keep(numel * dtype.itemsize).view(dtype)
+
+        self._room: list[list[torch.Tensor]]
+        """For each unit the free memory for its gradients: its own, or the buckets that all units share."""
+        buckets = [keep(max(numels)) for _ in range(reduction.buckets)]
+        self._room = [[keep(numel, dtype)] for numel in numels] if self._adds_up else [buckets] * len(layouts)
+        self._rounded = deque(buckets if self._adds_up else ())
+        """Buckets into which sums are rounded before they are sent, that of the oldest exchange first; may be empty."""
+        self._received = deque(keep(max(numels)) for _ in range(reduction.exchanges))
+        """Memory for received values, that of the oldest exchange first."""
+        self._under_way: deque[_Exchange] = deque()
+        """Exchanges whose values are not added up, oldest first. `Agreement.lock` guards it."""
+        self._adding = False
+        """True while values of an exchange are added up, and from then on if that has failed."""
+        self._added = DONE
+        """Event of the compute that has added up the last exchange."""
+        self._held: dict[int, _Held] = {}
+        """Gradients that are not reduced, by unit."""
         self._unit = -1
         self._filled: set[int] = set()
         """Segments of `_unit` to which this backward has given a gradient."""
@@ -92,8 +144,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         """Returns `add` for one parameter."""
         return functools.partial(self.add, unit, segment)
 
+    # -- gradients of this rank ---------------------------------------------------------------------
+
     def _add(self, unit: int, segment: int, gradient: torch.Tensor) -> None:
-        """Copies a gradient to the bucket, or adds it to the sum of its unit.
+        """Copies a gradient to a bucket, or adds it to the sum of its unit.
 
         Reduces the unit under way before if the gradient belongs to another one, or if it does not add up with an
         earlier one of the same parameter; and this unit afterwards if it is complete.
@@ -101,55 +155,161 @@ class ReduceScatterAccumulator(GradientAccumulator):
         place = self._layouts[unit].segments[segment]
         if not place.numel:
             return
-        # In the bucket, a parameter's second gradient must not overwrite its first.
-        if self._unit >= 0 and (self._unit != unit or (segment in self._filled and not self._adds_up)):
-            self._flush()
-        if not self._held[unit]:
-            # Parameters without a gradient on this rank contribute zeros to the mean.
-            self._memory[unit][: self._layouts[unit].trainable_stop].zero_()
-        values = self._memory[unit][place.start : place.stop]
-        if segment in self._held[unit]:
+        adds_up, last = self._sums()
+        # In a bucket, a parameter's second gradient must not overwrite its first.
+        if self._unit >= 0 and (self._unit != unit or (segment in self._filled and not adds_up)):
+            self._reduce()
+        held = self._held.get(unit) or self._hold(unit)
+        values = held.memory[place.start : place.stop]
+        if segment in held.segments:
             values.add_(flat(gradient))
         else:
             values.copy_(flat(gradient))
-        self._held[unit].add(segment)
+        held.segments.add(segment)
         self._seen[unit].add(segment)
-        if self._adds_up and not self._callbacks.is_last_micro_batch():
+        if not last:
             return
         self._unit = unit
         self._filled.add(segment)
         if self._filled == self._wanted[unit]:
-            self._flush()
+            self._reduce()
+
+    def _sums(self) -> tuple[bool, bool]:
+        """Returns whether gradients of the backward that runs add up with earlier ones, and whether it is the last."""
+        if self._adds_up:
+            return True, self._callbacks.is_last_micro_batch()
+        turn = self._callbacks.turn() if self._adds_up_turns else None
+        return (False, True) if turn is None else (True, turn.last)
+
+    def _hold(self, unit: int) -> _Held:
+        """Takes memory for gradients of `unit`, zeros at first."""
+        if not self._room[unit]:
+            self._add_received()  # what is sent from this memory
+        if not self._room[unit]:
+            # More units lie between two blocks, where each micro-batch passes all of them, than there are buckets. Or
+            # it is the first step, whose micro-batches pass one by one. The sum that began first is reduced so far.
+            self._unit = next(iter(self._held))
+            self._reduce()
+            self._add_received()
+        memory = self._room[unit].pop()
+        # The exchange before has read this memory on a stream of the backend. The additions are ordered behind it, but
+        # they may have been submitted to another stream than that of this gradient, if the model uses several.
+        self._device.wait_event(self._added)
+        # Parameters without a gradient on this rank contribute zeros to the mean.
+        memory[: self._layouts[unit].trainable_stop].zero_()
+        held = self._held[unit] = _Held(memory, set())
+        return held
+
+    def _release(self, unit: int) -> None:
+        """Drops gradients of `unit` that are not reduced."""
+        held = self._held.pop(unit, None)
+        if held is not None:
+            self._room[unit].append(held.memory)
+
+    def _reduce(self) -> None:
+        """Reduces the unit under way, and starts the copies of small results that were set aside."""
+        self._rounds.reduce(self._unit)
+        super()._flush()
 
     def _flush(self) -> None:
-        """Reduces the unit under way, if there is one, and starts the copies of small results that were set aside."""
+        """Reduces the unit under way, if there is one, and puts all that was received where it waits for its update."""
         if self._unit >= 0:
-            self._rounds.reduce(self._unit)
+            self._reduce()
+        self._finish()
         super()._flush()
 
     @uninterrupted
     def complete(self) -> None:
         """Completes a backward, and reduces all sums of this rank that were not reduced with their last gradient."""
         self.end_backward()
-        for unit, held in enumerate(self._held):
-            if held:
-                self._unit = unit
-                self._flush()
+        for unit in sorted(self._held):
+            self._unit = unit
+            self._reduce()
+        self._finish()
+        super()._flush()
+
+    # -- exchanges ----------------------------------------------------------------------------------
 
     @property
     def pending_unit(self) -> int:
         """The unit whose gradients this rank is about to reduce, or -1."""
         return self._unit
 
+    @uninterrupted
     def serve_reduce(self, unit: int, holders: Sequence[int]) -> None:
-        """Sums the gradients of `unit` from the ranks `holders`, and keeps this rank's partition of the mean.
+        """Starts the sum of the gradients of `unit` from the ranks `holders`, and ends sums that began before.
 
-        The mean is over all ranks: ranks outside `holders` contribute zeros. Every rank calls this at the same time.
+        This rank keeps its partition of the mean over all ranks: ranks outside `holders` contribute zeros. Every rank
+        calls this at the same time.
         """
-        layout, part, size = self._layouts[unit], self._parts[unit], self._ranks.size
-        received = self._received[: len(holders) * len(part)].view(len(holders), len(part))
-        self._ranks.exchange(received, self._memory[unit][: size * len(part)].view(size, len(part)), holders)
-        for position, segment in enumerate(layout.segments):
+        part, size = self._parts[unit], self._ranks.size
+        sends = self._ranks.rank in holders
+        # NCCL's stream waits for the calling thread's current one, which need not be the stream that has added up what
+        # the memory of this exchange received before.
+        self._device.wait_event(self._added)
+        assert sends == (unit == self._unit), "the other ranks take what was announced for what is sent"
+        rows = sent = None
+        if sends:
+            sent = self._held[unit].memory
+            self._unit, self._filled = -1, set()
+            del self._held[unit]
+            rows = sent[: size * len(part)]
+            if self._rounded:  # ordered behind the exchange that sent from the bucket before, as all additions are
+                rows = self._rounded[0][: size * len(part)].copy_(rows)
+                self._rounded.rotate(-1)
+        received = self._received[0][: len(holders) * len(part)].view(len(holders), len(part))
+        work = self._ranks.exchange(received, None if rows is None else rows.view(size, len(part)), holders)
+        self._received.rotate(-1)
+        self._under_way.append(_Exchange(unit, received, sent, work))
+        # The one before is added up beside the new one; without overlap the new one itself.
+        self._add_received(self._exchanges - 1)
+
+    def _finish(self) -> None:
+        """Adds up all exchanges that are under way."""
+        if self._under_way:
+            with self._timeline.span(Row.RANKS, "receive gradients"):
+                self._add_received()
+
+    @uninterrupted
+    def _add_received(self, left: int = 0) -> None:
+        """Waits for the oldest exchanges, and puts their sums where gradients wait for their update.
+
+        Args:
+            left: number of the newest exchanges that stay under way.
+        """
+        # Most callers have the lock already, as they serve a reduction. Two of autograd's threads may meet here.
+        with self._rounds.lock:
+            while len(self._under_way) > left:
+                exchange = self._under_way[0]
+                # A Ctrl-C that ends this wait changes nothing: the next call waits again.
+                exchange.work.order_compute()
+                if self._adding:
+                    raise self._ranks.fail("it has failed while it added gradients up")
+                self._adding = True
+                self._put_mean(exchange.unit, exchange.received)
+                self._end(exchange)
+                self._adding = False  # not in a `finally`: a sum that is added in part must not be added again
+
+    def _end(self, exchange: _Exchange) -> None:
+        """Gives the memory of the oldest exchange back, to compute that follows what the calling thread has started."""
+        self._device.wait_event(self._added)  # so that the last event follows all of them
+        self._added = self._device.record_event()
+        self._under_way.popleft()
+        if exchange.sent is not None:
+            self._room[exchange.unit].append(exchange.sent)
+
+    def _drop_received(self) -> None:
+        """Waits for all exchanges, and drops their values."""
+        with self._rounds.lock:
+            while self._under_way:
+                self._under_way[0].work.order_compute()
+                self._end(self._under_way[0])
+            self._adding = False
+
+    def _put_mean(self, unit: int, received: torch.Tensor) -> None:
+        """Adds up the contributions to this rank's partition of `unit`, and stores their mean or adds it."""
+        part = self._parts[unit]
+        for position, segment in enumerate(self._layouts[unit].segments):
             first, last = max(segment.start, part.start), min(segment.stop, part.stop)
             # In chunks, so that the fp32 sum needs little memory.
             for start in range(first, last, CHUNK):
@@ -159,31 +319,44 @@ class ReduceScatterAccumulator(GradientAccumulator):
                 total = received[0, column].to(torch.float32, copy=True)
                 for other in received[1:]:
                     total += other[column]
-                total /= size
+                total /= self._ranks.size
                 self.put(unit, position, start - segment.start, total)
-        if self._unit == unit:
-            self._unit = -1
-            self._filled, self._held[unit] = set(), set()
+
+    # -- what needs all that was received ------------------------------------------------------------
+
+    def known(self) -> GradientStats:
+        """Returns the statistics on which a step is decided, with all that other ranks have reduced until now."""
+        self._finish()
+        return super().known()
+
+    def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Fills `values` with a gradient, after all exchanges under way."""
+        self._finish()
+        super().look(unit, segment, first, values)
+
+    def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
+        """Replaces a gradient, and records it as present."""
+        self._finish()
+        super().replace(unit, segment, first, values)
+        self._seen[unit].add(segment)
 
     def present(self, unit: int) -> set[int]:
         """Returns the segments of `unit` for which this rank produced a gradient, whichever rank keeps it."""
         return set(self._seen[unit])
 
-    def replace(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
-        """Replaces a gradient, and records it as present."""
-        super().replace(unit, segment, first, values)
-        self._seen[unit].add(segment)
-
     def give(self, units: Sequence[int]) -> None:
         """Hands the gradients of `units` to their updates; the next step starts without gradients."""
+        assert not self._under_way, "all was added up when the norm was known"
         super().give(units)
         for unit in units:
             self._seen[unit] = set()
 
     def drop(self, unit: int) -> None:
         """Drops the gradients of one unit."""
+        assert not self._under_way, "what is added up later would be kept"
         super().drop(unit)
-        self._seen[unit], self._held[unit] = set(), set()
+        self._seen[unit] = set()
+        self._release(unit)
 
     def forget(self) -> None:
         """Drops gradients as soon as every rank is about to drop its own, if this rank has contributed any.
@@ -196,6 +369,18 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def clear(self) -> None:
         """Drops every gradient that no update has taken, and those that are not reduced."""
+        self._drop_received()
         super().clear()
+        for unit in list(self._held):  # also of units that an update reads
+            self._release(unit)
         self._unit, self._filled = -1, set()
-        self._held, self._seen = [set() for _ in self._layouts], [set() for _ in self._layouts]
+        self._seen = [set() for _ in self._layouts]
+
+    def close(self) -> None:
+        """Waits for exchanges under way, whose memory other ranks read and write, and closes the rest."""
+        # Of a lost rank the log has said which, and what is under way has failed.
+        if not self._ranks.lost:
+            with contextlib.suppress(RankError):
+                self._drop_received()
+        self._under_way.clear()
+        super().close()

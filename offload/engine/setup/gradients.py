@@ -68,7 +68,7 @@ def gradient_accumulator(
             undo.callback(downloads.close)
         waiting = _gradient_places(plan, arena, spill, downloads)
         accumulator: GradientAccumulator
-        if plan.ranks is None or rounds is None or not any(trainable):
+        if plan.ranks is None or rounds is None or plan.parts.reduction is None:
             accumulator = GradientAccumulator(
                 plan.layouts,
                 trainable,
@@ -88,9 +88,9 @@ def gradient_accumulator(
                 dtype,
                 waiting,
                 callbacks,
+                device=plan.device,
                 device_arena=arena,
-                bucket_dtype=plan.mode.weight_dtype,  # the dtype of gradients in a backward
-                adds_up=bool(plan.parts.whole_gradients),
+                reduction=plan.parts.reduction,
                 ranks=plan.ranks,
                 rounds=rounds,
                 timeline=timeline,
