@@ -356,8 +356,9 @@ class Work:
         On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
         lost rank is noticed by the next message between hosts, which aborts the collective.
         """
-        if self._ranks.on_gpu:
-            self.work.wait()  # NCCL: the current stream waits, the host does not
+        work = self.work
+        if self._ranks.on_gpu and work is not None:
+            work.wait()  # NCCL: the current stream waits, the host does not
         else:
             self.wait()
 
