@@ -258,6 +258,7 @@ def test_a_kill_leaves_the_run_before_or_the_one_after(moment: str, of_two: Path
     dies(killed, tmp_path, moment)
     assert run_status([tmp_path / "swap"], "default").exists
     if moment in UNDECIDED:
+        assert inspect(run)["leftovers"] == [str(run / "new-rank0")]
         assert_same_tensors(states, states_in(run))
     found = resumed(PLAIN, tmp_path)
     assert_same_tensors(states, found[0] or {})
@@ -279,7 +280,7 @@ def test_commands_name_a_switch_that_was_interrupted(run: Path, tmp_path: Path) 
     dies(killed, tmp_path, "no rank 0 is in its place")
     assert (run / RESHARDED).is_file()
     aside = [str(run / "new-rank0"), str(run / "old-rank0")]
-    assert inspect(run)["leftovers"] == aside and inspect(tmp_path / "swap")["runs"][0]["leftovers"] == aside
+    assert inspect(run)["kind"] == "run" and inspect(run)["leftovers"] == [], "the run is among them"
     with pytest.raises(StoreError, match=r'about to change its number of ranks.*"resume": "auto"'):
         RunChecking(run)
     with pytest.raises(StoreError, match="another start is changing the number of ranks"):

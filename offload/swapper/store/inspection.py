@@ -138,11 +138,13 @@ def _is_note(path: Path) -> bool:
 def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
     """Returns files and folders of a run that nothing reads.
 
-    These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks.
+    These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks, which
+    are needed only while its note is there.
     """
     places = {run, *(folder for each in found for folder in each.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
-    left += [str(path) for path in folders_aside(run)]
+    if not (run / RESHARDED).is_file():
+        left += [str(path) for path in folders_aside(run)]
     sizes = [each.manifest.spec.fingerprint.get("world_size", 1) for each in found if each.manifest is not None]
     if sizes:
         left += [str(each.folder) for each in found if each.rank >= max(sizes)]
