@@ -341,7 +341,7 @@ def test_another_model_is_told_before_anything_is_written(run: Path, tmp_path: P
     names = sorted(run.rglob("*"))
     for other, match in (
         (dataclasses.replace(PLAIN, options=NARROW), "or convert the run"),
-        (dataclasses.replace(PLAIN, job=JOBS["gpt2"]), "another model"),
+        (dataclasses.replace(PLAIN, job=PLAIN.job._replace(dtype="fp32")), "resume in the dtype that the run had"),
     ):
         with pytest.raises(StoreError, match=match):
             resumed(other, tmp_path)
