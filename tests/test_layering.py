@@ -84,6 +84,7 @@ WITHIN = {
         "shutdown": "training",
         "step": "callbacks gradients metrics optim training",
         "model_io": "checkpoint distributed keywords params training",
+        "reshard": "checkpoint distributed model_io training",
         "optimizer_state_dict": "param_access params training",
         "tensor_api": "param_access params",
         "core": "callbacks checkpoint gradients memory model_io optim optimizer_state_dict schedule shutdown "
@@ -91,7 +92,7 @@ WITHIN = {
         "api": "checkpoint core distributed keywords memory model_io training",
         "engine": "api keywords training",
         "setup": "activations callbacks checkpoint core distributed engine gradients keywords metrics optim params "
-        "schedule tiles training",
+        "reshard schedule tiles training",
         "inference": "activations api core metrics model_io optim params setup",
     },
     "planner": {

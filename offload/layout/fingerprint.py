@@ -9,11 +9,15 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from offload.layout.flat_layout import Segment, UnitLayout, with_kept
 from offload.layout.opaque_state import StateField
+from offload.layout.tiers import partitions
+from offload.states import State
 from offload.swapper.modes import Mode
+from offload.swapper.store.format.manifest import StoreSpec
 
 
 def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
@@ -36,6 +40,29 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict
             for layout in layouts
         ],
     }
+
+
+def store_specs(
+    layouts: Sequence[UnitLayout], mode: Mode, world_size: int, about: Mapping[str, Any] = {}
+) -> list[StoreSpec]:
+    """Returns the contents of the durable store of each rank, whatever the tiers of its states are.
+
+    Args:
+        layouts: the layout of each unit for this number of ranks.
+        mode: the states and their dtypes.
+        world_size: number of ranks.
+        about: made by `about`.
+    """
+    fingerprint = describe(layouts, mode, world_size)
+    specs = []
+    for rank in range(world_size):
+        # A store with two slots keeps every state; the dtype of gradients, which it does not keep, is any.
+        parts = partitions(layouts, mode, torch.float32, rank, world_size)
+        rows: list[Mapping[State, int]] = [
+            {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
+        ]
+        specs.append(StoreSpec(tuple(rows), 2, fingerprint, about, parts.frozen))
+    return specs
 
 
 def _described(segment: Segment) -> dict[str, Any]:

@@ -13,14 +13,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from offload.aio.protocols import Queue
 from offload.engine.model_io.weight_source import StoreSource
 from offload.errors import StoreError
-from offload.layout.fingerprint import describe, described_layouts
+from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.optimizers.state_pages import placed_for
-from offload.layout.tiers import partitions
 from offload.runs.converted_states import Side, StateConverter
 from offload.states import State
 from offload.swapper.modes import MODES, Mode, make_mode, moments_name
@@ -55,17 +52,7 @@ class Conversion(NamedTuple):
     @property
     def specs(self) -> list[StoreSpec]:
         """Returns the specification of each rank's swap files."""
-        layouts, mode, size = self.after
-        fingerprint = describe(layouts, mode, size)
-        found = []
-        for rank in range(size):
-            # A store with two slots keeps every state; the dtype of gradients, which it does not keep, is any.
-            parts = partitions(layouts, mode, torch.float32, rank, size)
-            rows: list[Mapping[State, int]] = [
-                {state: nbytes for state, nbytes in row.items() if state is not State.GRAD} for row in parts.nbytes
-            ]
-            found.append(StoreSpec(tuple(rows), 2, fingerprint, self.about, parts.frozen))
-        return found
+        return store_specs(*self.after, self.about)
 
     @property
     def nbytes(self) -> int:

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from offload.aio import aligned_empty
 from offload.aio.protocols import Future, Pending
-from offload.engine.checkpoint.saved_states import SavedMoments
+from offload.engine.checkpoint.saved_states import SavedMoments, SavedStates
 from offload.engine.model_io.weight_source import StoreSource
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import Segment, UnitLayout, segment_shards
@@ -79,8 +78,7 @@ class StateConverter:
         self._source, self._before, self._after = source, before, after
         self._rank, self._store, self._progress = rank, store, progress
         self._written: list[dict[State, list[tuple[int, Future]]]] = [{} for _ in after.layouts]
-        self._scales = (-1, torch.empty(0, device="cpu"))
-        """A unit, and the scales of its moments before the conversion."""
+        self._saved = SavedStates(*before, source)
 
     def run(self) -> None:
         """Writes all states to the first slot, which then is the newest of each unit."""
@@ -166,7 +164,7 @@ class StateConverter:
         self, chunk: _Chunk, run: _Run, saved: Mapping[State, torch.Tensor], states: Mapping[State, torch.Tensor]
     ) -> None:
         """Converts the moments of a run of elements. Those whose form stays are encoded to the same bits."""
-        scales = self._scales_of(chunk.unit) if self._before.mode.in_blocks else None
+        scales = self._saved.scales(chunk.unit) if self._before.mode.in_blocks else None
         moments = SavedMoments(self._before.mode, saved, scales, run.segment.start + run.position)
         for state in chunk.sources:
             moment_values.write(self._after.mode, states, state, run.at, moments.values(state))
@@ -199,19 +197,3 @@ class StateConverter:
             first, last = max(after.start, chunk.first), min(after.stop, chunk.first + chunk.numel)
             if first < last:
                 yield _Run(first - chunk.first, last - first, before, first - after.start)
-
-    def _scales_of(self, unit: int) -> torch.Tensor:
-        """Returns the scales of a unit's moments before the conversion, of all ranks."""
-        if self._scales[0] != unit:
-            self._scales = (unit, self._read_scales(unit))
-        return self._scales[1]
-
-    def _read_scales(self, unit: int) -> torch.Tensor:
-        mode, layout = self._before.mode, self._before.layouts[unit]
-        parts = []
-        for rank in range(self._before.world_size):
-            numel = len(layout.trainable(rank, self._before.world_size))
-            buffer = aligned_empty(len(mode.padded_part(State.SCALES, 0, numel)) * torch.float32.itemsize)
-            self._source.read(rank, unit, State.SCALES, 0, buffer).wait()
-            parts.append(torch.frombuffer(buffer, dtype=torch.float32)[: len(mode.part(State.SCALES, 0, numel))])
-        return torch.cat(parts)

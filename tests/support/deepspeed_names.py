@@ -371,7 +371,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "profiling.flops_profiler.get_model_profile",
         ),
         Name("autotuning.Autotuner", ABSENT, "`offload plan` decides before a run"),
-        Name("elasticity.compute_elastic_config", ABSENT, "a run resumes on as many ranks as it had"),
+        Name("elasticity.compute_elastic_config", ABSENT, "a run resumes on any number of ranks as it is"),
         Name("monitor.monitor.MonitorMaster", ABSENT, "the [JSON's blocks](../guides/monitor-a-run.md)"),
     ),
 }

@@ -28,7 +28,7 @@ from offload.engine.checkpoint.files import (
     wrong_files,
 )
 from offload.engine.checkpoint.resharding import Run, Source, all_places, as_rows, places
-from offload.engine.checkpoint.saved_states import SavedStates, StateReader, open_states
+from offload.engine.checkpoint.saved_states import CheckpointPartitions, SavedStates, StateReader, open_states
 from offload.engine.training.snapshot import Snapshot
 from offload.errors import IoError, StoreError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
@@ -106,7 +106,8 @@ class FoundCheckpoint:
         Args:
             queue: Queue for the reads.
         """
-        return SavedStates(self, queue)
+        partitions = CheckpointPartitions(self, queue)
+        return SavedStates(self.layouts, self.mode, self.manifest.world_size, partitions)
 
     def check_bytes(self, options: LoadOptions, queue: Queue, rank: int, world_size: int) -> None:
         """Compares this rank's share of the tensors that any rank will read with their checksums.

@@ -15,10 +15,10 @@ import torch
 
 from offload.aio.protocols import Future, Pending, Queue
 from offload.engine.checkpoint.conversion import convert, copy_bits
-from offload.engine.checkpoint.load import FoundCheckpoint, LoadOptions
+from offload.engine.checkpoint.load import LoadOptions
 from offload.engine.checkpoint.resharding import Run, overlaps, packed_runs, runs, scale_runs
-from offload.engine.checkpoint.saved_states import SavedMoments
-from offload.engine.params.local_shards import LocalShards
+from offload.engine.checkpoint.saved_states import FoundStates, SavedMoments
+from offload.engine.params.local_shards import FilledShards
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
 from offload.layout.flat_layout import WORD
 from offload.layout.optimizers import moment_values
@@ -47,9 +47,7 @@ class _Work(NamedTuple):
 class CheckpointRestorer:
     """Second pass of a load: fills this rank's partitions from a checkpoint, between `begin_load` and `end_load`."""
 
-    def __init__(
-        self, found: FoundCheckpoint, shards: LocalShards, options: LoadOptions, queue: Queue, rank: int
-    ) -> None:
+    def __init__(self, found: FoundStates, shards: FilledShards, options: LoadOptions, queue: Queue, rank: int) -> None:
         self._found, self._shards, self._states = found, shards, options.states
         self._runs = [runs(layout, found.saved) for layout in shards.layouts]
         self._packed_runs = [packed_runs(layout, found.saved, rank) for layout in shards.layouts]
@@ -86,7 +84,7 @@ class CheckpointRestorer:
         again with a new, valid checksum. So such a unit is read completely and in order, before anything changes.
         """
         shards, page = self._shards, self._shards.mode.page_step
-        if not self._two_slots:
+        if not self._keeps_commit:
             return
         work = [
             _Work(unit, (state,), (state,), start, min(start + numel, last), 0, kept=True)
@@ -128,9 +126,9 @@ class CheckpointRestorer:
         return self._makes_masters(targets) or any(theirs.get(state, mine[state]) != mine[state] for state in targets)
 
     @property
-    def _two_slots(self) -> bool:
-        """True if there is a durable store, which has two slots of every state that trains."""
-        return self._shards.store is not None and self._shards.store.spec.slots == 2
+    def _keeps_commit(self) -> bool:
+        """True if the store has made a commit, which must stay; its states that train have a second slot."""
+        return self._shards.store is not None and self._shards.store.durable is not None
 
     def _work(self, unit: int, frozen: bool) -> Iterator[_Work]:
         """Yields all chunks of a unit; `frozen` is true if its frozen weights are written."""
@@ -164,10 +162,10 @@ class CheckpointRestorer:
                 shards.put(chunk.unit, state, start, memory)
             if store is None or not store.keeps(chunk.unit, state):
                 continue
-            if self._two_slots and state is State.WEIGHT and trainable <= chunk.start:
+            if self._keeps_commit and state is State.WEIGHT and trainable <= chunk.start:
                 # Frozen weights have no second slot: this write changes bytes that the last commit names, which
                 # is recorded until the load is committed.
-                shards.pager.mark_rewritten(True)
+                shards.mark_rewritten()
             futures.append(store.write(chunk.unit, state, slot, start, memory))
             written[chunk.unit].setdefault(state, []).append((start, futures[-1]))
         return futures
@@ -368,7 +366,7 @@ class CheckpointRestorer:
         """
         half = BUFFER_NBYTES // 2
         units = [unit for unit in range(len(self._shards.layouts)) if self._frozen_work(unit)]
-        if not self._two_slots:
+        if not self._keeps_commit:
             return set(units)
         differ: set[int] = set()
 

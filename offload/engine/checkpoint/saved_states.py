@@ -1,8 +1,8 @@
-"""Reads of a checkpoint's states from the files of all ranks, and the values of its moments."""
+"""Reads of saved states from the partitions of all ranks, and the values of moments."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from offload.aio.protocols import Future, Pending, Queue
 from offload.engine.checkpoint.files import states_file, tensor_name
 from offload.engine.checkpoint.resharding import Run, shards_of_scales
 from offload.errors import IoError, StoreError
-from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
+from offload.layout.flat_layout import Segment, SegmentShard, UnitLayout, segment_shards
 from offload.layout.optimizers import moment_values
 from offload.states import State
 from offload.swapper.modes import MOMENT_BLOCK, Mode
@@ -21,8 +21,26 @@ if TYPE_CHECKING:
     from offload.engine.checkpoint.load import FoundCheckpoint
 
 
+class FoundStates(Protocol):
+    """States that were found and fit this engine: those of a checkpoint, or of a run's swap files."""
+
+    @property
+    def mode(self) -> Mode:
+        """Mode in which the states were saved."""
+        ...
+
+    @property
+    def saved(self) -> Mapping[str, tuple[int, Segment]]:
+        """Unit and segment of each parameter, by name."""
+        ...
+
+    def open(self, queue: Queue) -> StateReader:
+        """Opens the files of states; the caller closes the result."""
+        ...
+
+
 class StateReader(Protocol):
-    """Reads of a checkpoint's states, whatever its files are."""
+    """Reads of saved states, whatever their files are."""
 
     def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
         """Begins to read the elements of a run; see `SavedStates.read`."""
@@ -30,6 +48,18 @@ class StateReader(Protocol):
 
     def scales(self, unit: int) -> torch.Tensor:
         """Returns the scales of moments in 8 bits; see `SavedStates.scales`."""
+        ...
+
+    def close(self) -> None:
+        """Closes the files."""
+        ...
+
+
+class PartitionReader(Protocol):
+    """Reads of the partitions of all ranks that saved."""
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Pending:
+        """Begins to fill `buffer` from byte `start` of a rank's partition on."""
         ...
 
     def close(self) -> None:
@@ -50,48 +80,68 @@ def open_states(found: FoundCheckpoint) -> list[DirectFile]:
     return files
 
 
-class SavedStates:
-    """The files of a checkpoint's states, open until `close`; implements `StateReader`."""
+class CheckpointPartitions:
+    """The partitions in the files of a checkpoint, open until `close`; implements `PartitionReader`."""
 
     def __init__(self, found: FoundCheckpoint, queue: Queue) -> None:
-        self._found, self._queue = found, queue
+        self._places, self._queue = found.places, queue
         self._files = open_states(found)
-        self._unit, self._scales = -1, torch.empty(0, device="cpu")
+
+    def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Future:
+        """Begins to fill `buffer` from byte `start` of a rank's partition on."""
+        place = self._places[rank][tensor_name(unit, state)]
+        return self._queue.read(self._files[rank], place.offset + start, buffer)
 
     def close(self) -> None:
         """Closes the files."""
         for file in self._files:
             file.close()
 
-    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Future]:
-        """Begins to read the elements of a run, from each rank's file that contains some of them.
+
+class SavedStates:
+    """The states of the partitions of all ranks that saved; implements `StateReader`.
+
+    Args:
+        layouts: Units of the ranks that saved.
+        mode: Their mode.
+        world_size: Their number.
+        partitions: Reads their partitions; closed by `close`.
+    """
+
+    def __init__(self, layouts: Sequence[UnitLayout], mode: Mode, world_size: int, partitions: PartitionReader) -> None:
+        self._layouts, self._mode, self._world_size = layouts, mode, world_size
+        self._partitions = partitions
+        self._unit, self._scales = -1, torch.empty(0, device="cpu")
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._partitions.close()
+
+    def read(self, run: Run, state: State, memory: memoryview, start: int) -> Iterator[Pending]:
+        """Begins to read the elements of a run, from each rank's partition that contains some of them.
 
         Args:
-            run: The run; the checkpoint contains it.
+            run: The run; the saved states contain it.
             state: The state. Runs of PACKED and SCALES are counted in values of the state.
             memory: Memory of the state for the whole chunk.
             start: Element of `memory` at which the run begins.
         """
-        found, source = self._found, run.saved
+        source = run.saved
         assert source is not None
-        itemsize = found.mode.states[state].itemsize
+        itemsize = self._mode.states[state].itemsize
         # `segment_shards` finds the partitions of a segment's elements. This segment is made up, with those of the run.
         segment = Segment("", (), source.start, run.stop - run.start, source.trainable)
-        name = tensor_name(source.unit, state)
-        layout, size = found.layouts[source.unit], found.manifest.world_size
+        layout = self._layouts[source.unit]
         if state is State.PACKED:  # of one rank, the home of the parameter
             shards = iter([SegmentShard(source.rank, 0, source.start, segment.numel)])
         elif state is State.SCALES:
-            shards = shards_of_scales(layout, size, segment, found.mode)
+            shards = shards_of_scales(layout, self._world_size, segment, self._mode)
         else:
-            shards = segment_shards(layout, size, segment)
+            shards = segment_shards(layout, self._world_size, segment)
         for chunk in shards:
             first = (start + chunk.position) * itemsize
-            yield self._queue.read(
-                self._files[chunk.rank],
-                found.places[chunk.rank][name].offset + chunk.start * itemsize,
-                memory[first : first + chunk.numel * itemsize],
-            )
+            part = memory[first : first + chunk.numel * itemsize]
+            yield self._partitions.read(chunk.rank, source.unit, state, chunk.start * itemsize, part)
 
     def scales(self, unit: int) -> torch.Tensor:
         """Returns the scales of moments in 8 bits, (blocks * moments,) of all trainable elements of a unit.
@@ -105,14 +155,13 @@ class SavedStates:
 
     def _read_scales(self, unit: int) -> torch.Tensor:
         """Reads the scales of a unit. Those of each rank are padded to whole pages."""
-        found, name = self._found, tensor_name(unit, State.SCALES)
-        own = len(found.layouts[unit].trainable(0, found.manifest.world_size))
+        own = len(self._layouts[unit].trainable(0, self._world_size))
+        used = len(self._mode.part(State.SCALES, 0, own))
         parts = []
-        for file, places in zip(self._files, found.places, strict=True):
-            place = places[name]
-            buffer = aligned_empty(place.tensor.nbytes)
-            self._queue.read(file, place.offset, buffer).wait()
-            parts.append(torch.frombuffer(buffer, dtype=torch.float32)[: len(found.mode.part(State.SCALES, 0, own))])
+        for rank in range(self._world_size):
+            buffer = aligned_empty(len(self._mode.padded_part(State.SCALES, 0, own)) * torch.float32.itemsize)
+            self._partitions.read(rank, unit, State.SCALES, 0, buffer).wait()
+            parts.append(torch.frombuffer(buffer, dtype=torch.float32)[:used])
         return torch.cat(parts)
 
 

@@ -18,7 +18,7 @@ from offload.swapper.store import Compared, bytes_of, rank_folders
 from offload.swapper.store.format.checksums import Passages
 from offload.swapper.store.format.commit_record import last_of_all
 from offload.swapper.store.format.manifest import Extents, Manifest
-from offload.swapper.store.format.run_notes import FINISHED
+from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
 from offload.swapper.store.inspection import Commit, Found, is_rank, look
 from offload.swapper.store.rank_folder import Lock
 
@@ -81,12 +81,13 @@ class StoreSource:
     Args:
         run: Folder of the run.
         queue: Queue for the reads; owned by the caller.
+        looked: The ranks' folders, if the caller has inspected them and keeps them locked; None to do both here.
 
     Raises:
         StoreError: If a process uses the run, or a rank or a commit is missing.
     """
 
-    def __init__(self, run: Path, queue: Queue) -> None:
+    def __init__(self, run: Path, queue: Queue, looked: Sequence[Found] | None = None) -> None:
         # Imported late: the module imports torch, which `offload verify` does not need.
         from offload.engine.training.snapshot import Snapshot
 
@@ -94,7 +95,7 @@ class StoreSource:
         self._open = contextlib.ExitStack()
         try:
             # All folders are locked before one is inspected: a commit in progress would change them.
-            found = ranks_of(run, lock_and_look(run, self._open))
+            found = ranks_of(run, lock_and_look(run, self._open) if looked is None else looked)
             self.commits = commits_of_all(found)
             """Each rank's part of the commit."""
             self.folders = [each.folders for each in found]
@@ -157,6 +158,11 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     Raises:
         StoreError: If `run` contains no folder of a rank, or a process uses one of them.
     """
+    if (run / RESHARDED).is_file():
+        raise StoreError(
+            f"{run} was about to change its number of ranks when it was interrupted: start the run again with "
+            '"resume": "auto", which completes that first'
+        )
     folders = [folder for folder in rank_folders(run) if is_rank(folder)]
     if not folders:
         refuse_rank(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -31,6 +32,50 @@ class ResidentShard:
     buffer: memoryview | None
     spare: HostBuffer | None = None
     """The host buffer of a partition that is also stored on DISK; the buffer may be freed between steps."""
+
+
+class FilledShards(Protocol):
+    """All partitions of this rank, as a restore of saved states reads and fills them."""
+
+    @property
+    def mode(self) -> Mode:
+        """The states and their dtypes."""
+        ...
+
+    @property
+    def layouts(self) -> tuple[UnitLayout, ...]:
+        """The layout of each unit."""
+        ...
+
+    @property
+    def shares(self) -> Sequence[tuple[range, range]]:
+        """This rank's trainable and frozen elements of each unit."""
+        ...
+
+    @property
+    def store(self) -> Store | None:
+        """The swap files; None without any."""
+        ...
+
+    def states(self, unit: int) -> dict[State, int]:
+        """Returns the bytes of each partition of `unit` that outlives a step."""
+        ...
+
+    def stored(self, unit: int, state: State) -> bool:
+        """Returns True if the store keeps this partition."""
+        ...
+
+    def read(self, unit: int, state: State, start: int, buffer: memoryview) -> list[Future]:
+        """Begins to fill `buffer` with the newest bytes of a partition; see `LocalShards.read`."""
+        ...
+
+    def put(self, unit: int, state: State, start: int, buffer: memoryview) -> None:
+        """Copies `buffer` to byte `start` of the partition, if its tier is above DISK."""
+        ...
+
+    def mark_rewritten(self) -> None:
+        """Records that bytes of the last commit are about to be overwritten, until the next commit."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,3 +165,7 @@ class LocalShards:
         if resident is not None:
             part = resident.tensor.view(torch.uint8)[start : start + len(buffer)]
             self.device.copy(part, torch.frombuffer(buffer, dtype=torch.uint8))
+
+    def mark_rewritten(self) -> None:
+        """Records that bytes of the last commit are about to be overwritten, until the next commit."""
+        self.pager.mark_rewritten(True)

@@ -19,10 +19,14 @@ from offload.aio.shared_queue import SharedQueue
 from offload.config import Config
 from offload.engine.callbacks import EngineCallbacks
 from offload.engine.core import EngineCore
+from offload.engine.distributed.all_or_nothing import AllOrNothing
+from offload.engine.distributed.process_group import Ranks
 from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.optimizer import Optimizer
+from offload.engine.reshard.reshard import NewRanks, reshard
+from offload.engine.reshard.switch import finish
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
 from offload.engine.setup.plan import Plan, summary
 from offload.engine.setup.resume import check_fits
@@ -87,8 +91,7 @@ def build(
         recorders = _recorders(plan, timeline, queue, written, listener)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
-            where = (plan.config.drives, plan.config.offload.run, plan.rank)
-            store = Store(*where, _store_spec(plan, model), queue, written, recorders.spans)
+            store = _store(plan, model, optimizer, queue, written, recorders.spans)
             files = NewStore(plan, store, False, lr_scheduler)
             progress = _progress(plan, store, model, optimizer)
             files = NewStore(plan, store, progress is not None, lr_scheduler)
@@ -118,6 +121,39 @@ def build(
     except BaseException:
         core.shutdown.abandon(remove=progress is None)
         raise
+
+
+def _store(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, queue: SharedQueue, written: Written, spans: DriveSpans
+) -> Store:
+    """Returns this rank's store, locked; a run of another number of ranks becomes one of this number first. Collective.
+
+    For the arguments see `build` and `Store`.
+    """
+    config, spec = plan.config, _store_spec(plan, model)
+    new = NewRanks(
+        drives=config.drives,
+        run=config.offload.run,
+        spec=spec,
+        layouts=plan.layouts,
+        mode=plan.mode,
+        shares=plan.shares,
+        ranks=_everyone(plan.ranks, "give the run another number of ranks"),
+    )
+    new.ranks.by_first(lambda: finish(new.folders))
+    line = None
+    if plan.resume and plan.slots == 2:
+        line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
+    store = Store(new.drives, new.run, plan.rank, spec, queue, written, spans)
+    store.notices += [] if line is None else [line]
+    return store
+
+
+def _everyone(ranks: Ranks | None, what: str) -> AllOrNothing:
+    """Returns this rank's side of work before there is an engine; `what` names the work, for messages."""
+    if ranks is None:
+        return AllOrNothing(0, 1, lambda value: [value], what)
+    return AllOrNothing(ranks.rank, ranks.size, lambda value: ranks.share(value, what), what)
 
 
 def _progress(plan: Plan, store: Store, model: nn.Module, optimizer: Optimizer) -> Snapshot | None:

@@ -20,8 +20,8 @@ from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.checksums import Key, Slot
 from offload.swapper.store.format.commit_record import FORMAT_VERSION, Record, unpack_records
 from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import FINISHED
-from offload.swapper.store.rank_folder import FILES, read_whole
+from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
+from offload.swapper.store.rank_folder import FILES, folders_aside, read_whole
 from offload.swapper.store.write_counts import read_written
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def is_rank(folder: Path) -> bool:
 
 def is_run(folder: Path) -> bool:
     """Returns True if this is the folder of a run, on any of its drives, or of a run that ended."""
-    return any(is_rank(each) for each in folder.glob("rank*")) or _is_note(folder / FINISHED)
+    ranks = any(is_rank(each) for each in folder.glob("rank*"))
+    return ranks or (folder / RESHARDED).is_file() or _is_note(folder / FINISHED)
 
 
 def _is_note(path: Path) -> bool:
@@ -135,9 +136,15 @@ def _is_note(path: Path) -> bool:
 
 
 def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
-    """Returns files and folders of a run that nothing reads: interrupted replacements, ranks beyond the world size."""
+    """Returns files and folders of a run that nothing reads.
+
+    These are interrupted replacements, ranks beyond the world size, and those of a change of the number of ranks, which
+    are needed only while its note is there.
+    """
     places = {run, *(folder for each in found for folder in each.folders)}
     left = [str(path) for place in places for path in place.glob("*.tmp")]
+    if not (run / RESHARDED).is_file():
+        left += [str(path) for path in folders_aside(run)]
     sizes = [each.manifest.spec.fingerprint.get("world_size", 1) for each in found if each.manifest is not None]
     if sizes:
         left += [str(each.folder) for each in found if each.rank >= max(sizes)]

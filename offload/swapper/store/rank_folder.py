@@ -19,6 +19,22 @@ from offload.fileio import DirLock, LockHeldError, holder_of, replace_durably, s
 FILES = ("commit", "manifest.json", "states", "blob.0", "blob.1", "suspect", "lock")
 """Names of all files that a rank's folder may hold, the lock last. Temporary files that replace one are `*.tmp`."""
 
+STAGED, REPLACED = "new-", "old-"
+"""Before the name of a rank's folder, while a run changes its number of ranks: it waits for its place, or had it."""
+
+
+def folders_aside(run: Path) -> list[Path]:
+    """Returns the folders of ranks that are not in their place in a run's folder on one drive, by name.
+
+    A change of the number of ranks has made them. Without its note in the run's folder nothing reads them.
+    """
+    return sorted(
+        folder
+        for prefix in (STAGED, REPLACED)
+        for folder in run.glob(f"{prefix}rank*")
+        if folder.name.removeprefix(f"{prefix}rank").isdigit()
+    )
+
 
 class Lock:
     """Exclusive lock of this process on a rank's folder.

@@ -21,7 +21,7 @@ from offload.sizes import count_of
 from offload.swapper.store.format.blob import Blob
 from offload.swapper.store.format.commit_record import Record, Records, read_if_any, was_committed
 from offload.swapper.store.format.manifest import Manifest, read_manifest
-from offload.swapper.store.format.run_notes import FINISHED
+from offload.swapper.store.format.run_notes import FINISHED, RESHARDED
 from offload.swapper.store.inspection import blob_of, place_in
 from offload.swapper.store.verify import Damage
 
@@ -46,6 +46,10 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
         IoError: If a file exists and cannot be read: it may belong to another run.
     """
     first, ended = folders[0], (folders[0].parent / FINISHED).exists()
+    if (first.parent / RESHARDED).exists():
+        raise StoreError(
+            f"another start is changing the number of ranks of the run in {first.parent}; wait until it has ended"
+        )
     mine = _place_of(first)[0]
     for drive, folder in enumerate(folders):
         its, number, at = _place_of(folder)

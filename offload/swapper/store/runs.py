@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from offload.errors import StoreError
 from offload.swapper.store.format.commit_record import was_committed
 from offload.swapper.store.format.manifest import read_manifest
-from offload.swapper.store.format.run_notes import CLOSED, FINISHED
+from offload.swapper.store.format.run_notes import CLOSED, FINISHED, RESHARDED
 from offload.swapper.store.inspection import Found, allocated_nbytes, is_rank, look, store_id
-from offload.swapper.store.rank_folder import FILES, Lock, holder, read_whole, remove_files
+from offload.swapper.store.rank_folder import FILES, Lock, folders_aside, holder, read_whole, remove_files
 
 
 class RunStatus(NamedTuple):
@@ -38,8 +38,8 @@ def run_status(paths: Sequence[str | Path], run: str) -> RunStatus:
     finished = folder / FINISHED
     if not finished.is_file():
         # A run whose commit records are all lost counts as existing: a start must not overwrite it silently, and
-        # `Store.open` reports the damage.
-        exists = any(was_committed(rank) for rank in rank_folders(folder))
+        # `Store.open` reports the damage. While the number of ranks changes, no folder may be in its place.
+        exists = (folder / RESHARDED).is_file() or any(was_committed(rank) for rank in rank_folders(folder))
         return RunStatus(exists, None, exists and (folder / CLOSED).is_file())
     # A run that ends writes the note before it deletes its files, and a start deletes the note. Files beside the note
     # are leftovers.
@@ -65,7 +65,7 @@ class Removal(NamedTuple):
     folders: tuple[Path, ...]
     """The ranks' folders on all drives."""
     files: tuple[Path, ...]
-    """`finished.json`, `closed.json` and temporary files of interrupted writes."""
+    """`finished.json`, `closed.json`, `resharded.json` and temporary files of interrupted writes."""
     strangers: tuple[str, ...]
     """Names in these folders that do not belong to the run. These files are not deleted."""
     nbytes: int
@@ -84,19 +84,34 @@ def find_removal(path: Path) -> Removal:
     ranks = rank_folders(path)
     found = [look(rank) for rank in ranks]
     # A start that was killed has left at least a lock.
-    remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks)
+    remains = any(is_rank(rank) or set(_names(rank)) <= {"lock"} for rank in ranks) or folders_aside(path)
     if not path.is_dir() or not (note.is_file() or remains):
         raise StoreError(f"{path} is not a run folder: it contains neither rank<r> folders nor {FINISHED}")
     for each in found:
         _check_drive(each)
     folders = tuple(folder for each in found for folder in each.folders[:1] + _mine(each))
-    notes = [each for each in (note, path / CLOSED) if each.is_file()]
+    folders += _aside(path, folders)
+    notes = [each for each in (note, path / CLOSED, path / RESHARDED) if each.is_file()]
     files = (*sorted(path.glob("*.tmp")), *notes)
-    ours = {path.name for path in (*ranks, *files)}
+    ours = {path.name for path in (*ranks, *folders, *files)}
     strangers = [name for name in _names(path) if name not in ours]
     for folder in folders:
         strangers += [f"{folder.name}/{name}" for name in _names(folder) if name not in FILES and name[-4:] != ".tmp"]
     return Removal(path, tuple(ranks), folders, files, tuple(strangers), allocated_nbytes(folders), note.is_file())
+
+
+def _aside(run: Path, ranks: Sequence[Path]) -> tuple[Path, ...]:
+    """Returns the folders that an interrupted change of the number of ranks has left, on all drives of the run.
+
+    Args:
+        run: the run's folder on its first drive.
+        ranks: the folders of its ranks on all drives.
+    """
+    drives = {run: None, **{folder.parent: None for folder in ranks}}
+    for folder in folders_aside(run):
+        with contextlib.suppress(StoreError):  # a kill came before the manifest
+            drives |= {Path(drive) / run.name: None for drive in read_manifest(folder / "manifest.json").drives[1:]}
+    return tuple(folder for drive in drives for folder in folders_aside(drive))
 
 
 def remove_run(path: Path) -> Removal:

@@ -65,6 +65,7 @@ class Store:
         queue: Queue,
         written: Written | None = None,
         spans: DriveSpans = NO_SPANS,
+        staged: bool = False,
     ) -> None:
         """Makes and locks the rank's folders. `create` or `open` must follow.
 
@@ -76,6 +77,7 @@ class Store:
             queue: Reads and writes the files; it belongs to the caller.
             written: Counts the bytes written to each drive; may be shared with spill files. None for a new count.
             spans: Records requests and commits on the timeline.
+            staged: True for folders beside those of a run that has another number of ranks.
 
         Raises:
             StoreError: If the model has too many units, or a folder cannot be made or is in use.
@@ -94,7 +96,7 @@ class Store:
         self._places = spec.places()
         self._checked = spec.slots == 2
         self._sums = ChecksumTable()
-        self._files = SwapFiles(paths, run, rank, spec)
+        self._files = SwapFiles(paths, run, rank, spec, staged)
         self.folders = self._files.folders
         self._notes = self._files.notes
         self._commit_path = self.folders[0] / "commit"

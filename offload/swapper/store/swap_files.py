@@ -19,6 +19,7 @@ from offload.swapper.store.format.manifest import Manifest, StoreSpec, compare
 from offload.swapper.store.format.run_notes import RunNotes
 from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.rank_folder import (
+    STAGED,
     close_in_children,
     lock_folders,
     remove_files,
@@ -31,7 +32,7 @@ from offload.swapper.store.recovery import check_drives, check_sizes
 class SwapFiles:
     """The files of one rank, locked from construction to `close`. `create` or `open` opens the states file."""
 
-    def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec) -> None:
+    def __init__(self, paths: Sequence[str | Path], run: str, rank: int, spec: StoreSpec, staged: bool = False) -> None:
         """Makes and locks the rank's folder on each drive.
 
         Args:
@@ -39,12 +40,14 @@ class SwapFiles:
             run: The name of the run.
             rank: The rank whose files they are.
             spec: The contents that the files must have.
+            staged: True for a folder beside those of a run that has another number of ranks.
 
         Raises:
             StoreError: If a folder cannot be made, or is in use.
         """
         # Absolute, since the process may change its working folder later.
-        self.folders = [Path(os.path.abspath(path)) / run / f"rank{rank}" for path in paths]
+        name = f"{STAGED if staged else ''}rank{rank}"
+        self.folders = [Path(os.path.abspath(path)) / run / name for path in paths]
         self.notes = RunNotes(self.folders[0])
         self._run, self._rank, self._spec = run, rank, spec
         self._manifest: Manifest | None = None

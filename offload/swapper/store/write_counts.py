@@ -98,12 +98,15 @@ class Written:
         facts = {"bytes": [each.life_bytes for each in self.drives()], "rated_bytes": rated}
         return json.dumps(facts).encode()
 
-    def go_on(self, packed: bytes | None) -> None:
-        """Resumes the counts of a commit; a commit older than these counts leaves them at zero."""
-        before = read_written(packed)[0]
-        # Counts of another number of drives cannot be assigned to the drives of this store.
-        if len(before) == len(self._before):
-            self._before = before
+    def go_on(self, *packed: bytes | None) -> None:
+        """Resumes the counts of a commit, or the sums of several; a commit older than these counts has none."""
+        before = [0] * len(self._before)
+        for each in packed:
+            counts = read_written(each)[0]
+            # Counts of another number of drives cannot be assigned to the drives of this store.
+            if len(counts) == len(before):
+                before = [one + other for one, other in zip(before, counts, strict=True)]
+        self._before = before
 
 
 def read_written(packed: bytes | None) -> tuple[list[int], float | None]:

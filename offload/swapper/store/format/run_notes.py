@@ -20,6 +20,8 @@ FINISHED = "finished.json"
 """Name of the note that the run ended. The files beside the note are remainders, from which no run resumes."""
 CLOSED = "closed.json"
 """Name of the note that the run was closed without being kept. It can be resumed, and a new start may replace it."""
+RESHARDED = "resharded.json"
+"""Name of the note that swap files for another number of ranks are complete, and replace those of the run."""
 
 
 class RunNotes:

@@ -1,0 +1,242 @@
+"""The start of a run with another number of ranks than it had: each rank writes its part of the states anew.
+
+    rank 0 locks the run's folders ─► all compare every byte with its checksum ─► each writes new-rank<r>, its first
+    commit ─► rank 0 switches (`switch`) ─► the start resumes the run as one of this number of ranks
+
+The states are found by the names of their parameters, as those of a checkpoint are. Nothing of the run changes before
+the new folders are complete on every rank, so an error or a kill leaves a run that the former number of ranks resumes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from offload.aio.protocols import Queue
+from offload.engine.checkpoint.load import LoadOptions
+from offload.engine.checkpoint.resharding import places
+from offload.engine.checkpoint.restore import CheckpointRestorer
+from offload.engine.distributed.all_or_nothing import AllOrNothing
+from offload.engine.model_io.weight_source import StoreSource, lock_and_look, ranks_of
+from offload.engine.reshard.found_run import FoundRun, StoredShards
+from offload.engine.reshard.switch import Switch, carry_out, discard
+from offload.engine.training.snapshot import Snapshot
+from offload.errors import IoError, StoreError
+from offload.layout.fingerprint import described_layouts, store_specs
+from offload.layout.flat_layout import UnitLayout, with_kept
+from offload.layout.optimizers.state_pages import placed_for
+from offload.notices import shell_command
+from offload.sizes import count_of, format_size
+from offload.swapper.modes import Mode
+from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders
+from offload.swapper.store.format.manifest import compare
+from offload.swapper.store.inspection import Found, is_rank, look, store_id
+from offload.swapper.store.recovery import check_drives, check_startable
+
+_EVERYTHING = LoadOptions(strict=True, states=True, schedule=True, module_only=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NewRanks:
+    """The run as the ranks of this start will have it."""
+
+    drives: Sequence[str]
+    run: str
+    spec: StoreSpec
+    """Contents of this rank's store."""
+    layouts: tuple[UnitLayout, ...]
+    mode: Mode
+    shares: Sequence[tuple[range, range]]
+    ranks: AllOrNothing
+
+    @property
+    def folders(self) -> list[Path]:
+        """The run's folder on each drive."""
+        return [Path(drive).absolute() / self.run for drive in self.drives]
+
+
+class _Written(NamedTuple):
+    """This rank's part of the new run."""
+
+    id: str
+    """Id of its store."""
+    nbytes: int
+    """Bytes of its states."""
+
+
+def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
+    """Divides the states of the run among the ranks of this start, if the run had another number of them. Collective.
+
+    Args:
+        new: the run as the ranks of this start will have it.
+        queue: queue for reads and writes.
+        check: raises `StoreError` if all that a commit contains beside states does not fit this model.
+
+    Returns:
+        A line for the user; None if the run has as many ranks as this start.
+
+    Raises:
+        StoreError: if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The
+            run is then as it was.
+    """
+    ranks, run = new.ranks, new.folders[0]
+    before: int | None = ranks.by_first(lambda: _world_size(run))
+    if before is None or before == ranks.size:
+        return None
+    began = time.monotonic()
+    _check_visible(run, before, ranks)
+    with contextlib.ExitStack() as opened:
+        looked: list[Found] = []
+        # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
+        ranks.by_first(lambda: looked.extend(lock_and_look(run, opened)))
+        ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
+        found: list[FoundRun] = []
+        ranks.settle(lambda: found.append(_open(new, looked, queue, check, opened)))
+        blob = found[0].source.commits[0].record.blob_nbytes
+        # Each commit reserves a quarter more than it needs, for two blobs.
+        need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
+        ranks.by_first(lambda: _check_room(new, need, before))
+        ranks.settle(lambda: _compare(found[0], run, ranks))
+        try:
+            written = [_Written(*each) for each in ranks.settle(lambda: _write(new, found[0], queue, opened))]
+            after = tuple(each.id for each in written)
+            ids = tuple(str(store_id(folders[0])) for folders in found[0].source.folders)
+            ranks.by_first(lambda: carry_out(new.folders, Switch(ids, after)))
+        except BaseException:
+            # Only rank 0 knows whether the note was written. The other ranks delete nothing.
+            if ranks.rank == 0:
+                discard(new.folders)
+            raise
+    seconds = time.monotonic() - began
+    return (
+        f"resharded from {before} to {count_of(ranks.size, 'rank')}: {format_size(sum(e.nbytes for e in written))} of "
+        f"states in {seconds:.1f} s; each rank continues with the random generators of rank 0, so dropout draws other "
+        "numbers"
+    )
+
+
+def _world_size(run: Path) -> int | None:
+    """Returns the number of ranks of the run; None if no manifest says so, or nothing could be committed."""
+    manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
+    known = next((each for each in manifests if each is not None), None)
+    return None if known is None or known.spec.slots < 2 else int(known.spec.fingerprint.get("world_size", 1))
+
+
+def _check_visible(run: Path, before: int, ranks: AllOrNothing) -> None:
+    """Raises `StoreError` on all ranks if one of them does not see the folder of each rank of the run."""
+    folders = [run / f"rank{rank}" for rank in range(before)]
+    everyone = ranks.settle(lambda: [store_id(folder) for folder in folders])
+    for rank, ids in enumerate(everyone):
+        # On another machine a folder of the same name belongs to another store.
+        pairs = zip(folders, ids, everyone[0], strict=True)
+        missing = [str(folder) for folder, its, first in pairs if its is None or its != first]
+        if missing:
+            raise StoreError(
+                f"{run} is a run of {count_of(before, 'rank')}, this start has {ranks.size}, and rank {rank} does not "
+                f"see the swap files of the run in {', '.join(missing)}: mount the drives of all ranks where each rank "
+                f"sees them, or resume with {count_of(before, 'rank')}; or call save_checkpoint in the run and "
+                "load_checkpoint in a new one, on any number of ranks"
+            )
+
+
+def _look(run: Path) -> list[Found]:
+    """Returns the ranks of the run, which another rank of this start has locked."""
+    return [look(folder) for folder in rank_folders(run) if is_rank(folder)]
+
+
+def _open(
+    new: NewRanks,
+    looked: Sequence[Found],
+    queue: Queue,
+    check: Callable[[Snapshot], None],
+    opened: contextlib.ExitStack,
+) -> FoundRun:
+    """Opens the last commit of the run and compares it with this model. Changes nothing.
+
+    Args:
+        new: see `reshard`.
+        looked: the run's folders on their first drive.
+        queue: see `reshard`.
+        check: see `reshard`.
+        opened: closes the files.
+    """
+    run = new.folders[0]
+    found = [_on_drives(each, new) for each in ranks_of(run, looked)]
+    source = opened.enter_context(contextlib.closing(StoreSource(run, queue, found)))
+    kept = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
+    # This model as that many ranks would store it: a difference is told as in any other resume.
+    expected = placed_for(new.layouts, new.mode, len(found))
+    specs = store_specs(tuple(with_kept(layout, kept, len(found)) for layout in expected), new.mode, len(found))
+    for spec, each in zip(specs, found, strict=True):
+        assert each.manifest is not None, "a commit that is whole holds one"
+        compare(spec, each.manifest.spec, each.folder)
+    check(source.progress)
+    for rank in range(new.ranks.size):
+        check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
+    layouts = described_layouts(source.description)
+    return FoundRun(source=source, specs=specs, layouts=layouts, mode=new.mode, saved=places(layouts, {}, True))
+
+
+def _on_drives(found: Found, new: NewRanks) -> Found:
+    """Returns the same rank on the drives of this start, which may be mounted elsewhere than when it was made.
+
+    Raises:
+        StoreError: if these are other drives.
+    """
+    if found.manifest is None:
+        return found  # it has no commit either, which is reported
+    folders = [folder / found.folder.name for folder in new.folders]
+    check_drives(folders, found.manifest, found.commits[0].record.step if found.commits else 0)
+    drives = tuple(str(folder.parent) for folder in new.folders)
+    return found._replace(manifest=dataclasses.replace(found.manifest, drives=drives))
+
+
+def _check_room(new: NewRanks, need: int, before: int) -> None:
+    """Raises `StoreError` if the drives have no room for the new swap files beside those of the run."""
+    short = find_shortage(new.drives, need)
+    if short is not None:
+        raise StoreError(
+            f"{new.folders[0]} is a run of {count_of(before, 'rank')}; its swap files for {new.ranks.size} need "
+            f"{format_size(short.need)} beside the present ones, {short.path} has {format_size(short.free)} free; "
+            f"free some room, or resume with {count_of(before, 'rank')}; or call save_checkpoint in the run and "
+            "load_checkpoint in a new one, on any number of ranks"
+        )
+
+
+def _compare(found: FoundRun, run: Path, ranks: AllOrNothing) -> None:
+    """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
+    try:
+        found.compare(ranks.rank, ranks.size)
+    except IoError as error:
+        raise StoreError(
+            f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
+            f"`{shell_command('verify', run)}` says where, and {count_of(found.world_size, 'rank')} may resume the "
+            "commit before"
+        ) from error
+
+
+def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.ExitStack) -> _Written:
+    """Writes this rank's states into a folder beside those of the run, and commits them.
+
+    Args:
+        new: see `reshard`.
+        found: the run.
+        queue: see `reshard`.
+        opened: closes the files and releases the lock.
+    """
+    rank, commits = new.ranks.rank, found.source.commits
+    store = Store(new.drives, new.run, rank, new.spec, queue, staged=True)
+    opened.callback(store.close)
+    store.create()
+    shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
+    CheckpointRestorer(found, shards, _EVERYTHING, queue, rank).run()
+    # The drives have taken the writes of all ranks before. One rank goes on with their sum.
+    store.written.go_on(*(each.blob.written for each in commits if each.blob is not None and rank == 0))
+    # As with a checkpoint: no saved progress belongs to this rank, so every rank continues with that of rank 0.
+    store.commit(commits[0].record.step, commits[0].contents)
+    return _Written(str(store_id(store.folders[0])), sum(sum(row.values()) for row in new.spec.partitions))
