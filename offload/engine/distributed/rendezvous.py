@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from offload.errors import ConfigError, RankError
+from offload.launch.environment import ranks_environment
 from offload.swapper.memory.device_choice import accelerator_type
 
 _NOTICE = 60.0
@@ -42,13 +43,25 @@ def stay_away(reason: str) -> None:
             ranks_store().set(f"end/{dist.get_rank()}", reason)
 
 
+def join_launcher() -> None:
+    """Sets the variables of torchrun's if srun or mpirun has started this process as one of several.
+
+    Raises:
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is.
+    """
+    os.environ.update(ranks_environment(os.environ))
+
+
 def meet_others() -> None:
     """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
     Raises:
         ConfigError: if the group cannot be created.
     """
-    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not dist.is_available() or dist.is_initialized():
+        return
+    join_launcher()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
         # Both backends, since tensors on either device are exchanged.
@@ -57,7 +70,7 @@ def meet_others() -> None:
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
-            f"or unset WORLD_SIZE"
+            "srun or mpirun, or unset WORLD_SIZE"
         ) from error
 
 
