@@ -66,12 +66,28 @@ def meet_others() -> None:
     try:
         # Both backends, since tensors on either device are exchanged.
         found = accelerator_type()
-        dist.init_process_group("gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}")
+        dist.init_process_group(
+            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}", **_place_after_restart()
+        )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
             "srun or mpirun, or unset WORLD_SIZE"
         ) from error
+
+
+def _place_after_restart() -> dict[str, Any]:
+    """Returns store, rank and size of ranks that torchrun has started again on one machine; else nothing.
+
+    torchrun keeps its store when it starts ranks again, with the addresses of those that were killed. A rank that reads
+    one before it is overwritten waits for a process that is gone. On several machines torchrun counts restarts
+    differently, so that the count is no prefix there: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a store.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    store, rank, size = next(dist.rendezvous("env://"))
+    return {"store": dist.PrefixStore(f"restart/{restarts}", store), "rank": rank, "world_size": size}
 
 
 def device_backend(device_type: str) -> str:
