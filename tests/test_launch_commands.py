@@ -86,7 +86,8 @@ def test_one_host_that_is_another_machine_is_reached_by_ssh() -> None:
 
 def test_hosts_that_restart_meet_at_the_first_by_c10d() -> None:
     for node, command in enumerate(shown(HOSTS, max_restarts=2, num_gpus=1)):
-        rendezvous = f"c10d --rdzv-id offload --rdzv-endpoint alpha:29500 --rdzv-conf is_host={int(node == 0)} -- train"
+        own = f"--rdzv-conf is_host={int(node == 0)} --local-addr {HOSTS[node].name} -- train"
+        rendezvous = f"c10d --rdzv-id offload --rdzv-endpoint alpha:29500 {own}"
         assert f"{TORCHRUN} 1 --nnodes 2 --max-restarts 2 --rdzv-backend {rendezvous}" in command
         assert "--node-rank" not in command
 

@@ -205,15 +205,19 @@ def _restarts(options: LaunchOptions) -> list[str]:
 
 def _node_options(options: LaunchOptions, hosts: Sequence[Host], node: int) -> list[str]:
     """Returns where the hosts meet, and which of them this is."""
-    own = ["--rdzv-conf", f"is_host={int(node == 0)}"] if options.max_restarts else ["--node-rank", str(node)]
-    return [*_meeting_place(options, hosts), *own]
+    meeting = _meeting_place(options, hosts)
+    if not options.max_restarts:
+        return [*meeting, "--node-rank", str(node)]
+    # A host's own name, which torchrun takes otherwise, may be one that no other host knows.
+    own = _address(options, hosts) if node == 0 else hosts[node].name.rpartition("@")[2]
+    return [*meeting, "--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
 
 
 def _meeting_place(options: LaunchOptions, hosts: Sequence[Host]) -> list[str]:
     """Returns where the hosts meet.
 
     Without restarts ranks are numbered in the order of the hosts. Only the rendezvous c10d makes all hosts restart
-    together; it numbers them in the order of their own names.
+    together; it numbers them in the order of their names.
     """
     address, port = _address(options, hosts), PORT if options.master_port is None else options.master_port
     count = ["--nnodes", str(len(hosts)), *_restarts(options)]
