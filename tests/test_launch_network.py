@@ -1,4 +1,4 @@
-"""Two hosts, as two network namespaces with a cable: a cut ends all ranks with the lost one's name, and they resume.
+"""Two hosts, as two network namespaces with a cable: after a cut or a kill ranks are named, and resume.
 
 torchrun, gloo and the kernel's TCP are real; `ip netns exec` stands for ssh. Run as root, with `pytest -m slow`.
 """
@@ -129,4 +129,13 @@ def test_a_cut_cable_ends_all_ranks_and_they_resume_bit_for_bit(hosts: Hosts, wh
     assert lost.startswith(f"rank 1 (process {pid} on ") and "has sent no heartbeat for 12" in lost, lost
     assert CUT_AT <= len(steps_of(tmp_path, 0)) < STEPS
     finish(begin(tmp_path, hosts))
+    assert_same_run(tmp_path, whole)
+
+
+def test_a_killed_rank_restarts_the_ranks_of_both_hosts(hosts: Hosts, whole: Path, tmp_path: Path) -> None:
+    """By torchrun's rendezvous c10d, each start with a store of its own."""
+    run = begin(tmp_path, hosts, "--max_restarts", "3")
+    wait_for_steps(tmp_path, run)
+    os.kill(int((tmp_path / "pid1").read_text()), 9)
+    finish(run)
     assert_same_run(tmp_path, whole)
