@@ -86,8 +86,9 @@ def _place_after_restart() -> dict[str, Any]:
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts == "0" or os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
         return {}
-    store, rank, size = next(dist.rendezvous("env://"))
-    return {"store": dist.PrefixStore(f"restart/{restarts}", store), "rank": rank, "world_size": size}
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    own = dist.distributed_c10d.PrefixStore(f"restart/{restarts}", store)
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def device_backend(device_type: str) -> str:
