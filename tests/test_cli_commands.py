@@ -26,7 +26,7 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ..
 
 
 COMMANDS = list(commands(typer.main.get_command(app)))
-WITHOUT_JSON = [("run",)]
+WITHOUT_JSON = [("run",), ("launch",)]
 """Commands whose output is that of a script."""
 
 

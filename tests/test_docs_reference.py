@@ -92,4 +92,4 @@ def test_the_commands_are_as_they_say_themselves() -> None:
     )
     helps = {command: command_line_page.help_of(*command) for command in command_line_page.commands()}
     silent = [command for command, words in helps.items() if "\nCommands:" not in words and "--json" not in words]
-    assert silent == [("run",)], "all but the one whose output is a script's"
+    assert silent == [("run",), ("launch",)], "all but those whose output is a script's"

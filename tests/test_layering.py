@@ -18,6 +18,7 @@ GROUND = ("errors", "interrupts", "sizes", "notices", "states", "timeline", "tor
 MAY_IMPORT = {
     "aio": "",
     "config": "",
+    "launch": "",
     "presets": "",
     "report": "",
     "deepnvme": "aio",
@@ -29,7 +30,7 @@ MAY_IMPORT = {
     "hardware": "aio fileio kernels swapper",
     "layout": "config kernels swapper",
     "checkpointing": "config",
-    "engine": "aio checkpointing config fileio hardware kernels layout precision schedules swapper",
+    "engine": "aio checkpointing config fileio hardware kernels launch layout precision schedules swapper",
     "planner": "aio config hardware layout precision presets report swapper",
     "losses": "engine",
     "__init__": "checkpointing engine losses planner schedules",
@@ -40,7 +41,8 @@ MAY_IMPORT = {
     "integrations": "config engine",
     "runs": "aio engine fileio layout swapper",
     "deepspeed": "__init__ aio checkpointing config deepnvme engine fileio kernels planner runs schedules swapper",
-    "cli": "__init__ aio bench config deepspeed fileio finetune hardware offline planner presets report runs swapper",
+    "cli": "__init__ aio bench config deepspeed fileio finetune hardware launch offline planner presets report runs "
+    "swapper",
     "__main__": "cli",
 }
 """For each room the rooms that it may import, lowest first. A row names only rows above it."""
@@ -120,6 +122,13 @@ WITHIN = {
         "signals": "",
         "commands": "console options progress signals",
         "main": "commands console",
+    },
+    "launch": {
+        "hosts": "",
+        "environment": "hosts",
+        "options": "environment hosts",
+        "commands": "environment hosts options",
+        "processes": "commands",
     },
     "config": {
         "blocks": "",

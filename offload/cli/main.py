@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 import offload
 from offload.cli import console as cli_console
+from offload.cli.commands import launch as cli_launch
 from offload.cli.commands import machine as cli_machine
 from offload.cli.commands import offline as cli_offline
 from offload.cli.commands import plan as cli_plan
@@ -73,6 +74,7 @@ cli_store.register(app)
 cli_train.register(app)
 cli_offline.register(app)
 cli_run.register(app)
+cli_launch.register(app)
 
 
 def main() -> None:

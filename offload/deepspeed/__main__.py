@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from offload.deepspeed import install
 from offload.deepspeed.accelerate_checks import check_comments
+from offload.engine.distributed.rendezvous import join_launcher
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _set_environment() -> None:
-    """Sets what DeepSpeed's launcher sets for a process that trains alone, unless another launcher has."""
+    """Sets what DeepSpeed's launcher sets, of one of several ranks or of a process alone, unless a launcher has."""
+    join_launcher()
     if "WORLD_SIZE" in os.environ:
         return
     # A fixed port would keep two runs from training beside each other.

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ReduceOp as ReduceOp
 
-from offload.engine.distributed.rendezvous import device_backend, meet_others
+from offload.engine.distributed.rendezvous import device_backend, join_launcher, meet_others
 from offload.swapper.memory.device_choice import accelerator_type
 
 _OF_THE_PROFILER = ("prof", "log_name", "debug")
@@ -39,7 +39,7 @@ def init_distributed(
 
     Args:
         dist_backend: backend of torch.distributed; by default gloo, and beside it that of the accelerator.
-        auto_mpi_discovery: without effect: ranks come from torchrun's environment.
+        auto_mpi_discovery: False to train alone in a process that srun or mpirun has started as one of several.
         distributed_port: without effect: the launcher's MASTER_PORT counts.
         verbose: without effect.
         timeout: as in `torch.distributed.init_process_group`.
@@ -54,6 +54,8 @@ def init_distributed(
     """
     if not dist.is_available() or dist.is_initialized() or dist_init_required is False:
         return
+    if auto_mpi_discovery:
+        join_launcher()
     # Who names a backend or a meeting place means torch's own call; else the engine's choice of both is taken.
     if init_method is not None or rank >= 0 or (dist_backend is not None and _launched() > 1):
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from offload.config import Config, load_config, resolve_batch
+from offload.engine.distributed.rendezvous import join_launcher
 from offload.engine.engine import Engine
 from offload.engine.setup.dtype_choice import settle
 from offload.engine.setup.gpu_allocator import let_segments_grow
@@ -133,7 +134,7 @@ def prepare(options: Options, file: Mapping[str, Any] | None, say: Callable[[str
     check(options)
     lora = None if options.lora is None else parse_lora(options.lora)
     folder = find_folder(options.model, adapters=lora is not None)
-    # torchrun sets both variables. No process group exists yet.
+    join_launcher()  # no process group exists yet
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     content, lines = _content(options, file, folder, world_size)
     config = load_config(schedule(content, options, _steps_before_data(options))[0])

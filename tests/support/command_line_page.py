@@ -19,8 +19,8 @@ _HEAD = """# Command line
 The output of `--help` for each command. `python -m tests.support.command_line_page` writes
 this page, and a test compares the two.
 
-Every command but `run` has `--json`: one object on stdout, all else on stderr. A command ends with 0 after success,
-with 1 after a failure, with 2 for wrong input, after a signal with 128 and its number.
+Every command but `run` and `launch` has `--json`: one object on stdout, all else on stderr. A command ends with 0 after
+success, with 1 after a failure, with 2 for wrong input, after a signal with 128 and its number.
 
 `offload --install-completion` makes the shell complete commands and options; `--show-completion` prints the script. A
 pipe gets no colours, and with `NO_COLOR=1` a terminal gets none either.

@@ -53,7 +53,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
         Name(
             "init_distributed",
             RIGHT,
-            "joins the ranks of torchrun; a process that trains alone gets a group of one, without a port",
+            "joins the ranks of torchrun, srun or mpirun; a process alone gets a group of one, without a port",
             "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method dist_init_required config "
             "rank world_size",
         ),
@@ -345,7 +345,7 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "runtime.utils.clip_grad_norm_",
         ),
         Name("launcher.runner.DEEPSPEED_ENVIRONMENT_NAME", RIGHT),
-        Name("launcher.runner.main", ABSENT, "`offload run`; `offload run torchrun` for several ranks"),
+        Name("launcher.runner.main", ABSENT, "the command [`offload launch`](deepspeed-compatibility.md#the-launcher)"),
     ),
     "Pipelines, experts, kernels": (
         *_all(REFUSED, _PIPELINE, "PipelineModule", "PipelineEngine", "pipe.PipelineModule"),

@@ -196,7 +196,7 @@ def python(code: str, **options: Any) -> subprocess.CompletedProcess[str]:
 def commands(folder: Path) -> Path:
     """Makes `offload` and `python` in a folder to put on a shell's PATH: what they run is forked, in their own streams.
 
-    A signal to them is not one to what they run: who kills a command in a script needs the real one.
+    SIGTERM to them is one to what they run; who kills a command in a script otherwise needs the real one.
     """
     folder.mkdir()
     for name, arguments in (("offload", "-m offload "), ("python", "")):
@@ -210,7 +210,9 @@ def _run_at(server: str, arguments: Sequence[str]) -> int:
     """Runs Python with these arguments, forked from a server of another process; returns what a shell would say."""
     global _started
     _started = server
-    status = begin(arguments).wait()
+    process = begin(arguments)
+    signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    status = process.wait()
     return 128 - status if status < 0 else status
 
 

@@ -35,7 +35,7 @@ def run(
     """Run a script of DeepSpeed, unmodified: `import deepspeed` means offload.deepspeed in it.
 
     transformers and accelerate find it too, and so do all processes that a launcher starts: offload run accelerate
-    launch --use_deepspeed train.py, offload run torchrun --nproc_per_node 2 train.py.
+    launch --use_deepspeed train.py. `offload launch` starts several ranks, on several hosts too.
     Example: offload run train.py --deepspeed ds_config.json
     """
     with errors(BAD_INPUT):
@@ -44,11 +44,19 @@ def run(
         command = [sys.executable, "-c", _START, *(["-m"] if module else []), script, *(arguments or [])]
     else:
         command = [program, *(arguments or [])]
-    # In front, as the real package may be installed too. Every process inherits the variable.
-    path = [str(STAND_IN), *filter(None, [os.environ.get("PYTHONPATH")])]
     # In the place of this process: signals, exit code and tracebacks are then those of the script alone.
     sys.stdout.flush()
-    os.execve(command[0], command, {**os.environ, "PYTHONPATH": os.pathsep.join(path)})
+    os.execve(command[0], command, {**os.environ, "PYTHONPATH": with_stand_in(os.environ.get("PYTHONPATH"))})
+
+
+def with_stand_in(path: str | None) -> str:
+    """Returns a PYTHONPATH with which processes find offload.deepspeed as `deepspeed`.
+
+    Args:
+        path: the PYTHONPATH so far; None for none.
+    """
+    # In front, as the real package may be installed too. Every process inherits the variable.
+    return os.pathsep.join([str(STAND_IN), *filter(None, [path])])
 
 
 def _program(name: str) -> str | None:
@@ -65,8 +73,8 @@ def _program(name: str) -> str | None:
         return None
     if name == "deepspeed":
         raise UsageError(
-            "there is no launcher deepspeed here: start one process by `offload run train.py`, more by "
-            "`offload run torchrun --nproc_per_node 2 train.py`"
+            "there is no launcher deepspeed here: start one process by `offload run train.py`, more by `offload launch "
+            "--num_gpus 2 train.py`, which takes DeepSpeed's options and hostfile"
         )
     # The environment of this Python need not be activated.
     places = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from offload.errors import ConfigError, RankError
+from offload.launch.environment import ranks_environment
 from offload.swapper.memory.device_choice import accelerator_type
 
 _NOTICE = 60.0
@@ -42,23 +43,52 @@ def stay_away(reason: str) -> None:
             ranks_store().set(f"end/{dist.get_rank()}", reason)
 
 
+def join_launcher() -> None:
+    """Sets the variables of torchrun's if srun or mpirun has started this process as one of several.
+
+    Raises:
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is.
+    """
+    os.environ.update(ranks_environment(os.environ))
+
+
 def meet_others() -> None:
     """Creates torch's default process group if a launcher has started several ranks and there is none yet.
 
     Raises:
         ConfigError: if the group cannot be created.
     """
-    if not dist.is_available() or dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not dist.is_available() or dist.is_initialized():
+        return
+    join_launcher()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return
     try:
         # Both backends, since tensors on either device are exchanged.
         found = accelerator_type()
-        dist.init_process_group("gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}")
+        dist.init_process_group(
+            "gloo" if found is None else f"cpu:gloo,{found}:{device_backend(found)}", **_place_after_restart()
+        )
     except (RuntimeError, ValueError) as error:
         raise ConfigError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but the ranks cannot meet: {error}; start them with torchrun, "
-            f"or unset WORLD_SIZE"
+            "srun or mpirun, or unset WORLD_SIZE"
         ) from error
+
+
+def _place_after_restart() -> dict[str, Any]:
+    """Returns store, rank and size of ranks that torchrun has started again on one machine; else nothing.
+
+    torchrun keeps its store when it starts ranks again, with the addresses of those that were killed. A rank that reads
+    one before it is overwritten waits for a process that is gone. On several machines torchrun counts restarts
+    differently, so that the count is no prefix there: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each start a store.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or os.environ["WORLD_SIZE"] != os.environ.get("LOCAL_WORLD_SIZE"):
+        return {}
+    store, rank, size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    own = dist.distributed_c10d.PrefixStore(f"restart/{restarts}", store)
+    return {"store": own, "rank": rank, "world_size": size}
 
 
 def device_backend(device_type: str) -> str:

@@ -1,0 +1,233 @@
+"""The command `offload launch`: a script on several GPUs and hosts, by torchrun."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offload.cli.commands.run import with_stand_in
+from offload.cli.console import BAD_INPUT, FAILED, errors
+from offload.cli.options import UNDERSCORES, Grouped, option, takes_options
+from offload.cli.signals import signals
+from offload.errors import UsageError
+from offload.launch.commands import Command, decide
+from offload.launch.environment import parse_environment_file
+from offload.launch.hosts import Host, parse_hostfile
+from offload.launch.options import NOT_HERE, LaunchOptions, Machine, asks_for_gpus
+from offload.launch.processes import run_together
+
+_HOSTS, _RANKS, _MEETING, _START = "Hosts", "Ranks", "Meeting place", "Start"
+_HOSTFILE = Path("/job/hostfile")
+"""The hostfile of DeepSpeed's launcher, which some clusters write."""
+_ENVIRONMENT_FILE = ".deepspeed_env"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Typed:
+    """Options of `offload launch` as they are typed."""
+
+    script: Annotated[str, typer.Argument(help="The script; with --module a module.")]
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None
+    hostfile: Annotated[
+        Path | None,
+        option(
+            _HOSTS,
+            "--hostfile",
+            "A line `host slots=4` for each host. Without: /job/hostfile if there is one, or the nodes of Slurm's job, "
+            "or this machine.",
+            "-H",
+        ),
+    ] = None
+    include: Annotated[
+        str,
+        option(_HOSTS, "--include", "Use these alone: worker-0@worker-1:0,2 is all of worker-0 and two slots.", "-i"),
+    ] = ""
+    exclude: Annotated[str, option(_HOSTS, "--exclude", "Use all but these, in the same form.", "-e")] = ""
+    num_nodes: Annotated[int | None, option(_HOSTS, "--num-nodes", "Use the first N hosts.", min=1)] = None
+    launcher: Annotated[
+        str | None,
+        option(
+            _HOSTS,
+            "--launcher",
+            "How hosts are reached: ssh, or slurm by srun. [default: slurm inside of a job of several nodes, without a "
+            "hostfile; else ssh]",
+        ),
+    ] = None
+    launcher_args: Annotated[str, option(_HOSTS, "--launcher-args", "More options of ssh or srun, in quotes.")] = ""
+    ssh_port: Annotated[int | None, option(_HOSTS, "--ssh-port", "Port of ssh. [default: ssh's own]")] = None
+    num_gpus: Annotated[
+        int | None,
+        option(
+            _RANKS,
+            "--num-gpus",
+            "Ranks of each host. [default: the slots of a hostfile; else one for each GPU]",
+            "--num-accelerators",
+            min=1,
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int,
+        option(
+            _RANKS,
+            "--max-restarts",
+            'Start all ranks again after one has failed, N times at most; "resume": "auto" continues from the last '
+            "commit.",
+            min=0,
+        ),
+    ] = 0
+    enable_each_rank_log: Annotated[
+        Path | None, option(_RANKS, "--enable-each-rank-log", "Write the outputs of each rank into this folder.")
+    ] = None
+    master_addr: Annotated[
+        str | None, option(_MEETING, "--master-addr", "An address of the first host. [default: its name]")
+    ] = None
+    master_port: Annotated[
+        int | None,
+        option(_MEETING, "--master-port", "A port there that is free. [default: 29500; on one host any]"),
+    ] = None
+    no_ssh: Annotated[
+        bool,
+        option(
+            _MEETING, "--no-ssh", "Start the ranks of this host alone; the same command runs on each, with its number."
+        ),
+    ] = False
+    node_rank: Annotated[
+        int | None, option(_MEETING, "--node-rank", "Number of this host, from 0, with --no-ssh.", min=0)
+    ] = None
+    module: Annotated[bool, option(_START, "--module", "Run a module, as python -m does.", "-m")] = False
+    no_python: Annotated[bool, option(_START, "--no-python", "Run the script itself, without Python.")] = False
+    no_local_rank: Annotated[bool, typer.Option("--no-local-rank", hidden=True)] = False
+    no_ssh_check: Annotated[bool, typer.Option("--no-ssh-check", hidden=True)] = False
+    dry_run: Annotated[bool, option(_START, "--dry-run", "Print the commands, and run nothing.")] = False
+
+
+class _Launch(Grouped):
+    """The command, which says what to do in place of options of DeepSpeed's launcher that it lacks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses the options; an option that only DeepSpeed has is an error with its cure."""
+        try:
+            parsed: list[str] = super().parse_args(ctx, args)
+        except Exception as error:
+            # typer's own error has the name; its class has moved between versions.
+            name = getattr(error, "option_name", "").replace("_", "-")
+            if name not in NOT_HERE:
+                raise
+            with errors(BAD_INPUT):
+                raise UsageError(f"offload launch has no option {name}: {NOT_HERE[name]}") from None
+        return parsed
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command to `app`."""
+    # Options behind the script are the script's.
+    app.command(cls=_Launch, context_settings={**UNDERSCORES, "allow_interspersed_args": False})(launch)
+
+
+@takes_options(_Typed)
+def launch(typed: _Typed) -> None:
+    """Run a script on several GPUs and hosts: what DeepSpeed's launcher does, by torchrun.
+
+    It takes the launcher's options and hostfile, starts a torchrun on each host, and ends all when one fails. In the
+    script `import deepspeed` means offload.deepspeed, as with offload run. The script learns its rank from the
+    environment; it gets no --local_rank. Variables of .deepspeed_env, in the home and the working folder, are set on
+    every host.
+
+    Example: offload launch --hostfile hosts --num-gpus 8 train.py --deepspeed ds_config.json
+    """
+    with errors(BAD_INPUT):
+        commands = _commands(typed, os.environ)
+        if not typed.dry_run:
+            _check_programs(commands)
+    if typed.dry_run:
+        for command in commands:
+            typer.echo(str(command))
+        return
+    if not any(command.ends_with_input for command in commands):
+        sys.stdout.flush()
+        only = commands[0]
+        # In the place of this process: signals, exit code and tracebacks are then those of torchrun alone.
+        os.execvpe(only.arguments[0], only.arguments, {**os.environ, **only.environment})
+    with errors(FAILED), signals():
+        status = run_together(commands, lambda message: typer.echo(message, err=True))
+    raise typer.Exit(status)
+
+
+def _commands(typed: _Typed, environ: Mapping[str, str]) -> list[Command]:
+    """Reads the files that say what to run where, and returns the commands."""
+    options = LaunchOptions(
+        script=typed.script,
+        arguments=tuple(typed.arguments or ()),
+        module=typed.module,
+        no_python=typed.no_python,
+        num_gpus=typed.num_gpus,
+        num_nodes=typed.num_nodes,
+        include=typed.include,
+        exclude=typed.exclude,
+        master_addr=typed.master_addr,
+        master_port=typed.master_port,
+        launcher=typed.launcher,
+        launcher_args=typed.launcher_args,
+        ssh_port=typed.ssh_port,
+        no_ssh=typed.no_ssh,
+        node_rank=typed.node_rank,
+        max_restarts=typed.max_restarts,
+        rank_logs=None if typed.enable_each_rank_log is None else str(typed.enable_each_rank_log),
+    )
+    hostfile, exports = _read_hostfile(typed.hostfile), _read_environment(environ)
+    machine = Machine(
+        python=sys.executable,
+        folder=os.getcwd(),
+        names=frozenset({"localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()}),
+        environ=environ,
+        gpus=_count_gpus() if asks_for_gpus(options, hostfile is not None, environ) else None,
+    )
+    path = exports.get("PYTHONPATH", environ.get("PYTHONPATH"))
+    return decide(options, hostfile, {**exports, "PYTHONPATH": with_stand_in(path)}, machine)
+
+
+def _read_hostfile(path: Path | None) -> list[Host] | None:
+    """Returns the hosts of the file, or of DeepSpeed's default; None without either."""
+    if path is None and not _HOSTFILE.is_file():
+        return None
+    path = path or _HOSTFILE
+    if not path.is_file():
+        # DeepSpeed goes on with this machine alone, and the other hosts wait unseen.
+        raise UsageError(f"there is no hostfile {path}: name one, or leave --hostfile out for this machine alone")
+    return parse_hostfile(path.read_text(), str(path))
+
+
+def _read_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the files `.deepspeed_env` in the home and the working folder; the latter counts."""
+    found: dict[str, str] = {}
+    for folder in (Path.home(), Path()):
+        path = folder / environ.get("DS_ENV_FILE", _ENVIRONMENT_FILE)
+        if path.is_file():
+            found |= parse_environment_file(path.read_text(), str(path))
+    return found
+
+
+def _count_gpus() -> int:
+    # torch takes seconds to import, and nothing else of this command needs it.
+    import torch
+
+    return torch.accelerator.device_count()
+
+
+def _check_programs(commands: list[Command]) -> None:
+    """Raises UsageError if a program that starts the ranks is not installed."""
+    for program in {command.arguments[0] for command in commands}:
+        if shutil.which(program) is None:
+            raise UsageError(
+                f"{program} is not installed: install it, or start the ranks of each host there, by offload launch "
+                f"--no-ssh --node-rank N {shlex.join(sys.argv[2:])}"
+            )

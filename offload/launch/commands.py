@@ -1,0 +1,264 @@
+"""The command of each host, decided from hosts, options and environment. Nothing here acts."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from offload.errors import UsageError
+from offload.launch.environment import PORT, exported
+from offload.launch.hosts import Host, select
+from offload.launch.options import LaunchOptions, Machine, allocated_nodes, check_options, launcher_of
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+
+_OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Has torchrun give each start of the ranks a store of its own, without the addresses of ranks that were killed."""
+
+_SSH = ("-o", "BatchMode=yes", "-o", "ServerAliveInterval=10")
+"""No question at a terminal that several connections share, and an end within half a minute of a host that is gone."""
+
+# ssh ends no process of the other host when it ends itself, however it ends. The standard input is closed there then:
+# that ends torchrun, which ends its ranks. A shell gives what it starts in the background no standard input, hence 3.
+_WATCH = (
+    "cd {folder} || exit 1; exec 3<&0; {command} </dev/null 3<&- & ranks=$!; "
+    "(cat <&3; kill $ranks) >/dev/null 2>&1 & watch=$!; "
+    "wait $ranks; status=$?; kill $watch 2>/dev/null; exit $status"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command that this machine runs, for one host or for all."""
+
+    host: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+    ends_with_input: bool = False
+    """True if the end of its standard input ends it; else it may run in place of this process."""
+
+    def __str__(self) -> str:
+        """Returns the command as a shell takes it."""
+        before = [f"{name}={shlex.quote(value)} " for name, value in self.environment.items()]
+        return "".join(before) + shlex.join(self.arguments)
+
+
+def decide(
+    options: LaunchOptions, hostfile: Sequence[Host] | None, exports: Mapping[str, str], machine: Machine
+) -> list[Command]:
+    """Returns what to run: one command in place of this process, or one for each host.
+
+    Args:
+        options: what was asked for.
+        hostfile: the hosts of the hostfile; None if there is none.
+        exports: variables for every rank on every host.
+        machine: this machine.
+
+    Raises:
+        UsageError: options contradict each other or the hosts, or are not possible here.
+    """
+    check_options(options, machine.environ)
+    launcher = launcher_of(options, hostfile is not None, machine.environ)
+    if options.max_restarts:
+        exports = {**exports, **_OWN_STORE}
+    hosts = _hosts(options, hostfile if hostfile is not None else _without_hostfile(options, machine))
+    if options.no_ssh:
+        return [_this_node(options, hosts, exports, machine)]
+    if launcher == "slurm":
+        return [_by_srun(options, hosts, exports, machine)]
+    if len(hosts) == 1 and hosts[0].name in machine.names:
+        return [_alone(options, hosts[0], exports, machine)]
+    return [_watched(options, hosts, node, exports, machine) for node in range(len(hosts))]
+
+
+# -- hosts --------------------------------------------------------------------------------------------
+
+
+def _hosts(options: LaunchOptions, every: Sequence[Host]) -> list[Host]:
+    """Returns the hosts and slots of this run.
+
+    Raises:
+        UsageError: there are fewer than asked for.
+    """
+    hosts = select(every, options.include, options.exclude)
+    if options.num_nodes is not None:
+        if options.num_nodes > len(hosts):
+            raise UsageError(
+                f"--num-nodes {options.num_nodes}, and hosts: {len(hosts)}; name all in a --hostfile, or start this "
+                "command on each with --no-ssh, --node-rank and --master-addr"
+            )
+        hosts = hosts[: options.num_nodes]
+    if options.num_gpus is not None:
+        for host in hosts:
+            if options.num_gpus > len(host.slots):
+                raise UsageError(f"--num-gpus {options.num_gpus}, and slots of {host.name}: {len(host.slots)}")
+        hosts = [Host(host.name, host.slots[: options.num_gpus]) for host in hosts]
+    return hosts
+
+
+def _without_hostfile(options: LaunchOptions, machine: Machine) -> list[Host]:
+    """Returns the nodes of Slurm's job, those that --num-nodes counts, or this machine.
+
+    Raises:
+        UsageError: nothing says how many ranks a node has, or where rank 0 is.
+    """
+    names, count = allocated_nodes(machine.environ), options.num_gpus or machine.gpus
+    if len(names) > 1:
+        on_node = machine.environ.get("SLURM_GPUS_ON_NODE", "")
+        count = count or (int(on_node) if on_node.isdecimal() else None)
+        if count is None:
+            raise UsageError("Slurm's job says nothing about GPUs: give the number of ranks of each node, --num-gpus")
+    elif options.no_ssh:
+        if options.num_nodes is None or options.master_addr is None:
+            raise UsageError("--no-ssh without a --hostfile needs --num-nodes and --master-addr, the same on each host")
+        names = [f"node {rank}" for rank in range(options.num_nodes)]
+    else:
+        names = ["localhost"]
+    # Without a GPU one rank computes on the CPU.
+    return [Host(name, tuple(range(count or 1))) for name in names]
+
+
+# -- commands -----------------------------------------------------------------------------------------
+
+
+def _alone(options: LaunchOptions, host: Host, exports: Mapping[str, str], machine: Machine) -> Command:
+    """Returns the torchrun of this machine alone. Without a port it takes a free one."""
+    free = options.master_port is None and options.master_addr is None
+    meeting = [*_restarts(options), "--standalone"] if free else _node_options(options, [host], 0)
+    return Command(
+        host=host.name,
+        arguments=(*_torchrun(options, host, machine), *meeting, *_script(options)),
+        environment={**exports, **_devices(host, machine.environ)},
+    )
+
+
+def _this_node(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
+    """Returns the torchrun of this host, one of several on each of which somebody types this command."""
+    node = options.node_rank or 0
+    if node >= len(hosts):
+        raise UsageError(f"--node-rank {node}: the numbers of the hosts are 0 to {len(hosts) - 1}")
+    return Command(
+        host=hosts[node].name,
+        arguments=_torchrun_of(options, hosts, node, machine),
+        environment={**exports, **_devices(hosts[node], machine.environ)},
+    )
+
+
+def _watched(
+    options: LaunchOptions, hosts: Sequence[Host], node: int, exports: Mapping[str, str], machine: Machine
+) -> Command:
+    """Returns the command of one host of several: a shell there that ends torchrun with its own standard input."""
+    host = hosts[node]
+    here = host.name in machine.names
+    # This machine's own commands inherit its environment.
+    inherited = {} if here else exported(machine.environ)
+    variables = {**inherited, **exports, **_devices(host, machine.environ if here else {})}
+    torchrun = _torchrun_of(options, hosts, node, machine)
+    command = shlex.join(["env", *(f"{name}={value}" for name, value in variables.items()), *torchrun])
+    shell = ("sh", "-c", _WATCH.format(folder=shlex.quote(machine.folder), command=command))
+    if here:
+        return Command(host=host.name, arguments=shell, ends_with_input=True)
+    port = () if options.ssh_port is None else ("-p", str(options.ssh_port))
+    more = shlex.split(options.launcher_args)
+    # The shell of a user may be none that understands this script, so that `sh` is named there, too.
+    ssh = ("ssh", *_SSH, *port, *more, host.name, shlex.join(shell))
+    return Command(host=host.name, arguments=ssh, ends_with_input=True)
+
+
+def _by_srun(options: LaunchOptions, hosts: Sequence[Host], exports: Mapping[str, str], machine: Machine) -> Command:
+    """Returns the srun that starts a torchrun on each node, which learns there which node it is.
+
+    Raises:
+        UsageError: slots are chosen.
+    """
+    if ":" in options.include + options.exclude:
+        raise UsageError("Slurm chooses the GPUs of a node: --include and --exclude name nodes here, without slots")
+    count = str(len(hosts))
+    srun = ["srun", "--nodes", count, "--ntasks", count, "--ntasks-per-node", "1", "--kill-on-bad-exit=1"]
+    srun += ["--nodelist", ",".join(host.name for host in hosts), *shlex.split(options.launcher_args)]
+    own = "--rdzv-conf is_host=$((SLURM_NODEID == 0))" if options.max_restarts else '--node-rank "$SLURM_NODEID"'
+    begin = shlex.join([*_torchrun(options, hosts[0], machine), *_meeting_place(options, hosts)])
+    shell = f"exec {begin} {own} {shlex.join(_script(options))}"
+    return Command(host="the job's nodes", arguments=(*srun, "sh", "-c", shell), environment=exports)
+
+
+# -- torchrun -----------------------------------------------------------------------------------------
+
+
+def _torchrun_of(options: LaunchOptions, hosts: Sequence[Host], node: int, machine: Machine) -> tuple[str, ...]:
+    """Returns the torchrun of one host of several."""
+    start = _torchrun(options, hosts[node], machine)
+    return (*start, *_node_options(options, hosts, node), *_script(options))
+
+
+def _torchrun(options: LaunchOptions, host: Host, machine: Machine) -> list[str]:
+    """Returns the beginning of each torchrun."""
+    logs = [] if options.rank_logs is None else ["--log-dir", options.rank_logs, "--redirects", "3"]
+    return [machine.python, "-m", "torch.distributed.run", "--nproc-per-node", str(len(host.slots)), *logs]
+
+
+def _restarts(options: LaunchOptions) -> list[str]:
+    return ["--max-restarts", str(options.max_restarts)] if options.max_restarts else []
+
+
+def _node_options(options: LaunchOptions, hosts: Sequence[Host], node: int) -> list[str]:
+    """Returns where the hosts meet, and which of them this is."""
+    meeting = _meeting_place(options, hosts)
+    if not options.max_restarts:
+        return [*meeting, "--node-rank", str(node)]
+    # A host's own name, which torchrun takes otherwise, may be one that no other host knows.
+    own = _address(options, hosts) if node == 0 else hosts[node].name.rpartition("@")[2]
+    return [*meeting, "--rdzv-conf", f"is_host={int(node == 0)}", "--local-addr", own]
+
+
+def _meeting_place(options: LaunchOptions, hosts: Sequence[Host]) -> list[str]:
+    """Returns where the hosts meet.
+
+    Without restarts ranks are numbered in the order of the hosts. Only the rendezvous c10d makes all hosts restart
+    together; it numbers them in the order of their names.
+    """
+    address, port = _address(options, hosts), PORT if options.master_port is None else options.master_port
+    count = ["--nnodes", str(len(hosts)), *_restarts(options)]
+    if options.max_restarts:
+        return [*count, "--rdzv-backend", "c10d", "--rdzv-id", "offload", "--rdzv-endpoint", f"{address}:{port}"]
+    return [*count, "--master-addr", address, "--master-port", str(port)]
+
+
+def _address(options: LaunchOptions, hosts: Sequence[Host]) -> str:
+    """Returns an address of the first host which the others can reach.
+
+    Raises:
+        UsageError: its name in the hostfile means another machine on each host.
+    """
+    if options.master_addr is not None:
+        return options.master_addr
+    name = hosts[0].name.rpartition("@")[2]
+    if len(hosts) > 1 and (name == "localhost" or name.startswith("127.")):
+        raise UsageError(f"the first host is {name}, which other hosts cannot reach: give its address, --master-addr")
+    return name
+
+
+def _script(options: LaunchOptions) -> list[str]:
+    kind = ["--module"] if options.module else ["--no-python"] if options.no_python else []
+    # The options of torchrun end here, whatever the script is called.
+    return [*kind, "--", options.script, *options.arguments]
+
+
+def _devices(host: Host, environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variable that shows a host's ranks their GPUs, if these are not simply the first ones.
+
+    Args:
+        host: the host.
+        environ: its environment; slots are counted within the GPUs that it shows.
+
+    Raises:
+        UsageError: it shows fewer.
+    """
+    if host.slots == tuple(range(len(host.slots))):
+        return {}
+    shown = [each for each in environ.get(_DEVICES, "").split(",") if each]
+    if shown and host.slots[-1] >= len(shown):
+        raise UsageError(f"{_DEVICES} shows {len(shown)} GPUs, and slot {host.slots[-1]} of {host.name} is asked for")
+    return {_DEVICES: ",".join(shown[slot] if shown else str(slot) for slot in host.slots)}

@@ -1,0 +1,123 @@
+"""Variables of the environment: of ranks that srun or mpirun has started, and of DeepSpeed's `.deepspeed_env`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from offload.errors import ConfigError, UsageError
+from offload.launch.hosts import expand_counts, expand_nodelist
+
+PORT = 29500
+"""Where ranks meet unless something else is said: torch's and DeepSpeed's port."""
+
+
+_EXPORTED = ("GLOO_", "MLFLOW", "MV2_", "NCCL_", "OFFLOAD_", "OMP_", "PYTHON", "TORCH", "UCX_")
+"""Beginnings of the names of variables that other hosts receive: DeepSpeed's, torch's and ours."""
+
+
+class _Place(NamedTuple):
+    """A process among those that were started with it."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    first_host: str | None = None
+    """Where rank 0 is, if the launcher says so."""
+
+
+_OPEN_MPI, _MVAPICH = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+_MPI = (
+    (f"{_OPEN_MPI}RANK", f"{_OPEN_MPI}SIZE", f"{_OPEN_MPI}LOCAL_RANK", f"{_OPEN_MPI}LOCAL_SIZE"),
+    (f"{_MVAPICH}RANK", f"{_MVAPICH}SIZE", f"{_MVAPICH}LOCAL_RANK", f"{_MVAPICH}LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH and Intel MPI
+)
+"""Variables of rank, number of ranks, and both on this machine, for each implementation of MPI."""
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST")
+"""Variables of a step of Slurm's. A script of sbatch has the first as well; only srun sets the others."""
+
+
+def ranks_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns RANK, WORLD_SIZE, LOCAL_RANK and the others of torchrun's for a process that srun or mpirun has started.
+
+    Args:
+        environ: the environment of the process.
+
+    Returns:
+        The variables; none where torchrun has set them, and for a process that was started alone.
+
+    Raises:
+        ConfigError: if MPI's ranks are on several machines and nothing says where rank 0 is.
+    """
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        return {}
+    # MPI comes first: inside of Slurm mpirun starts its helpers by srun, and ranks inherit the helpers' variables.
+    place = _of_mpi(environ) or _of_slurm(environ)
+    if place is None or place.size == 1:
+        return {}
+    first = "127.0.0.1" if place.local_size == place.size else place.first_host
+    address = environ.get("MASTER_ADDR", first)
+    if address is None:
+        raise ConfigError(
+            f"mpirun has started {place.size} ranks on several machines, and MASTER_ADDR does not say where rank 0 is: "
+            "give the name of its machine to all, by mpirun -x MASTER_ADDR=HOST or -genv MASTER_ADDR HOST"
+        )
+    # Jobs of Slurm's that share a node must not share a port.
+    port = PORT + int(environ.get("SLURM_JOB_ID", "0")) % 1000
+    return {
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": environ.get("MASTER_PORT", str(port)),
+    }
+
+
+def _of_mpi(environ: Mapping[str, str]) -> _Place | None:
+    """Returns the place that mpirun gave this process, if it did. MPI does not say where rank 0 is."""
+    for names in _MPI:
+        # srun sets some of them too, for programs of MPI.
+        if all(name in environ for name in names):
+            rank, size, local_rank, local_size = (int(environ[name]) for name in names)
+            return _Place(rank, size, local_rank, local_size)
+    return None
+
+
+def _of_slurm(environ: Mapping[str, str]) -> _Place | None:
+    """Returns the place that srun gave this process, if it did."""
+    if not all(name in environ for name in _SLURM):
+        return None
+    rank, size, local, counts, nodes = (environ[name] for name in _SLURM)
+    here = expand_counts(counts)[int(environ.get("SLURM_NODEID", "0"))]
+    return _Place(int(rank), int(size), int(local), here, expand_nodelist(nodes)[0])
+
+
+def parse_environment_file(text: str, path: str) -> dict[str, str]:
+    """Returns the variables of a `.deepspeed_env`.
+
+    Args:
+        text: lines `NAME=value`; empty lines and those that begin with # are left out. A value is taken as it stands.
+        path: where the text comes from, for messages.
+
+    Raises:
+        UsageError: a line is something else.
+    """
+    found = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if line and not line.startswith("#"):
+            name, equals, value = line.partition("=")
+            if not equals or not name.strip().isidentifier():
+                raise UsageError(f"{path}:{number}: expected a line NAME=value, got {line!r}")
+            found[name.strip()] = value.strip()
+    return found
+
+
+def exported(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that ranks on other hosts receive of this process's.
+
+    Args:
+        environ: the environment of this process.
+    """
+    return {name: value for name, value in environ.items() if name.startswith(_EXPORTED)}

@@ -1,0 +1,137 @@
+"""Hosts of a run: DeepSpeed's hostfile, its include and exclude syntax, and Slurm's lists of nodes."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from offload.errors import UsageError
+
+
+class Host(NamedTuple):
+    """A machine and those of its slots that a run uses."""
+
+    name: str
+    """Its name in the hostfile; how ssh reaches it."""
+    slots: tuple[int, ...]
+    """Numbers of its GPUs, one for each rank."""
+
+
+_LINE = re.compile(r"([^\s-]\S*)\s+slots=(\d+)\s*(?:#.*)?")  # a dash would begin an option of ssh
+
+
+def parse_hostfile(text: str, path: str) -> list[Host]:
+    """Returns the hosts of a hostfile, in its order.
+
+    Args:
+        text: lines `host slots=n`; empty lines and those that begin with # are comments.
+        path: where the text comes from, for messages.
+
+    Raises:
+        UsageError: a line is something else, a host has no slot or two lines, or there is no host.
+    """
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(map(str.strip, text.splitlines()), 1):
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None or int(found[2]) == 0:
+            raise UsageError(f"{path}:{number}: expected a line `host slots=4`, with at least one slot, got {line!r}")
+        if found[1] in hosts:
+            raise UsageError(f"{path}:{number}: the host {found[1]} has two lines; give it one, with all of its slots")
+        hosts[found[1]] = Host(found[1], tuple(range(int(found[2]))))
+    if not hosts:
+        raise UsageError(f"{path} names no host: expected a line `host slots=4` for each")
+    return [*hosts.values()]
+
+
+def select(hosts: Sequence[Host], include: str, exclude: str) -> list[Host]:
+    """Returns the hosts and slots that are left, in the order of `hosts`.
+
+    Args:
+        hosts: all hosts.
+        include: what is used, as `worker-0@worker-1:0,2`: all of worker-0 and two slots of worker-1; "" for all.
+        exclude: what is not used, in the same form.
+
+    Raises:
+        UsageError: both are given, one names what there is not, or nothing is left.
+    """
+    if include and exclude:
+        raise UsageError("--include and --exclude cannot be combined: give the one that is shorter")
+    if not include and not exclude:
+        return [*hosts]
+    named = _parse_filter(include or exclude, {host.name: host for host in hosts})
+    left = []
+    for host in hosts:
+        mine = named.get(host.name, ())
+        slots = mine if include else tuple(slot for slot in host.slots if slot not in mine)
+        if slots:
+            left.append(Host(host.name, slots))
+    if not left:
+        raise UsageError(f"--exclude {exclude} leaves no slot of any host")
+    return left
+
+
+def _parse_filter(text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:
+    """Returns the slots that a filter names of each host, sorted.
+
+    Raises:
+        UsageError: it is malformed, or names a host or slot that there is not.
+    """
+    named: dict[str, set[int]] = {}
+    for part in text.split("@"):
+        name, colon, numbers = part.partition(":")
+        if name not in hosts:
+            raise UsageError(f"there is no host {name!r} to include or exclude; the hosts are {', '.join(hosts)}")
+        if colon and not re.fullmatch(r"\d+(,\d+)*", numbers):
+            raise UsageError(f"expected hosts and slots such as worker-0@worker-1:0,2, got {part!r}")
+        slots = {int(number) for number in numbers.split(",")} if colon else {*hosts[name].slots}
+        if unknown := slots.difference(hosts[name].slots):
+            raise UsageError(f"{name} has no slot {min(unknown)}: it has {len(hosts[name].slots)}, the first is 0")
+        named.setdefault(name, set()).update(slots)
+    return {name: tuple(sorted(slots)) for name, slots in named.items()}
+
+
+# -- Slurm ----------------------------------------------------------------------------------------------
+
+_OUTSIDE = re.compile(r",(?![^\[]*\])")
+"""A comma that is not inside of brackets."""
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """Returns the names in a list of Slurm's, such as `gpu[01-03,7],login`, in its order.
+
+    Args:
+        text: the value of SLURM_JOB_NODELIST.
+    """
+    return [name for part in _OUTSIDE.split(text) if part for name in _expand(part)]
+
+
+def _expand(part: str) -> Iterator[str]:
+    """Yields the names of one pattern, whose brackets contain numbers and ranges of them."""
+    pieces = _BRACKETS.split(part)
+    # Text and content of brackets take turns; a text stands for itself.
+    choices = [[*_numbers(piece)] if index % 2 else [piece] for index, piece in enumerate(pieces)]
+    for each in itertools.product(*choices):
+        yield "".join(each)
+
+
+def _numbers(text: str) -> Iterator[str]:
+    """Yields the numbers of `01-03,7`, as wide as they are written."""
+    for each in text.split(","):
+        first, _, last = each.partition("-")
+        for number in range(int(first), int(last or first) + 1):
+            yield f"{number:0{len(first)}d}"
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the numbers in a list of Slurm's, such as `2(x3),1`: 2, 2, 2, 1.
+
+    Args:
+        text: the value of SLURM_STEP_TASKS_PER_NODE.
+    """
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]

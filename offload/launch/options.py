@@ -1,0 +1,145 @@
+"""What `offload launch` is asked for, and the checks that need no host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from offload.errors import UsageError
+from offload.launch.environment import ranks_environment
+from offload.launch.hosts import expand_nodelist
+
+_OTHER_LAUNCHERS = {
+    "pdsh": "ssh reaches each host by a connection of its own; leave --launcher out",
+    **dict.fromkeys(
+        ("openmpi", "mvapich", "mpich", "impi", "jsrun"),
+        "start the ranks by MPI's own command, as mpirun -np 8 offload run train.py, or leave --launcher out for ssh",
+    ),
+}
+"""DeepSpeed's launchers that there are not here, and what to do."""
+
+NOT_HERE = {
+    "--autotuning": "offload plan says what fits and how long a step takes, offload tune measures a drive",
+    "--elastic-training": "the number of ranks stays; --max-restarts restarts all of them from the last commit",
+    "--min-elastic-nodes": "the number of hosts stays: give --num-nodes",
+    "--max-elastic-nodes": "the number of hosts stays: give --num-nodes",
+    "--bind-cores-to-rank": "start the ranks under numactl or taskset, or by torchrun --numa-binding node on GPUs",
+    "--bind-core-list": "start the ranks under taskset --cpu-list",
+    "--save-pid": "the process of this command is the one that the shell names, $!",
+    "--force-multi": "leave it out: a single host of a hostfile is reached by ssh if it is another machine",
+    "--comment": "give it to sbatch, or to srun by --launcher-args",
+    "--account": "give it to sbatch, or to srun by --launcher-args",
+}
+"""Options of DeepSpeed's launcher that there are not here, and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchOptions:
+    """What `offload launch` was asked for. None stands for an option that was not given."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    no_python: bool = False
+    num_gpus: int | None = None
+    num_nodes: int | None = None
+    include: str = ""
+    exclude: str = ""
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: str | None = None
+    launcher_args: str = ""
+    ssh_port: int | None = None
+    no_ssh: bool = False
+    node_rank: int | None = None
+    max_restarts: int = 0
+    rank_logs: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine on which the command was typed."""
+
+    python: str
+    """The interpreter; other hosts have it at the same path."""
+    folder: str
+    """The working folder; other hosts have it at the same path."""
+    names: frozenset[str]
+    """Names under which a hostfile may mean this machine."""
+    environ: Mapping[str, str]
+    gpus: int | None = None
+    """Number of its GPUs, where `asks_for_gpus`; else None."""
+
+
+def check_options(options: LaunchOptions, environ: Mapping[str, str]) -> None:
+    """Raises an error for options that are wrong whatever the hosts are.
+
+    Args:
+        options: the options.
+        environ: the environment of this process.
+
+    Raises:
+        UsageError: options contradict each other, or this process is one of several that srun or mpirun has started.
+    """
+    # The address is of no interest here, and may be unknown.
+    if ranks_environment({"MASTER_ADDR": "", **environ}):
+        raise UsageError(
+            "srun or mpirun has started several of this command, and each would start all ranks: start it once, from "
+            "the job's script; or leave it out, as srun offload run train.py"
+        )
+    counted = options.num_nodes is not None or options.num_gpus is not None
+    if counted and (options.include or options.exclude):
+        raise UsageError("--num-nodes and --num-gpus cannot be combined with --include and --exclude: give either")
+    if options.module and options.no_python:
+        raise UsageError("--module and --no-python cannot be combined: Python runs a module")
+    if options.no_ssh != (options.node_rank is not None):
+        raise UsageError(
+            "--no-ssh and --node-rank go together: with both this command starts the ranks of one host, and is typed "
+            "on each; without both it starts all"
+        )
+
+
+def launcher_of(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> str:
+    """Returns `ssh` or `slurm`: what was asked for, else srun inside of an allocation of several nodes.
+
+    Args:
+        options: the options.
+        has_hostfile: True if there is a hostfile.
+        environ: the environment of this process.
+
+    Raises:
+        UsageError: it is another launcher, or slurm without an allocation.
+    """
+    name = None if options.launcher is None else options.launcher.lower()
+    if name is None:
+        in_job = len(allocated_nodes(environ)) > 1 and not has_hostfile and not options.no_ssh
+        return "slurm" if in_job else "ssh"
+    if name not in ("ssh", "slurm"):
+        cure = _OTHER_LAUNCHERS.get(name, "leave --launcher out for ssh, or give slurm")
+        raise UsageError(f"there is no launcher {name} here: {cure}")
+    if name == "slurm" and (has_hostfile or not allocated_nodes(environ)):
+        raise UsageError(
+            "--launcher slurm takes the nodes of its job: start this command in a script of sbatch or in salloc, "
+            "without --hostfile"
+        )
+    return name
+
+
+def allocated_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Returns the nodes of the job of Slurm's in which this process is.
+
+    Args:
+        environ: the environment of this process.
+    """
+    return expand_nodelist(environ.get("SLURM_JOB_NODELIST", ""))
+
+
+def asks_for_gpus(options: LaunchOptions, has_hostfile: bool, environ: Mapping[str, str]) -> bool:
+    """Returns True if only the number of this machine's GPUs says how many ranks there are.
+
+    Args:
+        options: the options.
+        has_hostfile: True if there is a hostfile.
+        environ: the environment of this process.
+    """
+    return not has_hostfile and options.num_gpus is None and len(allocated_nodes(environ)) < 2

@@ -1,0 +1,80 @@
+"""Commands of several hosts as processes that end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from offload.launch.commands import Command
+
+_POLL = 0.1
+"""Seconds between two looks at the processes."""
+_GRACE = 40.0
+"""Seconds that the hosts have to end; torchrun gives its ranks 30."""
+
+
+def run_together(commands: Sequence[Command], tell: Callable[[str], None]) -> int:
+    """Runs the commands until all have succeeded or one has failed, and ends the others then.
+
+    An exception, such as that of Ctrl-C, ends all of them before it leaves. So does a SIGKILL of this process, whose
+    end closes the standard input of each command.
+
+    Args:
+        commands: one for each host.
+        tell: called with a message about the first host that fails.
+
+    Returns:
+        0, or the exit status of the first that fails; 128 plus the number of a signal that ended it.
+    """
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for command in commands:
+            # A session of its own: Ctrl-C must reach this process alone, which then ends all in order.
+            running[command.host] = subprocess.Popen(
+                command.arguments,
+                stdin=subprocess.PIPE,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+            )
+        return _first_failure(running, tell)
+    finally:
+        _end(running.values())
+
+
+def _first_failure(running: Mapping[str, subprocess.Popen[bytes]], tell: Callable[[str], None]) -> int:
+    """Waits for the first process that fails, or for all, and returns the exit status."""
+    left = dict(running)
+    while left:
+        for host, process in [*left.items()]:
+            returned = process.poll()
+            if returned is None:
+                continue
+            del left[host]
+            if returned != 0:
+                status = returned if returned > 0 else 128 - returned
+                others = f"; ending {', '.join(left)}" if left else ""
+                tell(f"{host} has ended with exit status {status}{others}")
+                return status
+        time.sleep(_POLL)
+    return 0
+
+
+def _end(processes: Collection[subprocess.Popen[bytes]]) -> None:
+    """Ends those that still run: in order, or after `_GRACE` seconds and a second Ctrl-C at once."""
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.close()  # ends torchrun on its host
+    deadline = time.monotonic() + _GRACE
+    try:
+        for process in processes:
+            process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
