@@ -34,6 +34,7 @@ def test_two_ranks_train_as_one(text: Path) -> None:
     assert evaluated(text / "two.jsonl")[0] == pytest.approx(evaluated(text / "one.jsonl")[0], rel=2e-2)
 
 
+@pytest.mark.slow  # tests/test_launch_restarts.py kills a rank under torchrun, tests/test_ranks_killed.py names one
 def test_a_killed_rank_ends_the_command_and_is_named(text: Path) -> None:
     options = ("--text", "text.py", "--steps", "100000", "--log", "log.jsonl", "--batch-size", "2")
     ranks = begin_torchrun(text, *TRAIN, *options)

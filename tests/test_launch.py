@@ -67,6 +67,7 @@ def test_ranks_of_two_hosts_are_one_run_of_an_unmodified_script(folder: Path) ->
     assert sorted(done.stdout.splitlines()) == [f"0 {same}", f"1 {same}"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fails", ["0", "1"])
 def test_a_host_that_fails_ends_the_others_with_its_exit_status(folder: Path, fails: str) -> None:
     command = begin(folder, "--hostfile", "hosts", FAILS=fails)
@@ -77,6 +78,7 @@ def test_a_host_that_fails_ends_the_others_with_its_exit_status(folder: Path, fa
     assert errors == f"{names[int(fails)]} has ended with exit status 7; ending {names[other]}\n"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_all_hosts(folder: Path, number: signal.Signals) -> None:
     command = begin(folder, "--hostfile", "hosts")
@@ -115,6 +117,7 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
     assert first.returncode == 7 and (folder / "began0").exists()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -45,7 +45,7 @@ def drop(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("words", [128, 4096])
 @pytest.mark.parametrize("in_chunks", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
