@@ -27,6 +27,7 @@ from offload.swapper.memory.host_side import TorchHostSide
 from tests import device
 from tests.device import module
 from tests.support import models
+from tests.support.least_budget import budget
 from tests.support.oracle import (
     PLACEMENTS,
     Job,
@@ -42,7 +43,7 @@ from tests.support.oracle import (
     trained,
     weights_of,
 )
-from tests.test_device_stream_random import JOBS, Plan, budget, draw
+from tests.test_device_stream_random import JOBS, Plan, draw
 
 pytestmark = pytest.mark.test_device
 
@@ -71,8 +72,8 @@ def check(plan: Plan, seed: int, folder: Path, monkeypatch: pytest.MonkeyPatch) 
         small_pieces(monkeypatch)
     expected = run(plan.job, ("none", "none"), folder / "plain", device="cpu")
     options = dict(plan.options)
-    options |= budget(plan, "device_memory", plan.device, folder, **options)
-    options |= budget(plan, "host_memory", plan.host, folder, **options)
+    options |= budget(plan.job, plan.placement, "device_memory", plan.device, folder, **options)
+    options |= budget(plan.job, plan.placement, "host_memory", plan.host, folder, **options)
     device.set_pin_limit(chance.choice([None, None, 0, 40 * MIB]))
     device.seed(seed, plan.lateness)
     before = device.counter(device.RUN)

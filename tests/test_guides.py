@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.state import AcceleratorState
 
 from tests.support import warm_process
 
@@ -46,6 +47,7 @@ def test_a_code_block_of_a_guide_runs(code: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(subprocess, "run", run)
     for drive in ("drive_a", "drive_b"):
         Path(drive).mkdir()
+    AcceleratorState._reset_state(True)  # of an earlier block, which a program of its own would not have
     exec(compile(code, "a guide", "exec"), {})
 
 

@@ -97,7 +97,7 @@ def _read_note(folder: Path) -> Switch | None:
     try:
         content = json.loads(read_whole(path))
         return Switch(*(tuple(str(each) for each in content[name]) for name in Switch._fields))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(f"cannot read {path}, which says which ranks' folders are the run: {error}") from error
