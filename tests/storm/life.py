@@ -145,10 +145,11 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather, rank: int) -> 
         asked = options.get("host_memory")
         if asked is not None and engine.host_memory > asked:
             log("traceback", -1, f"a host budget of {engine.host_memory} bytes where {asked} were asked for")
-        loop = _Loop(plan, folder, log, weather, engine, rank)
-        while engine.global_steps < plan.steps:
-            loop.step()
-        weights = weights_of(engine)
+        with weather.computing():
+            loop = _Loop(plan, folder, log, weather, engine, rank)
+            while engine.global_steps < plan.steps:
+                loop.step()
+            weights = weights_of(engine)
         weights.pop("calls", None)  # a counter of forwards, also of those that failed
         log("weights", plan.steps, {name: _sum(value) for name, value in sorted(weights.items())})
     finally:

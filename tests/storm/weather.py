@@ -57,8 +57,11 @@ class Weather:
             use_queue(patches, lambda: _StormQueue(self, self._plan, self._number, self._recorder))
             if self.device is not None:
                 use_device(patches, self.device)
-                stack.enter_context(Ticks(self.device))
             yield
+
+    def computing(self) -> contextlib.AbstractContextManager[object]:
+        """Returns a context in which operations of torch are compute of the device, once the engine is there."""
+        return contextlib.nullcontext() if self.device is None else Ticks(self.device)
 
     def tick(self) -> None:
         """Counts a moment, and lets the fault come with its own."""
