@@ -304,8 +304,8 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
         without = ", ".join(str(rank) for rank, commit in enumerate(everyone) if commit is None)
         raise StoreError(
             f"rank {without} of {len(everyone)} has no commit in {store.folders[0].parent}, other ranks have: its "
-            "folder was deleted, another drive is mounted there, or the run had another number of ranks; put the swap files "
-            "of all ranks back, resume with as many ranks as the run had, or choose another run name"
+            "folder was deleted, another drive is mounted there, or the run had another number of ranks; put the swap "
+            "files of all ranks back, resume with as many ranks as the run had, or choose another run name"
         )
     return None
 
