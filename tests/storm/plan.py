@@ -106,6 +106,8 @@ class Plan(NamedTuple):
     """The same of the device's budget."""
     drives: int = 1
     ranks: int = 1
+    stage: int = 3
+    """Of ZeRO."""
     pieces: bool = False
     """Whether gradients, tiles and what streams come in tiny pieces."""
     late_io: float = 0.0
@@ -128,6 +130,7 @@ class Plan(NamedTuple):
             dtype=self.dtype,
             optimizer=self.optimizer,
             params=_PARAMS.get(self.optimizer, ()),
+            stage=self.stage,
         )
 
     def calm(self) -> Plan:
@@ -184,6 +187,8 @@ def draw(seed: int) -> Plan:
         device=chance.choice([*budgets, *([5.0] if ranks == 1 else [])]),
         drives=chance.choice([1, 1, 2]),
         ranks=ranks,
+        # In stage 3 turns add micro-batches up before ranks, and one micro-batch after the other after them.
+        stage=1 if ranks > 1 and options.get("schedule", "micro_batch_major") != "micro_batch_major" else 3,
         pieces=chance.random() < 0.5,
         late_io=chance.choice([0.0, 0.001, 0.005]),
         late_device=late_device,
