@@ -58,7 +58,8 @@ def _lives(plan: Plan, folder: Path) -> list[Life]:
             shutil.rmtree(folder / "runs")
             put(pickle.loads((folder / IMAGE).read_bytes()), folder / "runs")
             (folder / IMAGE).unlink()
-        if any(status not in (FAILED, -signal.SIGKILL) for status in lives[-1].statuses):
+        ended = set(lives[-1].statuses)
+        if ended == {0} or not ended <= {0, FAILED, -signal.SIGKILL}:
             break
     return lives
 
@@ -175,7 +176,7 @@ def _wrong_end(plan: Plan, number: int, life: Life) -> Iterator[str]:
             yield f"rank {rank} was killed in a life of {what}"
         elif status == FAILED and what == "nothing":
             yield f"rank {rank} failed in calm weather: {errors}"
-        elif status == FAILED and what in ("error", "full") and not others and not is_of_the_drive(errors[0]):
+        elif status == FAILED and what in ("error", "full") and not others and not any(map(is_of_the_drive, errors)):
             yield f"rank {rank} does not name the request that failed: {errors}"
         elif status == FAILED and what in ("kill", "power") and not others:
             yield f"rank {rank} failed though nothing had failed: {errors}"
