@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch.utils.checkpoint import checkpoint
 
 from offload.engine.gradients import small_gradients
 from offload.sizes import GIB, MIB
@@ -31,22 +29,11 @@ from tests.support.oracle import (
     weights_of,
 )
 
-
-class Recomputed(models.Mixture):
-    """Its blocks run again in the backward."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids) * self.scale
-        for block in self.blocks:
-            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
-        return self.head(hidden)
-
-
 JOBS = {
     "gpt2": models.GPT2,
     "dropout": models.DROPOUT,
     "experts, tied and frozen": models.MIXTURE,
-    "recomputation": models.MIXTURE._replace(model=Recomputed),
+    "recomputation": models.MIXTURE._replace(model=models.Recomputed),
 }
 
 

@@ -64,7 +64,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     if plan.ranks > 1:
         meet(rank, plan.ranks, port)
         dist.init_process_group("gloo")
-    log = _Log(folder / f"log.{rank}.jsonl", number)
+    log = _Log(folder / f"log.{rank}.jsonl")
     patches = pytest.MonkeyPatch()
     if plan.pieces:
         small_pieces(patches)
@@ -75,7 +75,7 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
     status = 0
     try:
         with weather.over(patches):
-            _train(plan, folder, log, weather, rank)
+            _train(plan, folder, log, weather)
     except (OffloadError, KeyboardInterrupt) as error:
         status = FAILED
         log("error", -1, type(error).__name__, str(error)[:500], _causes(error))
@@ -93,9 +93,8 @@ def live(plan: Plan, number: int, folder: Path, rank: int = 0, port: int = 0) ->
 class _Log:
     """Lines of JSON, each written at once."""
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = path.open("a")
-        self._number = number
 
     def __call__(self, what: str, step: int, *values: Any) -> None:
         print(json.dumps([what, step, *values]), file=self._file, flush=True)
@@ -134,7 +133,7 @@ def _options(plan: Plan, folder: Path) -> dict[str, Any]:
     return {**plan.options, "nvme_path": [str(drive) for drive in drives]}
 
 
-def _train(plan: Plan, folder: Path, log: _Log, weather: Weather, rank: int) -> None:
+def _train(plan: Plan, folder: Path, log: _Log, weather: Weather) -> None:
     """Trains from the last commit to the last step."""
     job, options = plan.job(), _options(plan, folder)
     for which, above in (("device_memory", plan.device), ("host_memory", plan.host)):
@@ -146,7 +145,7 @@ def _train(plan: Plan, folder: Path, log: _Log, weather: Weather, rank: int) -> 
         if asked is not None and engine.host_memory > asked:
             log("traceback", -1, f"a host budget of {engine.host_memory} bytes where {asked} were asked for")
         with weather.computing():
-            loop = _Loop(plan, folder, log, weather, engine, rank)
+            loop = _Loop(plan, folder, log, weather, engine)
             while engine.global_steps < plan.steps:
                 loop.step()
             weights = weights_of(engine)
@@ -163,11 +162,9 @@ def _sum(value: torch.Tensor) -> int:
 class _Loop:
     """The training loop of a user who looks, edits, saves, loads and errs."""
 
-    def __init__(
-        self, plan: Plan, folder: Path, log: _Log, weather: Weather, engine: offload.Engine, rank: int
-    ) -> None:
+    def __init__(self, plan: Plan, folder: Path, log: _Log, weather: Weather, engine: offload.Engine) -> None:
         self._plan, self._folder, self._log, self._weather = plan, folder, log, weather
-        self._engine, self._rank, self._job = engine, rank, plan.job()
+        self._engine, self._job = engine, plan.job()
         self._done: set[tuple[int, str]] = set()
         """Deeds that are done once in a life."""
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import models
 from tests.support.matrix_models import Words
@@ -16,16 +15,6 @@ from tests.support.oracle import PLACEMENTS, Job
 from tests.support.rank_jobs import language_rows_loss, rows_loss
 
 # -- models -------------------------------------------------------------------------------------------
-
-
-class Recomputed(models.Mixture):
-    """A mixture whose blocks run again in the backward."""
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        hidden = self.embedding(ids) * self.scale
-        for block in self.blocks:
-            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
-        return self.head(hidden)
 
 
 class _Model(NamedTuple):
@@ -44,7 +33,7 @@ MODELS = {
     "llama": _Model(models.llama, language_rows_loss, _ELEMENTWISE, layer_major=True),
     "mixtral": _Model(models.mixtral, language_rows_loss, _ELEMENTWISE, layer_major=True),
     "tied, frozen and unused": _Model(models.Mixture, rows_loss, _ELEMENTWISE),
-    "recomputation": _Model(Recomputed, rows_loss, _ELEMENTWISE),
+    "recomputation": _Model(models.Recomputed, rows_loss, _ELEMENTWISE),
     "adapters": _Model(models.lora, language_rows_loss, ("AdamW",)),
     "matrices": _Model(Words, rows_loss, ("Muon", "SinkGD", "AdamW")),
 }

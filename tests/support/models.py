@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.oracle import Job
 
@@ -150,6 +151,16 @@ class Mixture(nn.Module):
         hidden = self.embedding(ids) * self.scale
         for block in self.blocks:
             hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Recomputed(Mixture):
+    """A mixture whose blocks run again in the backward."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids) * self.scale
+        for block in self.blocks:
+            hidden = hidden + checkpoint(block, hidden, use_reentrant=False)
         return self.head(hidden)
 
 
