@@ -88,10 +88,10 @@ def test_the_bits_are_those_of_seed_unit_update_and_element(tmp_path: Path) -> N
 
 
 def test_the_bytes_of_a_parameter_and_step(tmp_path: Path) -> None:
-    """18 of disk traffic in bf16: 8 read, 8 written, and 2 for the weights that the backward reads again."""
+    """18 of disk traffic in bf16: 8 read, 8 written, and 2 for weights read twice, unless they stayed."""
     whole, narrow = bytes_of_a_parameter(tmp_path / "fp32"), bytes_of_a_parameter(tmp_path / "bf16", **BF16)
     assert (whole.stored, narrow.stored) == (24, 16)
-    assert narrow.moved <= 18.3 and whole.moved - narrow.moved == pytest.approx(8, abs=0.1)
+    assert 16 <= narrow.moved <= 18.3 and 24 <= whole.moved <= 26.3
 
 
 def test_states_are_read_and_set_in_fp32(tmp_path: Path) -> None:
