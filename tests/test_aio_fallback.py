@@ -194,7 +194,7 @@ if {when!r} == "later":
     {refuse}
 for _ in range(3):
     try:
-        queue.write(file, 0, bytes(4096)).wait(20)
+        queue.write(file, 0, bytes(4096)).wait(120)
     except OSError as error:
         print(error.errno)
 queue.close()

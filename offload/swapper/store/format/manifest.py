@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,7 +119,7 @@ class StoreSpec(NamedTuple):
         return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of `manifest.json`; see docs/reference/store-format.md."""
 
@@ -150,7 +151,14 @@ class Manifest:
             "about": self.spec.about,
             "extents": _plain_places(self.spec),
         }
-        return json.dumps(content, indent=1).encode()
+        # A line for each key. With `indent` the encoder is Python code, which is slow where parameters are thousands.
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}").encode()
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The bytes of the manifest on the first drive, of which each blob contains a copy."""
+        return self.pack()
 
     @classmethod
     def unpack(cls, data: bytes, where: str) -> Manifest:
