@@ -25,11 +25,9 @@ struct Probe {
 
     OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
         std::uint64_t seen = 0;
-        for (; begin < end; begin += kAtOnce) {
-            const std::size_t numel = std::min(kAtOnce, end - begin);
-            for (const Array& each : args.written) {
-                if (each.size > 0) rewrite(each, begin, numel, args.change);
-            }
+        for (; begin < end; begin += kTile) {
+            const std::size_t numel = std::min(kTile, end - begin);
+            for (const Array& each : args.written) rewrite(each, begin, numel, args.change);
             seen ^= read(args.read, begin, numel);
         }
         __asm__ volatile("" : : "r"(seen));
@@ -39,11 +37,13 @@ struct Probe {
                                        std::uint64_t change) {
         std::byte* at = array.bytes + begin * array.size;
         const std::size_t bytes = numel * array.size;
-        prefetch(at, array.size);
         std::size_t i = 0;
-        for (; i + sizeof change <= bytes; i += sizeof change) {
-            const std::uint64_t word = load(at + i) ^ change;
-            std::memcpy(at + i, &word, sizeof word);
+        for (; i + kCacheLine <= bytes; i += kCacheLine) {
+            __builtin_prefetch(at + kTile * array.size + i);
+            for (std::size_t j = i; j < i + kCacheLine; j += sizeof change) {
+                const std::uint64_t word = load(at + j) ^ change;
+                std::memcpy(at + j, &word, sizeof word);
+            }
         }
         for (; i < bytes; ++i) at[i] ^= static_cast<std::byte>(change);
     }
@@ -51,10 +51,10 @@ struct Probe {
     OFFLOAD_INLINE static std::uint64_t read(const Array& array, std::size_t begin,
                                              std::size_t numel) {
         const std::byte* at = array.bytes + begin * array.size;
-        prefetch(at, array.size);
         std::uint64_t seen = 0;
-        for (std::size_t i = 0; i + sizeof seen <= numel * array.size; i += sizeof seen) {
-            seen ^= load(at + i);
+        for (std::size_t i = 0; i + kCacheLine <= numel * array.size; i += kCacheLine) {
+            __builtin_prefetch(at + kTile * array.size + i);
+            for (std::size_t j = i; j < i + kCacheLine; j += sizeof seen) seen ^= load(at + j);
         }
         return seen;
     }
@@ -63,12 +63,6 @@ struct Probe {
         std::uint64_t word;
         std::memcpy(&word, at, sizeof word);
         return word;
-    }
-
-    OFFLOAD_INLINE static void prefetch(const std::byte* at, std::size_t size) {
-        for (std::size_t line = 0; line < kAtOnce * size; line += kCacheLine) {
-            __builtin_prefetch(at + kTile * size + line);
-        }
     }
 };
 
