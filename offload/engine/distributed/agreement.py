@@ -315,7 +315,7 @@ class Agreement:
                 ]
                 choice = next_collective(intents)
                 if choice is None:
-                    calls = "; ".join(f"rank {rank} {_describe(i, self._names)}" for rank, i in enumerate(intents))
+                    calls = self._ranks.heartbeat.tell([_describe(intent, self._names) for intent in intents])
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "

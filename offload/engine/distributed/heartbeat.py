@@ -8,9 +8,12 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
+
+from offload.engine.distributed.bounded_store import BoundedStore
 
 PULSE = 1.0
 """Seconds between two counts."""
@@ -27,10 +30,10 @@ class Heartbeat:
             rank: this rank.
             size: number of ranks.
         """
-        self._store, self._rank = store, rank
+        self._store, self._rank = BoundedStore(store), rank
         self._seen = {other: ("", time.monotonic()) for other in range(size)}
         self._closing = threading.Event()
-        store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
+        self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
@@ -43,6 +46,11 @@ class Heartbeat:
                 pass  # the process that serves the store may be gone; the ranks notice that by broken connections
             if self._closing.wait(PULSE):
                 return
+
+    @property
+    def cut_off(self) -> str | None:
+        """Words for a store that has not answered in time; None while it answers, or says that it is gone."""
+        return self._store.refusal
 
     def location(self, rank: int) -> list[str] | None:
         """Returns the machine and the process of `rank`, or None while the rank has not published them."""
@@ -65,11 +73,27 @@ class Heartbeat:
         """Returns the reason that `rank` gave for its end, or None while it has not ended."""
         return self._get(f"end/{rank}")
 
+    def explain(self, error: str) -> None:
+        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"error/{self._rank}", error)
+
+    def tell(self, calls: Sequence[str]) -> str:
+        """Returns what each rank is about to do, with the exception that it has published, if any.
+
+        Args:
+            calls: words for what each rank does, in rank order.
+        """
+        told = [(call, self._get(f"error/{rank}")) for rank, call in enumerate(calls)]
+        return "; ".join(
+            f"rank {rank} {call}{'' if error is None else f', after {error}'}"
+            for rank, (call, error) in enumerate(told)
+        )
+
     def _get(self, key: str) -> str | None:
         """Returns a value of the store, or None if there is none or the store cannot be reached."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+            return self._store.get(key)
         return None
 
     def close(self, reason: str) -> None:
@@ -79,6 +103,7 @@ class Heartbeat:
                 self._store.set(f"end/{self._rank}", reason)
             self._closing.set()
         self._thread.join()
+        self._store.close()
 
 
 def machine_name() -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
@@ -39,8 +40,6 @@ _LONG = datetime.timedelta(days=7)
 """Timeout of the groups. A rank may evaluate alone for hours; the heartbeat shows whether it lives."""
 _SLICE = datetime.timedelta(seconds=1)
 """Length of one wait, after which lost ranks are looked for."""
-_SILENT = 120.0
-"""Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
@@ -84,6 +83,8 @@ class Ranks:
         waiting = [rank for rank in range(self.size) if rank != self.rank]
         began = noticed = time.monotonic()
         while waiting := [rank for rank in waiting if self._pulse.location(rank) is None]:
+            if self._pulse.cut_off is not None:
+                raise RankError(f"{self._pulse.cut_off}, so rank {self.rank} cannot meet the other ranks")
             for rank in waiting:
                 ended = self._pulse.ended(rank)
                 if ended is not None:
@@ -237,7 +238,7 @@ class Ranks:
                 raise self._lost
             # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
             # that ends right after a collective has already contributed to it, hence the grace period.
-            if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
+            if self._gone(LONGEST, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
             if now - noticed > _NOTICE:
@@ -289,6 +290,8 @@ class Ranks:
             machine, process = self._places[rank]
             where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
             ended = self._pulse.ended(rank)
+            if self._pulse.cut_off is not None:  # of no rank is anything known then
+                return [f"{self._pulse.cut_off}: this machine, or the one that serves the store, is cut off"]
             if ended is not None:
                 found.append(f"{where} has ended: {ended}")
             elif machine == machine_name() and not is_alive(process):
@@ -301,6 +304,11 @@ class Ranks:
     def lost(self) -> bool:
         """True if this rank can no longer reach the others."""
         return self._lost is not None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What the ranks have published about themselves."""
+        return self._pulse
 
     def fail(self, reason: str) -> RankError:
         """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
