@@ -81,13 +81,25 @@ SAME_ROWS = {
     "Muon": MUON._replace(dtype="bf16", steps=2, clip=1.0),
     "an optimizer of torch": models.GPT2._replace(model=JOB.model, optimizer="torch.optim.NAdam", clip=0.0, steps=2),
 }
-"""Jobs in which all ranks have the same rows, so that the mean of four equal gradients is that of two, exactly."""
+"""Jobs in which all ranks have the same rows, so that the mean of their gradients is that of one, exactly."""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SAME_ROWS)
-def test_two_replicas_have_the_bits_of_one(name: str, four: RankPool, ranks: RankPool, tmp_path: Path) -> None:
-    """Squares, norms and steps of whole parameters count once, whatever the number of replicas."""
+def test_two_replicas_have_the_bits_of_one(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    """Each rank has all states. Squares, norms and steps count once, whatever the number of replicas."""
+    job = SAME_ROWS[name]
+    alone = train_and_look(job, DISK, tmp_path / "one")
+    for result, checksums in ranks.run(train_and_look, job._replace(shard_size=1), DISK, tmp_path / "both"):
+        assert_same(result, alone.result)
+        assert checksums == alone.checksums
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_ROWS)
+def test_two_replicas_of_two_shards_have_the_bits_of_one(
+    name: str, four: RankPool, ranks: RankPool, tmp_path: Path
+) -> None:
     job = SAME_ROWS[name]
     one = ranks.run(train_and_look, job, DISK, tmp_path / "one")
     both = four.run(train_and_look, job._replace(shard_size=2), DISK, tmp_path / "both")
@@ -98,7 +110,7 @@ def test_two_replicas_have_the_bits_of_one(name: str, four: RankPool, ranks: Ran
 
 @pytest.mark.numeric
 @pytest.mark.works("Several ranks", "replicas of shards (`mics_shard_size`), in any tier", "right")
-@pytest.mark.parametrize("shard_size", [1, 2])
+@pytest.mark.parametrize("shard_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_replicas_train_on_all_rows_and_stay_equal(shard_size: int, four: RankPool, tmp_path: Path) -> None:
     job = JOB._replace(accumulation=2, shard_size=shard_size)
     each = four.run(train_and_look, job._replace(overlap=False), MEMORY, tmp_path / "memory")
@@ -117,6 +129,7 @@ def experts_of_one_replica() -> nn.Module:
     return Experts(((0,), (0,), (0, 1), (1, 2)))
 
 
+@pytest.mark.slow
 def test_a_replica_without_gradients_of_a_unit_takes_those_of_the_other(four: RankPool, tmp_path: Path) -> None:
     job = Job(experts_of_one_replica, rows_loss, steps=2)
     one = four.run(train, job, DISK, tmp_path / "one replica")[0]
@@ -178,6 +191,7 @@ def test_weights_cross_no_replica_and_gradients_do_as_sums_of_a_shard(four: Rank
 # -- files --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_in_two_replicas_and_resumed_in_one_has_the_same_bits(tmp_path: Path) -> None:
     """Without a clip, since one replica adds up squares by shards. Rank 1 dies when it is about to commit step 2."""
     job = JOBS["gpt2"]._replace(steps=3, dtype="bf16", clip=0.0)
@@ -204,6 +218,7 @@ def intact(path: Path) -> int:
     return report.world_size if isinstance(report, CheckpointReport) else len(report.ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.works("Several ranks", "another `mics_shard_size`, or number of replicas, at a resume", "right")
 def test_files_of_two_replicas_are_those_of_any_arrangement(four: RankPool, ranks: RankPool, tmp_path: Path) -> None:
     """One replica saves a checkpoint, with the generators of all ranks; each rank has swap files of its own."""
