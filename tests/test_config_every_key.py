@@ -161,7 +161,6 @@ REFUSED: dict[str, Any] = {
     ),
     "zero_optimization.leaf_module.name_suffixes": ["experts"],
     "zero_optimization.zero_hpz_partition_size": 8,
-    "zero_optimization.mics_shard_size": 8,
     "fp8": {"enabled": True},
     "sequence_parallel_size": 2,
     "tensor_parallel_size": 2,

@@ -68,6 +68,8 @@ class Job(NamedTuple):
     """`overlap_comm` of ZeRO."""
     sent: str | None = None
     """`communication_data_type`."""
+    shard_size: int = -1
+    """`mics_shard_size` of ZeRO: ranks of a replica, all by default."""
 
 
 class Result(NamedTuple):
@@ -228,6 +230,7 @@ def config(job: Job, placement: tuple[str, str], folder: Path, **options: Any) -
         "zero_optimization": {
             "stage": job.stage,
             "overlap_comm": job.overlap,
+            "mics_shard_size": job.shard_size,
             "offload_param": {"device": weights},
             "offload_optimizer": {"device": states},
         },

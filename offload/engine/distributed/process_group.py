@@ -1,8 +1,9 @@
 """Process groups of one run: the messages between ranks, and the detection of lost ranks.
 
     control    a few numbers of every rank to every rank, on the host, through gloo
-    data       weights and gradients, between the devices' memories, through gloo on CPUs, NCCL on GPUs, and torch's
-               default backend of any other accelerator
+    replica    weights and gradients of one replica (`mesh`), between the devices' memories, through gloo on CPUs, NCCL
+               on GPUs, and torch's default backend of any other accelerator
+    across     sums of gradients of all replicas, in the same way, between the ranks that hold the same shard
 
 One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
 waits for it in `step()` (`optim.exchange`). Every wait is a series of waits of one
@@ -28,9 +29,12 @@ import torch.distributed as dist
 
 from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
+from offload.engine.distributed.groups import make_groups
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
+from offload.engine.distributed.mesh import mesh_of
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
-from offload.errors import RankError
+from offload.engine.distributed.work import AllDone, Work
+from offload.errors import ConfigError, RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
 
@@ -49,8 +53,16 @@ _GRACE = datetime.timedelta(seconds=2)
 class Ranks:
     """This process and the others of its run, at least two in all. The module says which thread may call."""
 
-    def __init__(self, device: Device) -> None:
-        """Waits for all ranks, and creates the process groups. Every rank calls this."""
+    def __init__(self, device: Device, shard_size: int) -> None:
+        """Waits for all ranks, and creates the process groups. Every rank calls this.
+
+        Args:
+            device: the compute device.
+            shard_size: the config's "mics_shard_size".
+
+        Raises:
+            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
+        """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._device = device
         self._lost: RankError | None = None
@@ -60,17 +72,30 @@ class Ranks:
         # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
+            self.mesh = mesh_of(shard_size, self.size)
+            self.shard = self.mesh.shard_of(self.rank)
             self._places = self._meet()
             # Only after `_meet`: new_group blocks in C++ until every rank has called it.
             self._control = dist.new_group(backend="gloo", timeout=_LONG)
+            self._check_same(self.mesh.shards)
             # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
             backend, timeout = (device_backend(device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
-            self._data = dist.new_group(backend=backend, timeout=timeout)
+            self._groups = make_groups(self.mesh, backend, timeout)
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
         """Number of ranks on this machine."""
+
+    def _check_same(self, shards: int) -> None:
+        """Raises `ConfigError` on all ranks if they would create different groups, and so wait for each other."""
+        everyone = [row[0] for row in self._collect([shards], "start", Kind.MESSAGES)]
+        for rank, others in enumerate(everyone):
+            if others != everyone[0]:
+                raise ConfigError(
+                    f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {everyone[0]}; "
+                    "give every rank the same model and config"
+                )
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.
@@ -143,36 +168,43 @@ class Ranks:
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
-        """Sends each rank some elements, and receives some from each. The tensors are on the CPU, of one dtype.
+        """Sends each rank of this replica some elements, and receives some from each.
+
+        The tensors are on the CPU, of one dtype.
 
         Args:
-            received: (n,), filled with what each rank gives to this one, in rank order.
-            got: number of elements from each rank.
-            sent: (m,), what this rank gives, in rank order.
-            gives: number of elements for each rank.
+            received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
+            got: number of elements from each of them.
+            sent: (m,), what this rank gives, in the same order.
+            gives: number of elements for each of them.
             to: the purpose, for messages.
         """
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        outs, ins = ([count * size for count in counts] for counts in (got, gives))
+        # All ranks take part in one exchange; those of other replicas give and receive nothing.
+        before = [0] * self.mesh.replica(self.rank).start
+        behind = [0] * (self.size - len(before) - len(got))
+        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
         start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
         self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
 
     # -- weights and gradients ----------------------------------------------------------------------
 
     def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Fills `whole` with every rank's partition.
+        """Fills `whole` with the partition of every rank of this replica.
 
         Args:
             whole: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
-            shard_ranges: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
+            shard_ranges: this rank's byte ranges; those of all shards are equally long and adjacent, in their order.
             uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
         Returns:
             An event that is done when all of `whole` is filled.
         """
+        if self.mesh.shards == 1:  # this rank's partition is all of the unit
+            return uploaded
         if not self.on_gpu:
             uploaded.wait()
-            return _All([self._gather(whole, byte_range) for byte_range in shard_ranges])
+            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
             for byte_range in shard_ranges:
                 self._gather(whole, byte_range).work.wait()
@@ -180,42 +212,61 @@ class Ranks:
 
     def _gather(self, whole: torch.Tensor, mine: range) -> Work:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
-        start = mine.start - self.rank * len(mine)
-        region = whole[start : start + self.size * len(mine)]
-        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._data)
-        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (self.size - 1))
+        shards = self.mesh.shards
+        start = mine.start - self.shard * len(mine)
+        region = whole[start : start + shards * len(mine)]
+        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._groups.replica)
+        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (shards - 1))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int]) -> Work:
-        """Starts an exchange: row r of `sent` goes to each rank r, and a row comes from each of `senders`, in order.
+        """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
         Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
         both in the order in which they began, which is the same on every rank.
 
         Args:
             received: (len(senders), numel) on the device, filled by the exchange.
-            sent: (size, numel) on the device, of the same dtype, filled by compute that the calling thread has started;
-                None on a rank that is no sender.
-            senders: the ranks that contribute, the same list on every rank.
+            sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
+                started; None on a rank that is no sender.
+            senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
 
         Returns:
             The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
         """
-        part, sends = received[0].nbytes, sent is not None
+        if not senders or self.mesh.shards == 1:  # nothing comes from another rank
+            if sent is not None:
+                received.copy_(sent)
+            return Work(self, None, "reduce gradients")
+        part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
         out = received.view(-1).view(torch.uint8)
         into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
         return self._begin(
             lambda: dist.all_to_all_single(
                 out,
                 into,
-                [part if rank in senders else 0 for rank in range(self.size)],
-                [part if sends else 0] * self.size,
-                group=self._data,
+                [part if shard in senders else 0 for shard in range(shards)],
+                [part if sends else 0] * shards,
+                group=self._groups.replica,
                 async_op=True,
             ),
             "reduce gradients",
             Kind.GRADIENTS,
-            part * (self.size - 1) if sends else 0,
+            part * (shards - 1) if sends else 0,
         )
+
+    def all_reduce(self, values: torch.Tensor) -> Work:
+        """Starts the sum of `values` over the ranks that hold the same shard.
+
+        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
+        others, on which the replicas of DistributedDataParallel rely too.
+
+        Args:
+            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
+        """
+        start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
+        # Once to add up and once to send the sums: each rank gives the others all but its own part.
+        nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
@@ -279,7 +330,8 @@ class Ranks:
         if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
             if abort is not None:
-                abort(self._data)
+                for group in self._groups.all:
+                    abort(group)
         logger.error("%s", self._lost)  # a launcher may end this process before the error is raised
         return self._lost
 
@@ -332,59 +384,9 @@ class Ranks:
         self._pulse.close(reason)
         if self._lost is None:
             self._lost = RankError(f"rank {self.rank} has ended: {reason}")
-            for group in (self._control, self._data):
+            for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
-
-
-class Work:
-    """A collective under way, as an `Event`."""
-
-    def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
-        self.work, self._ranks, self._to = work, ranks, to
-
-    def done(self) -> bool:
-        """Returns True if the collective has completed, with success or failure."""
-        work = self.work
-        return work is None or bool(work.is_completed())
-
-    def wait(self) -> None:
-        """Waits for the collective, and raises `RankError` if a rank is lost."""
-        work = self.work
-        if work is None:
-            return
-        self._ranks.wait(work, self._to)  # also after completion, which may be a failure
-        # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
-        # gather, which lasts until the next gather of its unit, would hold a step's graph.
-        self.work = None
-
-    def order_compute(self) -> None:
-        """Makes compute that the calling thread starts from now on wait for the collective.
-
-        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
-        lost rank is noticed by the next message between hosts, which aborts the collective.
-        """
-        work = self.work
-        if self._ranks.on_gpu and work is not None:
-            work.wait()  # NCCL: the current stream waits, the host does not
-        else:
-            self.wait()
-
-
-class _All:
-    """Several events as one."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def done(self) -> bool:
-        """Returns True if all events are done."""
-        return all(event.done() for event in self._events)
-
-    def wait(self) -> None:
-        """Waits for each event."""
-        for event in self._events:
-            event.wait()
 
 
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
@@ -393,7 +395,13 @@ def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
     return gather(everyone, mine, group=group, async_op=True)
 
 
-def join_ranks(device: Device) -> Ranks | None:
-    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone."""
+def join_ranks(device: Device, shard_size: int) -> Ranks | None:
+    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone.
+
+    For the arguments and errors see `Ranks`.
+    """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Ranks(device) if several else None
+    if not several:
+        mesh_of(shard_size, 1)
+        return None
+    return Ranks(device, shard_size)

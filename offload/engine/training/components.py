@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.activations.activations import Activations
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.step_meter import StepMeter
@@ -68,6 +69,16 @@ class EngineComponents:
     def world_size(self) -> int:
         """Number of processes that train together."""
         return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Their arrangement."""
+        return Mesh() if self.ranks is None else self.ranks.mesh
+
+    @property
+    def shard(self) -> int:
+        """Number of the shard of each unit that this process holds."""
+        return self.mesh.shard_of(self.rank)
 
     def closing(self) -> list[Callable[[], object]]:
         """Returns calls that close all but ranks, store, timeline and meter, in order; each may be repeated.

@@ -83,6 +83,11 @@ class StoreSpec(NamedTuple):
         return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
 
     @property
+    def ranks(self) -> int:
+        """Returns the number of ranks of the run: the shards of each of its replicas."""
+        return int(self.fingerprint.get("world_size", 1)) * int(self.fingerprint.get("replicas", 1))
+
+    @property
     def nbytes(self) -> int:
         """Returns the bytes of the states file."""
         return sum(map(self.nbytes_of, State))
@@ -284,10 +289,10 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             )
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
-        if "world_size" in difference:
+        if "world_size" in difference or "replicas" in difference:
             advice = (
-                "resume with as many ranks as the run had; to change their number, call save_checkpoint in the run "
-                "and load_checkpoint here"
+                "resume with as many ranks as the run had, and with its mics_shard_size; to change them, call "
+                "save_checkpoint in the run and load_checkpoint here"
             )
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 
