@@ -14,7 +14,7 @@ replica 0. What needs one copy of the states, such as a checkpoint, is done ther
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from offload.errors import ConfigError
@@ -82,3 +82,17 @@ def mesh_of(shard_size: int, ranks: int) -> Mesh:
             f"{ranks}, or to -1 for one replica"
         )
     return Mesh(ranks // shard_size, shard_size)
+
+
+def check_same(shards: Sequence[int]) -> None:
+    """Raises `ConfigError` if ranks would create different groups, and so wait for each other.
+
+    Args:
+        shards: the number of shards of a replica, by the config of each rank.
+    """
+    for rank, others in enumerate(shards):
+        if others != shards[0]:
+            raise ConfigError(
+                f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {shards[0]}; "
+                "give every rank the same model and config"
+            )

@@ -31,7 +31,7 @@ from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
 from offload.engine.distributed.groups import make_groups
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
-from offload.engine.distributed.mesh import mesh_of
+from offload.engine.distributed.mesh import check_same, mesh_of
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
 from offload.engine.distributed.work import AllDone, Work
 from offload.errors import ConfigError, RankError
@@ -77,7 +77,7 @@ class Ranks:
             self._places = self._meet()
             # Only after `_meet`: new_group blocks in C++ until every rank has called it.
             self._control = dist.new_group(backend="gloo", timeout=_LONG)
-            self._check_same(self.mesh.shards)
+            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
             # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
             backend, timeout = (device_backend(device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
             self._groups = make_groups(self.mesh, backend, timeout)
@@ -86,16 +86,6 @@ class Ranks:
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
         """Number of ranks on this machine."""
-
-    def _check_same(self, shards: int) -> None:
-        """Raises `ConfigError` on all ranks if they would create different groups, and so wait for each other."""
-        everyone = [row[0] for row in self._collect([shards], "start", Kind.MESSAGES)]
-        for rank, others in enumerate(everyone):
-            if others != everyone[0]:
-                raise ConfigError(
-                    f"the mics_shard_size of rank {rank} and of rank 0 differ: {others}, not {everyone[0]}; "
-                    "give every rank the same model and config"
-                )
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.
