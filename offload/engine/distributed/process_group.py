@@ -34,7 +34,7 @@ from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_na
 from offload.engine.distributed.mesh import check_same, mesh_of
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
 from offload.engine.distributed.work import AllDone, Work
-from offload.errors import ConfigError, RankError
+from offload.errors import RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
 
