@@ -67,7 +67,8 @@ class Grouped(TyperCommand):
             if record is None:
                 continue
             name = record[0]
-            for other in (*parameter.opts[1:], *parameter.secondary_opts[1:]):
+            # The longest first: one alias may begin with another.
+            for other in sorted((*parameter.opts[1:], *parameter.secondary_opts[1:]), key=len, reverse=True):
                 name = name.replace(f", {other}", "").replace(f" / {other}", "")
             last = getattr(parameter, "rich_help_panel", None) or last
             groups.setdefault(last, []).append((name, record[1]))
