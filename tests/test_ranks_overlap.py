@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from offload.engine.distributed.process_group import Ranks, Work
+from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.work import Work
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
 from offload.errors import BudgetError, OffloadError, RankError
 from offload.layout.flat_layout import layouts_of

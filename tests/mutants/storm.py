@@ -54,7 +54,7 @@ MUTANTS = (
     ),
     _mutant(
         "keep the work of a collective that has ended",
-        "offload.engine.distributed.process_group",
+        "offload.engine.distributed.work",
         "        self.work = None\n",
         "",
     ),

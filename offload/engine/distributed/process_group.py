@@ -14,6 +14,7 @@ by which the remaining ranks can tell which rank has ended when a connection bre
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import json
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from offload.engine.distributed.communication import Communication, Kind
 from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
 from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
+from offload.engine.distributed.work import AllOf, Work
 from offload.errors import RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
@@ -48,12 +50,16 @@ _GRACE = datetime.timedelta(seconds=2)
 
 
 class Ranks:
-    """This process and the others of its run, at least two in all. The module says which thread may call."""
+    """This process and others that train together, at least two in all. The module says which thread may call."""
 
     def __init__(self, device: Device) -> None:
-        """Waits for all ranks, and creates the process groups. Every rank calls this."""
+        """Waits for all processes, and creates the process groups. Every process calls this."""
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._device = device
+        self.members = tuple(range(self.size))
+        """The ranks in torch's default process group, by their rank here; see `divided`."""
+        self._me, self._device = self.rank, device
+        self._divisions: list[Ranks] = []
+        """Groups that `divided` has made of these ranks."""
         self._lost: RankError | None = None
         self.sent = Communication()
         """All collectives so far, each counted when it begins."""
@@ -63,15 +69,44 @@ class Ranks:
         try:
             self._places = self._meet()
             # Only after `_meet`: new_group blocks in C++ until every rank has called it.
-            self._control = dist.new_group(backend="gloo", timeout=_LONG)
-            # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-            backend, timeout = (device_backend(device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
-            self._data = dist.new_group(backend=backend, timeout=timeout)
+            self._control, self._data = self._groups([self.members])
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
         self.here = sum(place[0] == machine_name() for place in self._places)
-        """Number of ranks on this machine."""
+        """Number of processes on this machine, of all that train."""
+
+    def _groups(self, divisions: Sequence[Sequence[int]]) -> tuple[Any, Any]:
+        """Creates the groups of `divisions`, and returns those of this process, for control and for data. Collective.
+
+        Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+        """
+        lists = [list(members) for members in divisions]
+        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
+        control, _ = dist.new_subgroups_by_enumeration(lists, timeout=_LONG, backend="gloo")
+        data, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend=backend)
+        return control, data
+
+    def divided(self, divisions: Sequence[Sequence[int]]) -> Ranks | None:
+        """Returns this process's group of ranks that train together, with the watch over all processes. Collective.
+
+        Args:
+            divisions: all processes, in groups of one size, the same list on every process.
+
+        Returns:
+            The group; None if each process is alone in its own.
+        """
+        if all(len(members) == 1 for members in divisions):
+            return None
+        control, data = self._groups(divisions)
+        group = copy.copy(self)
+        group._control, group._data = control, data
+        group.members = next(tuple(members) for members in divisions if self._me in members)
+        group.rank, group.size = group.members.index(self._me), len(group.members)
+        group.sent = Communication()
+        group._divisions = []
+        self._divisions.append(group)
+        return group
 
     def _meet(self) -> list[tuple[str, int]]:
         """Waits until every rank has published itself, and returns the machine and the process of each.
@@ -81,7 +116,7 @@ class Ranks:
         Raises:
             RankError: if a rank has ended before it arrived.
         """
-        waiting = [rank for rank in range(self.size) if rank != self.rank]
+        waiting = [rank for rank in range(len(self.members)) if rank != self.rank]
         began = noticed = time.monotonic()
         while waiting := [rank for rank in waiting if self._pulse.location(rank) is None]:
             for rank in waiting:
@@ -93,7 +128,7 @@ class Ranks:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
             time.sleep(0.01 if now - began < 1 else 0.2)
-        places = [self._pulse.location(rank) for rank in range(self.size)]
+        places = [self._pulse.location(rank) for rank in self.members]
         return [(place[0], int(place[1])) for place in places if place is not None]
 
     # -- control messages ---------------------------------------------------------------------------
@@ -135,7 +170,7 @@ class Ranks:
         if not values.numel():
             return
         content = values.view(-1).view(torch.uint8)
-        start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
+        start = functools.partial(dist.broadcast, content, self.members[source], self._control, async_op=True)
         nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
         self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
 
@@ -171,7 +206,7 @@ class Ranks:
         """
         if not self.on_gpu:
             uploaded.wait()
-            return _All([self._gather(whole, byte_range) for byte_range in shard_ranges])
+            return AllOf([self._gather(whole, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
             for byte_range in shard_ranges:
                 self._gather(whole, byte_range).work.wait()
@@ -237,7 +272,7 @@ class Ranks:
                 raise self._lost
             # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
             # that ends right after a collective has already contributed to it, hence the grace period.
-            if self._gone(_SILENT, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
+            if self._gone(_SILENT, [(self._me + 1) % len(self._places)]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
             if now - noticed > _NOTICE:
@@ -264,7 +299,7 @@ class Ranks:
         if self._lost is not None:
             return self._lost
         deadline = time.monotonic() + 2 * _BLAME
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = [rank for rank in range(len(self._places)) if rank != self._me]
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
         while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -272,7 +307,7 @@ class Ranks:
         # A rank that could not start would fail in the same way again; one that was killed may run the next time.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
-            f"{who}. Rank {self.rank} cannot continue alone; every rank keeps its last committed step: "
+            f"{who}. Rank {self._me} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
         if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
@@ -309,74 +344,26 @@ class Ranks:
             return self._lost
         self.close(reason)
         self._lost = RankError(
-            f"rank {self.rank} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
+            f"rank {self._me} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
             f'its last committed step: start all of them again, with "resume": "auto"'
         )
         return self._lost
 
     def look(self) -> None:
         """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
-        if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
+        if self._lost is None and self._gone(math.inf, [rank for rank in range(len(self._places)) if rank != self._me]):
             self._blame(None)
 
     def close(self, reason: str) -> None:
         """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
+        for division in self._divisions:
+            division.close(reason)
         self._pulse.close(reason)
         if self._lost is None:
-            self._lost = RankError(f"rank {self.rank} has ended: {reason}")
+            self._lost = RankError(f"rank {self._me} has ended: {reason}")
             for group in (self._control, self._data):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
-
-
-class Work:
-    """A collective under way, as an `Event`."""
-
-    def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
-        self.work, self._ranks, self._to = work, ranks, to
-
-    def done(self) -> bool:
-        """Returns True if the collective has completed, with success or failure."""
-        work = self.work
-        return work is None or bool(work.is_completed())
-
-    def wait(self) -> None:
-        """Waits for the collective, and raises `RankError` if a rank is lost."""
-        work = self.work
-        if work is None:
-            return
-        self._ranks.wait(work, self._to)  # also after completion, which may be a failure
-        # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
-        # gather, which lasts until the next gather of its unit, would hold a step's graph.
-        self.work = None
-
-    def order_compute(self) -> None:
-        """Makes compute that the calling thread starts from now on wait for the collective.
-
-        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
-        lost rank is noticed by the next message between hosts, which aborts the collective.
-        """
-        work = self.work
-        if self._ranks.on_gpu and work is not None:
-            work.wait()  # NCCL: the current stream waits, the host does not
-        else:
-            self.wait()
-
-
-class _All:
-    """Several events as one."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self._events = events
-
-    def done(self) -> bool:
-        """Returns True if all events are done."""
-        return all(event.done() for event in self._events)
-
-    def wait(self) -> None:
-        """Waits for each event."""
-        for event in self._events:
-            event.wait()
 
 
 def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:

@@ -29,14 +29,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
 
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
-from offload.engine.distributed.process_group import Ranks, Work
+from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.work import Work
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.places import GradientPlaces
 from offload.engine.gradients.values import flat
@@ -324,10 +325,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     # -- what needs all that was received ------------------------------------------------------------
 
-    def known(self) -> GradientStats:
+    def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics on which a step is decided, with all that other ranks have reduced until now."""
         self._finish()
-        return super().known()
+        return super().known(elsewhere)
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values` with a gradient, after all exchanges under way."""

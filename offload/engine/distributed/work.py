@@ -1,0 +1,68 @@
+"""Collectives under way, as events that are waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from offload.swapper.memory.device import Event
+
+
+class Waits(Protocol):
+    """The ranks of a collective, which wait for it and look for lost ranks meanwhile."""
+
+    on_gpu: bool
+
+    def wait(self, work: Any, to: str) -> None:
+        """Waits for `work`; raises `RankError` if a rank is lost."""
+        ...
+
+
+class Work:
+    """A collective under way, as an `Event`."""
+
+    def __init__(self, ranks: Waits, work: Any, to: str) -> None:
+        self.work, self._ranks, self._to = work, ranks, to
+
+    def done(self) -> bool:
+        """Returns True if the collective has completed, with success or failure."""
+        work = self.work
+        return work is None or bool(work.is_completed())
+
+    def wait(self) -> None:
+        """Waits for the collective, and raises `RankError` if a rank is lost."""
+        work = self.work
+        if work is None:
+            return
+        self._ranks.wait(work, self._to)  # also after completion, which may be a failure
+        # gloo keeps the state of the thread that began it with the work, and so its saved-tensor hooks: the event of a
+        # gather, which lasts until the next gather of its unit, would hold a step's graph.
+        self.work = None
+
+    def order_compute(self) -> None:
+        """Makes compute that the calling thread starts from now on wait for the collective.
+
+        On a CPU the thread itself waits, and `RankError` is raised if a rank is lost. On a GPU the thread continues: a
+        lost rank is noticed by the next message between hosts, which aborts the collective.
+        """
+        work = self.work
+        if self._ranks.on_gpu and work is not None:
+            work.wait()  # NCCL: the current stream waits, the host does not
+        else:
+            self.wait()
+
+
+class AllOf:
+    """Several events as one."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = events
+
+    def done(self) -> bool:
+        """Returns True if all events are done."""
+        return all(event.done() for event in self._events)
+
+    def wait(self) -> None:
+        """Waits for each event."""
+        for event in self._events:
+            event.wait()
