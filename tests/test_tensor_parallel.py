@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import offload
 from offload.errors import ConfigError, OffloadError, StoreError, UsageError
@@ -43,7 +44,9 @@ CASES = {
 
 
 @pytest.mark.works("Several ranks", "tensor parallelism of torch (`parallelize_module`) and of transformers", "right")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "sequence" else pytest.mark.slow) for each in CASES]
+)
 @pytest.mark.numeric
 def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
     if name == "transformers":
@@ -55,28 +58,34 @@ def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: 
     rounding_bounds.same_training(found[0], alone, job, reordered=True)
 
 
-def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int]]:
-    """Returns the training of a 2 x 2 grid, and the ranks with which this one divides states."""
+def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int], list[int]]:
+    """Returns the training of a 2 x 2 grid, the ranks of this one's column, and the samples that it loads."""
     engine = tp.start(job, name, 2, DISK, folder)
     ranks = engine._core.components.ranks
     assert ranks is not None and engine.world_size == 4 and engine.global_rank == rank_and_size()[0]
     found = tp.steps(engine, job, 2, 0, job.steps)
+    # Data are divided over columns alone: processes of a row compute one batch together.
+    data = TensorDataset(torch.arange(8))
+    rows = [int(row) for batch in engine.deepspeed_io(data, collate_fn=list) for (row,) in batch]
     sent = engine.communication()
     # ZeRO's volumes: half of the gradients of this column, once for each micro-batch.
     trained = sum(layout.trainable_stop for layout in engine._core.components.layouts) * 4
     assert sent.gradients.nbytes == job.steps * job.accumulation * trained // 2
     engine.destroy(remove=True)
-    return found, list(ranks.members)
+    return found, list(ranks.members), rows
 
 
 @pytest.mark.works("Several ranks", "tensor parallelism beside ZeRO, on two by two ranks", "right")
 @pytest.mark.numeric
+@pytest.mark.slow
 def test_four_ranks_two_by_two_equal_one_rank(four: RankPool, tmp_path: Path) -> None:
     job = CASES["sequence"]
     alone = train(job, DISK, tmp_path / "one")
     found = four.run(train_and_count, job, "sequence", tmp_path / "four")
-    assert [members for _, members in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for result, _ in found:
+    assert [members for _, members, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    rows = [each for _, _, each in found]
+    assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
+    for result, _, _ in found:
         assert_same(found[0][0], result, "the ranks")
     rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
 
@@ -101,6 +110,7 @@ def stop_and_resume(job: Job, folder: Path) -> str:
 
 
 @pytest.mark.works("Several ranks", "resume of a run with tensor parallelism from its swap files", "right")
+@pytest.mark.slow
 def test_a_run_resumes_with_its_own_tensor_parallelism_alone(ranks: RankPool, tmp_path: Path) -> None:
     for message in ranks.run(stop_and_resume, JOB, tmp_path):
         assert "is a run with tensor parallelism of 2, and this start has no tensor parallelism" in message
