@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import socket
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -59,7 +59,7 @@ class Turn(NamedTuple):
 
 
 class Contender:
-    """The processes of one library, which work only during their turns."""
+    """The processes of one library in one round, which work only during their turns."""
 
     def __init__(self, given: argparse.Namespace, name: str) -> None:
         context = multiprocessing.get_context("spawn")
@@ -83,8 +83,9 @@ class Contender:
     def turn(self) -> list[Turn]:
         """Returns the turn of each rank; nothing from a contender that has failed, now or before."""
         if not self.error:
-            for pipe in self._pipes:
-                pipe.send(True)
+            with contextlib.suppress(BrokenPipeError):  # of a process that has died, which is heard
+                for pipe in self._pipes:
+                    pipe.send(True)
         return self._hear()
 
     def _hear(self) -> list[Any]:
@@ -122,50 +123,56 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn that count")
     parser.add_argument("--only", default=",".join(CONTENDERS), help="a list of contenders, with commas")
     given = parser.parse_args(arguments)
-    contenders = [Contender(given, name) for name in given.only.split(",")]  # all start at the same time
-    for each in contenders:
-        each.await_start()
-    taken: dict[str, list[list[Turn]]] = {each.name: [] for each in contenders}
-    for counted in range(-1, given.rounds):  # the first round records the order of uses, and is not counted
-        for each in contenders:
-            turns = each.turn()
-            if counted >= 0 and turns:
-                taken[each.name].append(turns)
-    for each in contenders:
-        each.end()
+    names = given.only.split(",")
+    taken: dict[str, list[list[Turn]]] = {name: [] for name in names}
+    errors: dict[str, str] = {}
+    for _ in range(given.rounds):
+        for name in names:
+            if name in errors:
+                continue
+            # Processes of one contender at a time: all of them at once may need more than the machine's memory.
+            contender = Contender(given, name)
+            contender.await_start()
+            contender.turn()  # records the order of uses, and is not counted
+            turns = contender.turn()
+            contender.end()
+            if contender.error:
+                errors[name] = contender.error
+            else:
+                taken[name].append(turns)
     figures: dict[str, Any] = {
         "model": given.model,
         "ranks": given.ranks,
         "tokens_per_micro_batch": given.batch_size * given.seq_len,
         "micro_batches": given.micro_batches,
     }
-    report("ranks", figures | _results(contenders, taken, given.steps))
+    report("ranks", figures | _results(taken, errors, given.steps))
 
 
-def _results(contenders: Sequence[Contender], taken: dict[str, list[list[Turn]]], steps: int) -> dict[str, Any]:
-    """Returns the figures of each contender, with its time over that of the fastest other library."""
+def _results(taken: dict[str, list[list[Turn]]], errors: dict[str, str], steps: int) -> dict[str, Any]:
+    """Returns the figures of each contender, or its error, with its time over that of the fastest other library."""
     took = {name: [max(turn.seconds_a_step for turn in turns) for turns in rounds] for name, rounds in taken.items()}
-    peers = [each.name for each in contenders if not each.error and not each.name.startswith("stage")]
+    peers = [name for name in taken if name not in errors and not name.startswith("stage")]
     best = min(peers, key=lambda name: statistics.median(took[name]), default=None)
     found: dict[str, Any] = {"fastest_other": best}
-    for each in contenders:
-        if each.error:
-            found[each.name] = {"failed": each.error}
+    for name, rounds in taken.items():
+        if name in errors:
+            found[name] = {"failed": errors[name]}
             continue
-        last = taken[each.name][-1]
+        last = rounds[-1]
         row: dict[str, Any] = {
-            "seconds": round(statistics.median(took[each.name]), 4),
+            "seconds": round(statistics.median(took[name]), 4),
             "loss": round(statistics.mean(turn.loss for turn in last), 6),
         }
         if best is not None:
-            row["over_fastest_other"] = round(median_ratio(took[each.name], took[best]), 3)
-        if each.name.startswith("stage"):
+            row["over_fastest_other"] = round(median_ratio(took[name], took[best]), 3)
+        if name.startswith("stage"):
             row["sent_a_step"] = {
                 kind: {"collectives": sent.collectives / steps, "nbytes": sent.nbytes / steps}
                 for kind, sent in last[0].sent._asdict().items()
                 if sent.collectives
             }
-        found[each.name] = row
+        found[name] = row
     return found
 
 

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import logging
 import shlex
+import textwrap
+import traceback
 
 logger = logging.getLogger("offload.notices")
+
+_LONGEST_LINE = 300
+"""Characters of an exception that other ranks are told."""
 
 
 class Remark(str):
@@ -30,3 +35,12 @@ def announce(notice: str) -> None:
         notice: the text; a `Remark` is logged as information, any other string as a warning.
     """
     logger.log(logging.INFO if isinstance(notice, Remark) else logging.WARNING, "offload: %s", notice)
+
+
+def exception_line(error: BaseException) -> str:
+    """Returns the type and the message of an exception on one line of at most 300 characters.
+
+    Args:
+        error: any exception, also one whose message has many lines, or cannot be made.
+    """
+    return textwrap.shorten("".join(traceback.format_exception_only(error)), _LONGEST_LINE, placeholder=" …")

@@ -6,7 +6,6 @@ import gc
 import logging
 import os
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from offload.aio import BACKENDS, IoQueue
 from offload.aio.backend import refusals
 from offload.engine.setup import dtype_choice
 from offload.swapper.memory.host_arena import process_memory
-from tests.support import device_process, sampling
+from tests.support import device_process, sampling, what_works_page, workers
 
 if TYPE_CHECKING:
     from tests.support.rank_pool import RankPool
@@ -45,16 +44,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     sampling.configure(config)
     device_process.configure(config)
+    workers.begin_with_a_part(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[what_works_page.COLLECTED] = list(items)
     sampling.select(config, items)
     device_process.leave_time(config, items)
     device_process.leave_out(config, items)
     if hasattr(config, "workerinput"):
-        # Files of few tests first: those take longest, and one that starts last is waited for by a single worker.
-        tests = Counter(item.path for item in items)
-        items.sort(key=lambda item: tests[item.path])
+        workers.order(items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload.swapper import access_order
 from offload.swapper.access_order import NEVER, AccessOrder, PassKind
 
 orders = st.lists(st.integers(0, 7), min_size=1, max_size=40)
@@ -138,3 +140,17 @@ def test_expected_experts_never_fail(order: list[int], steps: list[tuple[set[int
     assert list(trace.order) == (
         _without_repeats([unit for _, uses in steps for unit in uses]) or _without_repeats(order)
     )
+
+
+@pytest.mark.parametrize("kind", PassKind)
+def test_a_run_that_never_ends_records_a_bounded_number_of_uses(
+    kind: PassKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a loop that runs forwards with a graph, and never steps."""
+    monkeypatch.setattr(access_order, "_LONGEST", 10)
+    trace = AccessOrder()
+    trace.begin(kind)
+    for use in range(100):
+        trace.use(use % 7)
+    trace.finish()
+    assert trace.order == tuple(use % 7 for use in range(10))

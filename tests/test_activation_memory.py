@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import logging
+import math
 import random
 import re
 import weakref
@@ -18,6 +19,8 @@ import torch
 import offload
 from offload.aio import DirectFile
 from offload.engine.activations.host_blocks import HostBlocks
+from offload.engine.activations.kept_inputs import _MOST_SHARED, KeptInputs
+from offload.engine.activations.staging import Staging
 from offload.errors import BudgetError, IoError
 from offload.sizes import MIB, PAGE
 from offload.swapper.memory.device import Device
@@ -318,4 +321,21 @@ def test_host_memory_of_ever_new_lengths_is_that_of_the_longest(shorter: bool) -
             assert block is not None and block.buffer.nbytes >= count * PAGE
             blocks.give(block)
         assert blocks.nbytes <= 16 * max(pages) * PAGE, "slabs double, so twelve blocks have at most sixteen"
+        assert len(blocks._slabs) == 1, "sizes of which no block is left are forgotten"
     blocks.close()
+
+
+def test_inputs_that_graphs_have_dropped_leave_few_entries_behind() -> None:
+    """Although a forward always begins before the graph of the last is gone, with inputs of another size."""
+    cpu = Device(torch.device("cpu"))
+    inputs = KeptInputs(cpu, Staging(HostBlocks(cpu, HostMemory(), None, None), None), lambda _: math.inf)
+    leaf = torch.ones(4 * PAGE, requires_grad=True)
+    first, newest = inputs.keep(leaf * 1.0), None
+    for numel in range(PAGE, PAGE + 500):
+        newest = inputs.keep(leaf[:numel] * 1.0)
+        alive = len(inputs._alive())
+        assert alive <= 3 and len(inputs._kept) <= 2 * alive + _MOST_SHARED + 1
+        assert len(inputs._shared) <= alive + _MOST_SHARED
+    assert first is not None and newest is not None
+    assert torch.equal(inputs.fetch(first), leaf.detach())
+    inputs.close()

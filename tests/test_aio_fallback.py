@@ -13,6 +13,7 @@ from offload.aio import BACKENDS, DirectFile, IoQueue, aligned_empty
 from offload.aio import backend as backend_module
 from offload.aio.backend import refusals
 from offload.errors import ConfigError
+from offload.sizes import PAGE
 from tests.support.seccomp import FILTER_ALL, refusing, run_python
 
 WORK = """
@@ -138,6 +139,15 @@ def test_registered_memory_and_files_hold_the_same_bytes(backend: str, tmp_path:
         assert back == memory
 
 
+def test_a_ring_registers_256_regions_of_memory_at_most(backend: str, tmp_path: Path) -> None:
+    memory = aligned_empty(260 * PAGE)
+    with IoQueue(backend) as queue:
+        known = queue.register(*(memory[start : start + PAGE] for start in range(0, len(memory), PAGE)))
+        assert known == (256 * PAGE if backend == "io_uring" else 0)
+        with DirectFile(tmp_path / "file", create=True) as file:
+            assert queue.write(file, 0, memory).wait() == len(memory), "those that have no slot move all the same"
+
+
 def test_a_registered_file_may_be_closed(backend: str, tmp_path: Path) -> None:
     """Its number stays taken until the queue is closed, so that no other file can be meant by it."""
     with IoQueue(backend) as queue:
@@ -194,7 +204,7 @@ if {when!r} == "later":
     {refuse}
 for _ in range(3):
     try:
-        queue.write(file, 0, bytes(4096)).wait(20)
+        queue.write(file, 0, bytes(4096)).wait(120)
     except OSError as error:
         print(error.errno)
 queue.close()

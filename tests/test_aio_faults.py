@@ -191,7 +191,7 @@ def test_a_closed_queue_refuses_requests(backend: str, tmp_path: Path) -> None:
 
 @pytest.mark.sample(1)
 def test_a_signal_storm_interrupts_no_request(backend: str, tmp_path: Path) -> None:
-    """Thousands of interruptions, of every thread that takes signals, and not a byte wrong."""
+    """Hundreds of interruptions, of every thread that takes signals, and not a byte wrong."""
     code = f"""
 import random, signal
 from offload.aio import DirectFile, IoQueue, aligned_empty
@@ -204,7 +204,7 @@ signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
 data, back = aligned_empty(8 << 20), aligned_empty(8 << 20)
 data[:] = random.Random(0).randbytes(len(data))
 with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backend!r}, block_bytes=65536) as queue:
-    while count < 2000:
+    while count < 500:
         back[:] = bytes(len(back))
         for operation, buffer in (("write", data), ("read", back)):
             step = 512 << 10
@@ -231,7 +231,7 @@ with DirectFile({str(tmp_path / "file")!r}, create=True) as file, IoQueue({backe
     child = warm_process.begin(["-c", code], stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGTERM)
-    assert child.wait(timeout=30) == -signal.SIGTERM
+    assert child.wait(timeout=120) == -signal.SIGTERM
     child.stdout.close()
     with DirectFile(tmp_path / "file", create=True) as file, IoQueue(backend) as queue:
         assert queue.write(file, 0, bytes(4096)).wait() == 4096

@@ -52,7 +52,7 @@ def test_a_callback_may_submit_and_wait(backend: str, tmp_path: Path) -> None:
             future.add_done_callback(lambda future: (future.wait(), go_on(index + 1)))
 
         go_on(0)
-        assert end.wait(30)
+        assert end.wait(120)
     assert (tmp_path / "file").read_bytes() == bytes(range(20))
 
 
@@ -73,7 +73,7 @@ def test_a_callback_may_close_the_queue(backend: str, tmp_path: Path) -> None:
     with DirectFile(tmp_path / "file", create=True) as file:
         queue = IoQueue(backend)
         queue.write(file, 0, aligned_empty(1 << 20)).add_done_callback(lambda _: (queue.close(), closed.set()))
-        assert closed.wait(30)
+        assert closed.wait(120)
         queue.close()
 
 
@@ -169,7 +169,7 @@ file, queue = DirectFile({str(tmp_path / "file")!r}, create=True), IoQueue({back
 for index in range(8):
     queue.write(file, index << 22, bytes(4 << 20)).add_done_callback(lambda _: print("called"))
 """
-    done = warm_process.python(code, timeout=60)
+    done = warm_process.python(code, timeout=120)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["called"] * 8, "")
 
 
@@ -215,7 +215,7 @@ def test_nothing_that_a_callback_raises_ends_the_others(
         with contextlib.suppress(KeyboardInterrupt):  # where it is called at once, on this thread, that is a Ctrl-C
             queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(fail)
         queue.write(file, 0, aligned_empty(4 << 20)).add_done_callback(lambda _: called.set())
-        assert called.wait(30)
+        assert called.wait(120)
 
 
 def test_ctrl_c_in_a_callback_on_the_main_thread_is_not_lost(backend: str, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_long_chain_of_callbacks(backend: str, tmp_path: Path) -> None:
                 end.set()
 
         queue.write(file, 0, b"x").add_done_callback(lambda _: go_on(5000))
-        assert end.wait(60)
+        assert end.wait(120)
     assert not errors
 
 
@@ -304,7 +304,7 @@ file, queue = DirectFile({str(tmp_path / "other")!r}, create=True), IoQueue({bac
 queue.write(file, 0, bytes(64 << 20)).add_done_callback(use)
 """
     start = after if when == "after" else in_a_callback
-    done = warm_process.python(use + start, timeout=60)
+    done = warm_process.python(use + start, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "called 100000\n", "")
 
 

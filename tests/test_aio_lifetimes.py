@@ -76,7 +76,7 @@ threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
-    done = warm_process.python(code, timeout=60)
+    done = warm_process.python(code, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -123,7 +123,7 @@ try:
 except ConfigError as error:
     print(error)
 """
-    done = warm_process.python(code, timeout=60)
+    done = warm_process.python(code, timeout=120)
     assert done.returncode == 0 and "no more threads may be started" in done.stdout, done.stderr
 
 
@@ -137,7 +137,7 @@ def test_a_buffer_is_free_when_its_request_is_done(queue: IoQueue, tmp_path: Pat
         again = bytearray(4096)
         extended = threading.Event()
         queue.write(file, 0, again).add_done_callback(lambda _: (again.extend(b"more"), extended.set()))
-        assert extended.wait(30)
+        assert extended.wait(120)
 
 
 def test_nothing_stalls_while_memory_is_registered(backend: str) -> None:
@@ -227,7 +227,7 @@ print(future.wait())
 """
     # Python 3.12 and later warn of what this is about.
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.stdout.strip(), done.stderr) == (f"7\n7\n{64 << 20}", "")
 
 
@@ -244,7 +244,7 @@ for _ in range(4):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(0.1)
 """
-    done = warm_process.python(code, timeout=60)
+    done = warm_process.python(code, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
@@ -260,7 +260,7 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
-    done = warm_process.python(code, timeout=30)
+    done = warm_process.python(code, timeout=120)
     assert done.stdout.strip() == "interrupted" and done.returncode == 0
 
 

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -48,6 +47,7 @@ from offload.errors import ConfigError
 from offload.hardware.probe import DtypeRates, Rates
 from offload.planner.memory import Room
 from offload.sizes import GIB, MIB
+from tests.support import warm_process
 
 TIERS = ("none", "cpu", "nvme")
 ROOT = Path(__file__).parents[1]
@@ -104,8 +104,7 @@ def numel_of(work: Work) -> int:
     ids=["bench.gpu", "offload.bench.gpu", "offload bench gpu"],
 )
 def test_without_a_gpu_the_command_is_an_error_that_touches_nothing(command: tuple[str, ...], tmp_path: Path) -> None:
-    by_hand = [sys.executable, *command, str(tmp_path / "figures.json")]
-    done = subprocess.run(by_hand, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = warm_process.run([*command, str(tmp_path / "figures.json")], cwd=ROOT)
     assert done.returncode == 2, done.stderr
     assert "there is no GPU to measure" in done.stderr and not done.stdout
     assert not list(tmp_path.iterdir())

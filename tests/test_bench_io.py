@@ -217,5 +217,5 @@ def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals) -> None
         time.sleep(0.02)
     time.sleep(0.3)
     child.send_signal(number)
-    assert child.wait(timeout=60) == 128 + number
+    assert child.wait(timeout=120) == 128 + number
     assert not list(tmp_path.iterdir())

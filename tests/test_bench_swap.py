@@ -205,7 +205,7 @@ def test_a_signal_leaves_no_file(tmp_path: Path, number: signal.Signals, after: 
         time.sleep(0.02)
     time.sleep(after)
     child.send_signal(number)
-    assert child.wait(timeout=60) == 128 + number
+    assert child.wait(timeout=120) == 128 + number
     assert not list(tmp_path.iterdir())
 
 

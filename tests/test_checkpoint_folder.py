@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +21,7 @@ from offload.engine.checkpoint import save as checkpoint_save
 from offload.engine.checkpoint.directory import begin_folder, end_folder, only_save, prune, saver, write_new
 from offload.engine.checkpoint.files import Manifest, checkpoints, read_manifest
 from offload.errors import StoreError
-from tests.support import models
+from tests.support import models, warm_process
 from tests.support.checkpoint_runs import CPU, DISK, engine, everything, folder, inspect, names, saved_checkpoint
 from tests.support.oracle import start, train_step
 
@@ -186,9 +185,7 @@ with only_save(Path(sys.argv[1]), "theirs"):
 
 def test_another_process_that_saves_is_named(engine: offload.Engine, folder: Path) -> None:
     (folder / ".theirs.partial").mkdir()  # what it is writing
-    other = subprocess.Popen(
-        [sys.executable, "-c", _HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    other = warm_process.begin(["-c", _HOLDS, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     with other:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         before = everything(folder)

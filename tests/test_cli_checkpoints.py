@@ -19,6 +19,7 @@ from offload.engine.checkpoint.files import read_manifest
 from offload.fileio.safetensors_stream import read_header
 from tests.support import models, rank_pool
 from tests.support.oracle import Job, assert_same_tensors, start, train_step
+from tests.support.rank_pool import RankPool
 from tests.test_export import FROZEN, LLAMA, tensors
 
 DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
@@ -228,9 +229,8 @@ def _on_ranks(folder: Path) -> None:
     engine.destroy()
 
 
-def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        ranks.run(_on_ranks, tmp_path)
+def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(_on_ranks, tmp_path)
     report_of("export", tmp_path / "swap" / "default", tmp_path / "of-run", "--dtype", "fp32")
     report_of("export", tmp_path / "saved", tmp_path / "of-checkpoint", "--dtype", "fp32")
     ours, theirs = tensors(tmp_path / "of-checkpoint"), tensors(tmp_path / "of-run")

@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from offload.cli.main import app
+from tests.support import warm_process
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -94,19 +95,9 @@ def test_a_terminal_without_a_letter_ends_nothing() -> None:
 
 
 def test_output_that_finds_no_room_is_one_line() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "offload",
-        "plan",
-        "--parameters",
-        "1B",
-        "--layers",
-        "4",
-        "--gpu",
-        "24GB",
-        "--json",
-    ]
+    command = "-m offload plan --parameters 1B --layers 4 --gpu 24GB --json".split()
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and "No space left" in done.stderr and "Traceback" not in done.stderr, done.stderr
+        process = warm_process.begin(command, stdout=full, stderr=subprocess.PIPE)
+        _, errors = process.communicate(240)
+    assert process.returncode == 1 and errors is not None, errors
+    assert "No space left" in errors and "Traceback" not in errors, errors

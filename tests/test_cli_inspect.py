@@ -18,7 +18,9 @@ import offload
 from offload.cli.main import app
 from offload.fileio import locked_dir
 from offload.runs import inspection
+from offload.sizes import format_size
 from offload.swapper.store import other_runs
+from offload.swapper.store.inspection import allocated_nbytes
 from offload.swapper.store.rank_folder import Lock, holder
 from tests.support import models
 from tests.support.oracle import start, train_step
@@ -197,7 +199,8 @@ def test_a_start_tells_of_other_runs_that_nobody_holds(run: Path) -> None:
     drive = run.parent
     other = begin(drive, 1, run="second")
     (message,) = notices(other)
-    assert message.startswith("1 other run that no process uses takes 4.0 MiB: ") and str(run) in message
+    taken = format_size(allocated_nbytes([run / "rank0"]))
+    assert message.startswith(f"1 other run that no process uses takes {taken}: ") and str(run) in message
     assert f"`offload inspect {drive}`" in message and "`offload rm`" in message
     third = begin(drive, 1, run="third")
     (message,) = notices(third)

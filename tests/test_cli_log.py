@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,20 @@ def test_a_torn_line_is_dropped(torn: str, tmp_path: Path) -> None:
     log.write_bytes(lines(1, 2).encode() + torn.encode("latin1"))
     cut_log(log, 9)
     assert log.read_text() == lines(1, 2)
+
+
+def test_a_log_is_cut_line_by_line(tmp_path: Path) -> None:
+    """That of a run of weeks has gigabytes, and its process shall not."""
+    log, note = tmp_path / "log", "x" * 4000
+    written = [f'{{"step": {step}, "note": "{note}"}}\n' for step in range(1, 1001)]
+    log.write_text("".join(written))
+    tracemalloc.start()
+    try:
+        cut_log(log, 900)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 500_000 and log.read_text() == "".join(written[:900])
 
 
 def test_a_file_that_is_not_there_is_not_made(tmp_path: Path) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from offload.config import (
     Aio,
@@ -63,9 +62,8 @@ ODD: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("place", list(_places(Config)), ids=".".join)
-def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ...]) -> None:
-    for value in ODD:
+def test_any_value_of_any_key_is_a_config_or_a_config_error() -> None:
+    for place, value in itertools.product(_places(Config), ODD):
         content: Any = value
         for key in reversed(place):
             content = {key: content}
@@ -75,6 +73,6 @@ def test_any_value_of_any_key_is_a_config_or_a_config_error(place: tuple[str, ..
             config = load_config(content)
         except ConfigError as error:
             named = {**Config.OLD_NAMES, **Aio.OLD_NAMES, **ZeroOptimization.OLD_NAMES}.get(place[-1], place[-1])
-            assert named in str(error) or isinstance(value, dict), f"{value!r}: the key is not named: {error}"
+            assert named in str(error) or isinstance(value, dict), f"{place}, {value!r}: not named: {error}"
         else:
-            assert all("\n" not in line for line in config.notices)
+            assert all("\n" not in line for line in config.notices), f"{place}, {value!r}"

@@ -13,8 +13,9 @@ from torch import nn
 import offload
 from offload.engine.params.meta_init import materialize
 from offload.errors import ConfigError, UsageError
-from tests.support import models, rank_pool
+from tests.support import models
 from tests.support.oracle import Job, assert_same_tensors, config
+from tests.support.rank_pool import RankPool
 
 
 def _weights(job: Job, placement: tuple[str, str], folder: Path, **options: object) -> dict[str, torch.Tensor]:
@@ -177,11 +178,10 @@ def _on_ranks(folder: Path) -> dict[str, torch.Tensor]:
     return _weights(models.GPT2, ("nvme", "nvme"), folder)
 
 
-def test_weights_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_the_number_of_ranks(ranks: RankPool, tmp_path: Path) -> None:
     alone = _weights(models.GPT2, ("nvme", "nvme"), tmp_path)
-    with rank_pool.pool(2) as ranks:
-        for weights in ranks.run(_on_ranks, tmp_path / "ranks"):
-            assert_same_tensors(weights, alone)
+    for weights in ranks.run(_on_ranks, tmp_path / "ranks"):
+        assert_same_tensors(weights, alone)
 
 
 def test_an_adapter_beside_absent_weights_begins_as_peft_has_it(tmp_path: Path) -> None:

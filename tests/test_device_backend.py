@@ -40,6 +40,7 @@ READERS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_host_that_touches_the_devices_memory_dies(reader: str) -> None:
     code = f"""

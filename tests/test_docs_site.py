@@ -60,6 +60,7 @@ def test_each_link_that_leads_nowhere_is_an_error(tmp_path: Path) -> None:
     assert [message for message in links.values() if message not in output] == []
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("line", "message"),
     [("::: offload.nothing", "offload.nothing could not be found"), ('--8<-- "nothing.md"', "nothing.md")],

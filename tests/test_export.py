@@ -27,6 +27,7 @@ from offload.states import State
 from tests.support import models, rank_pool
 from tests.support.oracle import Job, assert_same_tensors, config, processes, start, train_step, weights_of
 from tests.support.process_measures import peak_memory, peak_rss
+from tests.support.rank_pool import RankPool
 
 DISK = ("nvme", "nvme")
 
@@ -230,9 +231,8 @@ def _on_ranks(job: Job, folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_the_shards_of_all_ranks_are_merged(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        state = ranks.run(_on_ranks, models.MIXTURE._replace(dtype="bf16"), tmp_path / "swap")[0]
+def test_the_shards_of_all_ranks_are_merged(ranks: RankPool, tmp_path: Path) -> None:
+    state = ranks.run(_on_ranks, models.MIXTURE._replace(dtype="bf16"), tmp_path / "swap")[0]
     run_folder = tmp_path / "swap" / "default"
     exported(run_folder, tmp_path / "out")
     found = tensors(tmp_path / "out")

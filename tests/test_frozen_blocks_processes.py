@@ -16,6 +16,7 @@ from tests.support import rank_pool
 from tests.support.frozen_blocks import dequantized
 from tests.support.oracle import assert_same_tensors, weights_of
 from tests.support.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.rank_pool import RankPool
 from tests.test_frozen_blocks import AREA, JOB
 
 ROWS = JOB._replace(loss=language_rows_loss)
@@ -31,12 +32,11 @@ def _rows(
 
 
 @pytest.mark.works(AREA, "two ranks, resumed too", "right")
-def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        expected = ranks.run(_rows, tmp_path / "values", None, 0, 4)
-        found = ranks.run(_rows, tmp_path / "blocks", "nf4", 0, 2)
-        resumed = ranks.run(_rows, tmp_path / "blocks", "nf4", 2, 4)
-        device = ranks.run(_rows, tmp_path / "device", "nf4", 0, 4, ("none", "cpu"))
+def test_two_ranks_divide_the_blocks_and_have_the_bits_of_values(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_rows, tmp_path / "values", None, 0, 4)
+    found = ranks.run(_rows, tmp_path / "blocks", "nf4", 0, 2)
+    resumed = ranks.run(_rows, tmp_path / "blocks", "nf4", 2, 4)
+    device = ranks.run(_rows, tmp_path / "device", "nf4", 0, 4, ("none", "cpu"))
     for rank, (losses, weights) in enumerate(expected):
         assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]
         assert_same_tensors(weights, resumed[rank][1])
@@ -56,10 +56,9 @@ def _looked_at(folder: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.works(AREA, "a look at a shard of values: `safe_get_local_fp32_param` on several ranks", "refused")
-def test_a_rank_has_no_values_of_its_own(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        for same, error in ranks.run(_looked_at, tmp_path):
-            assert same and "read the whole parameter with safe_get_full_fp32_param" in error
+def test_a_rank_has_no_values_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
+    for same, error in ranks.run(_looked_at, tmp_path):
+        assert same and "read the whole parameter with safe_get_full_fp32_param" in error
 
 
 def _exported_weights(folder: Path, out: Path) -> dict[str, torch.Tensor]:
@@ -80,18 +79,15 @@ def _loaded(folder: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.works(AREA, "a checkpoint of two ranks on one", "right")
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
-    with rank_pool.pool(1) as ranks:
-        found = ranks.run(_loaded, tmp_path / "one", tmp_path / "two" / "checkpoint")[0]
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+    found = _loaded(tmp_path / "one", tmp_path / "two" / "checkpoint")
     assert_same_tensors(expected, found)
 
 
 @pytest.mark.works(AREA, "an export of two ranks", "right")
-def test_two_ranks_export_values(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
+def test_two_ranks_export_values(ranks: RankPool, tmp_path: Path) -> None:
+    expected = ranks.run(_exported_weights, tmp_path / "two", tmp_path / "out")[0]
     (tag,) = (path for path in (tmp_path / "two" / "checkpoint").iterdir() if path.is_dir())
     assert CliRunner().invoke(app, ["export", str(tag), str(tmp_path / "exported")]).exit_code == 0
     for folder in ("out", "exported"):

@@ -11,6 +11,7 @@ from offload.cli.main import app
 from tests.support import rank_pool
 from tests.support.oracle import assert_same, assert_same_tensors, kill_and_resume, run, weights_of
 from tests.support.rank_jobs import language_rows_loss
+from tests.support.rank_pool import RankPool
 from tests.test_frozen_weights import DISK, JOB, by_formula, exported, frozen_bytes
 
 
@@ -38,12 +39,11 @@ def _rows(folder: Path, first: int, last: int) -> tuple[list[float], dict[str, t
     return losses, weights, formula, states.stat().st_size
 
 
-def test_each_of_two_ranks_stores_its_shard_once(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        unbroken = ranks.run(_rows, tmp_path / "whole", 0, 4)
-        ranks.run(_rows, tmp_path / "run", 0, 2)
-        before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
-        found = ranks.run(_rows, tmp_path / "run", 2, 4)
+def test_each_of_two_ranks_stores_its_shard_once(ranks: RankPool, tmp_path: Path) -> None:
+    unbroken = ranks.run(_rows, tmp_path / "whole", 0, 4)
+    ranks.run(_rows, tmp_path / "run", 0, 2)
+    before = [frozen_bytes(tmp_path / "run" / "default" / f"rank{rank}") for rank in (0, 1)]
+    found = ranks.run(_rows, tmp_path / "run", 2, 4)
     for rank, (losses, weights, formula, nbytes) in enumerate(found):
         assert formula == nbytes
         assert losses == unbroken[rank][0][2:]

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 
 from offload.errors import UsageError
 from tests.support import models
 from tests.support.oracle import assert_same_tensors, weights_of
-from tests.support.rank_pool import RankPool, pool, start
+from tests.support.rank_pool import RankPool, start
 from tests.test_gradient_accumulation import as_accelerate, as_ddp, counted
 
 JOB = models.MIXTURE._replace(accumulation=4)
 LOOPS = {"counted": counted, "accelerate": as_accelerate, "ddp": as_ddp}
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
-        yield two
 
 
 def train(folder: Path, loop: str) -> tuple[float | None, int, int, dict[str, torch.Tensor]]:

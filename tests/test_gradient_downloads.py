@@ -29,7 +29,7 @@ class Held:
         return self._device.go.is_set()
 
     def wait(self) -> None:
-        assert self._device.go.wait(10)
+        assert self._device.go.wait(60)
         self._copy()
 
 
@@ -101,7 +101,7 @@ def test_who_sends_goes_on_until_so_much_is_on_its_way(made: Made) -> None:
     thread.start()
     assert not sent.wait(0.2) and device.begun == 4
     device.go.set()
-    assert sent.wait(10)
+    assert sent.wait(60)
     thread.join()
     downloads.drain()
     assert all(torch.equal(source, got) for source, got in zip(sources, kept, strict=True))

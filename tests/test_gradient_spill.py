@@ -215,6 +215,7 @@ def test_a_window_holds_what_was_added_whoever_writes_it_when(order: list[int]) 
         part.fill_(0.0) if expected[number] == 0.0 else None
         part.add_(1.0)
         expected[number] += 1.0
+        assert len(spill._here) + len(spill._writing) + len(spill._free) == len(buffers)
     spill.flush()
     found = torch.empty(6 * numel)
     spill.read(0, 0, 6 * numel, memoryview(found.numpy()).cast("B")).wait()

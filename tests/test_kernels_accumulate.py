@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -26,20 +27,17 @@ def float64_sum(values: torch.Tensor) -> float:
     return float(np.square(values.double().numpy()).sum())
 
 
-@pytest.mark.sample(79)
-@pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("out_dtype", DTYPES)
-@pytest.mark.parametrize("grad_dtype", DTYPES)
 @pytest.mark.parametrize("add", [False, True])
-def test_gradients_are_added_as_torch_adds_them(
-    numel: int, out_dtype: torch.dtype, grad_dtype: torch.dtype, add: bool
-) -> None:
-    out, grad = normal(numel, 0, out_dtype), normal(numel, 1, grad_dtype)
-    expected = (out.float() + grad.float() if add else grad).to(out_dtype)
-    total = kernels.accumulate(out, grad, add=add)
-    assert torch.equal(out, expected)
-    assert total == pytest.approx(float64_sum(expected), rel=rounding_bounds.sum_error(numel, "fp64"), abs=0)
-    assert total == kernels.sum_squares(out)
+def test_gradients_are_added_as_torch_adds_them(add: bool) -> None:
+    for numel, out_dtype, grad_dtype in itertools.product(SIZES, DTYPES, DTYPES):
+        case = numel, out_dtype, grad_dtype
+        out, grad = normal(numel, 0, out_dtype), normal(numel, 1, grad_dtype)
+        expected = (out.float() + grad.float() if add else grad).to(out_dtype)
+        total = kernels.accumulate(out, grad, add=add)
+        assert torch.equal(out, expected), case
+        bound = rounding_bounds.sum_error(numel, "fp64")
+        assert total == pytest.approx(float64_sum(expected), rel=bound, abs=0), case
+        assert total == kernels.sum_squares(out), case
 
 
 def test_without_add_the_old_values_do_not_count() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -27,7 +28,7 @@ from offload.kernels import (
 from offload.kernels.steps import RULES
 from tests.support import rounding_bounds
 from tests.support.kernel_inputs import ISAS, default_settings, normal
-from tests.support.sampling import examples
+from tests.support.sampling import drawn, examples
 
 __all__ = ["default_settings"]  # fixtures
 
@@ -127,25 +128,24 @@ def same(one: Partition, other: Partition) -> bool:
     return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
-@pytest.mark.sample(93)
-@pytest.mark.parametrize("numel", [1, 31, 33, 4097])
 @pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("weight_dtype", WEIGHTS)
-@pytest.mark.parametrize("grad_dtype", GRADS)
-def test_a_step_is_its_formula(numel: int, name: str, weight_dtype: torch.dtype, grad_dtype: torch.dtype) -> None:
+def test_a_step_is_its_formula(name: str) -> None:
     step = STEPS[name]
-    moments = RULES[type(step)][1]
-    part = partition(numel, step, weight_dtype, grad_dtype, torch.float32)
-    old = [moment.numpy() for moment in part.moments] + [np.zeros(numel, F)] * (2 - moments)
-    p, *new = formula(step, master_of(part).numpy(), part.grad.float().numpy(), *old)
-    grad = part.grad.clone()
-    update(part, [Segment(0, numel, step)])
-    assert master_of(part).numpy().tobytes() == p.tobytes()
-    for got, expected in zip(part.moments, new, strict=False):
-        assert torch.equal(got, torch.from_numpy(expected))
-    if part.master is not None:
-        assert torch.equal(part.weight, part.master.half())
-    assert torch.equal(part.grad, grad), "which is only read"
+    cases = list(itertools.product([1, 31, 33, 4097], WEIGHTS, GRADS))
+    for numel, weight_dtype, grad_dtype in drawn(cases, 7):
+        case = numel, weight_dtype, grad_dtype
+        moments = RULES[type(step)][1]
+        part = partition(numel, step, weight_dtype, grad_dtype, torch.float32)
+        old = [moment.numpy() for moment in part.moments] + [np.zeros(numel, F)] * (2 - moments)
+        p, *new = formula(step, master_of(part).numpy(), part.grad.float().numpy(), *old)
+        grad = part.grad.clone()
+        update(part, [Segment(0, numel, step)])
+        assert master_of(part).numpy().tobytes() == p.tobytes(), case
+        for got, expected in zip(part.moments, new, strict=False):
+            assert torch.equal(got, torch.from_numpy(expected)), case
+        if part.master is not None:
+            assert torch.equal(part.weight, part.master.half()), case
+        assert torch.equal(part.grad, grad), f"{case}: which is only read"
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

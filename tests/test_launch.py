@@ -71,7 +71,7 @@ def test_ranks_of_two_hosts_are_one_run_of_an_unmodified_script(folder: Path) ->
 @pytest.mark.parametrize("fails", ["0", "1"])
 def test_a_host_that_fails_ends_the_others_with_its_exit_status(folder: Path, fails: str) -> None:
     command = begin(folder, "--hostfile", "hosts", FAILS=fails)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     other = 1 - int(fails)
     assert command.returncode == 7 and (folder / f"ended{other}").exists(), errors
     names = ("alpha", "beta")
@@ -84,7 +84,7 @@ def test_a_signal_ends_all_hosts(folder: Path, number: signal.Signals) -> None:
     command = begin(folder, "--hostfile", "hosts")
     wait_for(folder / "began0", folder / "began1")
     command.send_signal(number)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     killed = number == signal.SIGKILL
     assert command.returncode == (-number if killed else 128 + number), errors
     assert "Traceback" not in (errors or "")
@@ -97,13 +97,13 @@ def test_one_machine_is_torchrun_in_the_place_of_the_command(folder: Path) -> No
     begun = "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr localhost --master-port 7"
     assert (folder / "began0").read_text() == f"{begun} --node-rank 0 -- train.py\n"
     command.send_signal(signal.SIGTERM)
-    command.communicate(timeout=60)
+    command.communicate(timeout=120)
     assert command.returncode == 0 and (folder / "ended0").exists(), "the exit status is its own"
 
 
 def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
     command = begin(folder, "--hostfile", "hosts", "--dry-run", FAILS="0")
-    output, _ = command.communicate(timeout=60)
+    output, _ = command.communicate(timeout=120)
     assert output is not None and command.returncode == 0 and output.count("\n") == 2
     assert not (folder / "began0").exists()
     (folder / "began1").touch()
@@ -111,7 +111,7 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
     first = subprocess.Popen(
         ["sh", "-c", output.splitlines()[0]], cwd="/", env=environment(folder, FAILS="0"), stdin=subprocess.PIPE
     )
-    first.wait(60)
+    first.wait(120)
     assert first.stdin is not None
     first.stdin.close()
     assert first.returncode == 7 and (folder / "began0").exists()
@@ -130,13 +130,13 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(folder: Path) -> None:
 )
 def test_wrong_input_is_one_line(folder: Path, options: tuple[str, ...], message: str) -> None:
     command = begin(folder, *options)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 2 and errors is not None and errors.startswith(f"error: {message}"), errors
 
 
 def test_a_program_that_is_missing_is_named(folder: Path) -> None:
     command = begin(folder, "--hostfile", "hosts", PATH=str(folder / "nowhere"))
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=120)
     assert command.returncode == 2 and "ssh is not installed: install it, or start the ranks of each host" in str(
         errors
     )

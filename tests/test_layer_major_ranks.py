@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 from tests.support.oracle import Job, accumulated_step, assert_same_tensors, weights_of
 from tests.support.param_states import gpt2
 from tests.support.rank_jobs import language_rows_loss
-from tests.support.rank_pool import RankPool, pool, start
+from tests.support.rank_pool import RankPool, start
 
 
 def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> torch.Tensor:
@@ -21,12 +20,6 @@ def loss_from_the_second_step_on(model: nn.Module, step: int, micro: int) -> tor
 
 
 JOB = Job(gpt2, loss_from_the_second_step_on, accumulation=4, steps=3)
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
-        yield two
 
 
 def train(

@@ -86,13 +86,13 @@ def test_the_table_what_a_type_checker_reads_and_all_have_the_same_names() -> No
     assert sorted([*read, "__version__"]) == sorted(offload.__all__) and parts <= offload._PARTS.keys()
 
 
-@pytest.mark.parametrize("name", offload.__all__)
-def test_a_public_name_is_that_of_its_module(name: str) -> None:
-    value = getattr(offload, name)
-    assert name in dir(offload) and getattr(offload, name) is value
-    if name in offload._MODULE_OF:
-        assert value is getattr(importlib.import_module(offload._MODULE_OF[name]), name)
-        assert pickle.loads(pickle.dumps(value)) is value
+def test_a_public_name_is_that_of_its_module() -> None:
+    for name in offload.__all__:
+        value = getattr(offload, name)
+        assert name in dir(offload) and getattr(offload, name) is value, name
+        if name in offload._MODULE_OF:
+            assert value is getattr(importlib.import_module(offload._MODULE_OF[name]), name), name
+            assert pickle.loads(pickle.dumps(value)) is value, name
 
 
 def test_the_package_is_light_until_it_is_used() -> None:

@@ -104,5 +104,5 @@ if {locked}:
     fcntl.flock(other, fcntl.LOCK_EX)
 print(holder_of(path))
 """
-    done = warm_process.python(script, timeout=20)
+    done = warm_process.python(script, timeout=120)
     assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr

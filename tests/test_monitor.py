@@ -17,7 +17,7 @@ from offload.errors import NumericsError
 from offload.timeline import OFF, Row
 from tests.support.monitor_runs import CSV, DISK, JOB, loss, model, no_thread_stays, rows, start, values
 from tests.support.oracle import PLACEMENTS, assert_same, config, run, train_step, weights_of
-from tests.support.rank_pool import pool
+from tests.support.rank_pool import RankPool
 
 __all__ = ["no_thread_stays"]  # fixtures
 
@@ -265,7 +265,6 @@ def _train_on_a_rank(folder: Path) -> tuple[bool, int]:
     return measured, engine.global_samples
 
 
-def test_rank_0_alone_writes(tmp_path: Path) -> None:
-    with pool(2) as ranks:
-        assert ranks.run(_train_on_a_rank, tmp_path) == [(True, 8), (False, 8)]
+def test_rank_0_alone_writes(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(_train_on_a_rank, tmp_path) == [(True, 8), (False, 8)]
     assert [samples for samples, _ in rows(tmp_path, "Train/Samples/train_loss")] == [4, 8]

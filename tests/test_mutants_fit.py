@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-
-import pytest
 
 from tests.mutants import MUTANTS
 from tests.mutants.mutant import Mutant
@@ -13,18 +13,40 @@ from tests.mutants.mutant import Mutant
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_each_mutant_changes_one_text_into_code_that_compiles(mutant: Mutant) -> None:
+@cache
+def read(path: Path) -> str:
+    return path.read_text()
+
+
+def faults(mutant: Mutant) -> Iterator[str]:
+    """Why a mutant would show nothing."""
     spec = importlib.util.find_spec(mutant.module)
-    assert spec is not None and spec.origin is not None
-    source = Path(spec.origin).read_text()
-    assert source.count(mutant.old) == 1
-    assert mutant.new != mutant.old
-    compile(source.replace(mutant.old, mutant.new), spec.origin, "exec")
+    if spec is None or spec.origin is None:
+        yield f"there is no {mutant.module}"
+        return
+    source = read(Path(spec.origin))
+    if source.count(mutant.old) != 1:
+        yield f"its text is {source.count(mutant.old)} times in {mutant.module}"
+    if mutant.new == mutant.old:
+        yield "it changes nothing"
+    try:
+        compile(source.replace(mutant.old, mutant.new), spec.origin, "exec")
+    except SyntaxError as error:
+        yield f"what it makes does not compile: {error}"
     for place in mutant.tests.split():
         path, _, test = place.partition("::")
-        assert (ROOT / path).is_file()
-        assert not test or f"\ndef {test}(" in (ROOT / path).read_text()
+        if not (ROOT / path).is_file() or (test and f"\ndef {test}(" not in read(ROOT / path)):
+            yield f"there is no {place}"
+
+
+def test_each_mutant_changes_one_text_into_code_that_compiles() -> None:
+    assert [f"{mutant.name}: {fault}" for mutant in MUTANTS for fault in faults(mutant)] == []
+
+
+def test_a_mutant_that_would_show_nothing_is_found() -> None:
+    mutant = MUTANTS[0]
+    assert list(faults(mutant._replace(old="no such text"))) == [f"its text is 0 times in {mutant.module}"]
+    assert len(list(faults(mutant._replace(new="(", tests="tests/none.py")))) == 2
 
 
 def test_each_mutant_has_a_name_of_its_own() -> None:

@@ -9,9 +9,10 @@ import safetensors.torch
 import torch
 
 from offload.errors import OffloadError
-from tests.support import models, rank_pool
+from tests.support import models
 from tests.support.oracle import assert_same_tensors, train_step
 from tests.support.pretrained_models import CAUSAL, FAMILIES, T, loaded, written
+from tests.support.rank_pool import RankPool
 
 
 def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -32,11 +33,10 @@ def _on_ranks(given: Path, folder: Path) -> tuple[dict[str, torch.Tensor], dict[
     return start, end
 
 
-def test_several_ranks_read_and_write_the_same(tmp_path: Path) -> None:
+def test_several_ranks_read_and_write_the_same(ranks: RankPool, tmp_path: Path) -> None:
     """The head is missing: all ranks draw the same one."""
     given = written(tmp_path / "given", T.LlamaModel(models.llama().config))
-    with rank_pool.pool(2) as ranks:
-        (start, end), second = ranks.run(_on_ranks, tmp_path / "given", tmp_path / "swap")
+    (start, end), second = ranks.run(_on_ranks, tmp_path / "given", tmp_path / "swap")
     assert_same_tensors(start, second[0])
     assert_same_tensors(end, second[1])
     assert all(torch.equal(start[f"model.{name}"], value.bfloat16()) for name, value in given.items())

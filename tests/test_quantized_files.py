@@ -17,6 +17,7 @@ from offload.errors import ConfigError, StoreError
 from tests.support import rank_pool
 from tests.support.oracle import assert_same_tensors, start, train_step, trained, weights_of
 from tests.support.quantized_models import WITH_BITSANDBYTES, folder, job, loaded
+from tests.support.rank_pool import RankPool
 
 pytestmark = WITH_BITSANDBYTES
 
@@ -202,10 +203,9 @@ def _saved_by_ranks(values: Path, path: Path) -> None:
     engine.destroy(remove=True)
 
 
-def test_a_checkpoint_of_two_ranks_is_loaded_by_one(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_loaded_by_one(ranks: RankPool, tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
-    with rank_pool.pool(2) as ranks:
-        ranks.run(_saved_by_ranks, values, tmp_path)
+    ranks.run(_saved_by_ranks, values, tmp_path)
     this = job(values, "nf4, scales quantized too")
     engine = start(this, DISK, tmp_path / "one")
     expected = weights_of(engine)

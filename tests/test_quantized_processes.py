@@ -22,6 +22,7 @@ from tests.support.oracle import (
 )
 from tests.support.quantized_models import WITH_BITSANDBYTES, InMemory, folder, in_values, job
 from tests.support.rank_jobs import language_rows_loss, losses_and_weights
+from tests.support.rank_pool import RankPool
 
 pytestmark = WITH_BITSANDBYTES
 
@@ -45,14 +46,13 @@ def _first_loss(values: Path, form: str) -> float:
 
 @pytest.mark.works(AREA, "two ranks, resumed too", "right")
 @pytest.mark.parametrize("form", ["nf4, scales quantized too", "int8"])
-def test_two_ranks_divide_the_bytes(form: str, tmp_path: Path) -> None:
+def test_two_ranks_divide_the_bytes(ranks: RankPool, form: str, tmp_path: Path) -> None:
     values = folder(tmp_path / "model")
-    with rank_pool.pool(2) as ranks:
-        expected = ranks.run(_rows, values, tmp_path / "unbroken", form, 0, 3)
-        found = ranks.run(_rows, values, tmp_path / "broken", form, 0, 2)
-        resumed = ranks.run(_rows, values, tmp_path / "broken", form, 2, 3)
-        device = ranks.run(_rows, values, tmp_path / "device", form, 0, 3, ("none", "cpu"))
-        first = ranks.run(_first_loss, values, form)
+    expected = ranks.run(_rows, values, tmp_path / "unbroken", form, 0, 3)
+    found = ranks.run(_rows, values, tmp_path / "broken", form, 0, 2)
+    resumed = ranks.run(_rows, values, tmp_path / "broken", form, 2, 3)
+    device = ranks.run(_rows, values, tmp_path / "device", form, 0, 3, ("none", "cpu"))
+    first = ranks.run(_first_loss, values, form)
     assert expected[0][0][0] == pytest.approx(sum(first) / 2, rel=1e-6)
     for rank, (losses, weights) in enumerate(expected):
         assert found[rank][0] + resumed[rank][0] == losses == device[rank][0]

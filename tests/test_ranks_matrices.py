@@ -34,7 +34,7 @@ from tests.support.oracle import (
     weights_of,
 )
 from tests.support.rank_jobs import message_of_a_failing_drive, my_rows
-from tests.support.rank_pool import RankPool, pool, start, train
+from tests.support.rank_pool import RankPool, shared_pool, start, train
 
 DISK = ("nvme", "nvme")
 PLACES = (DISK, ("none", "none"), ("cpu", "nvme"))
@@ -151,7 +151,7 @@ def test_the_least_memory_gives_the_same_bits(name: str, ranks: RankPool, tmp_pa
 def test_three_ranks(name: str, tmp_path: Path) -> None:
     """The second has parts of two matrices, and no part of some."""
     job = JOBS[name]
-    with pool(3) as three:
+    with shared_pool(3) as three:
         results = three.run(train, job, DISK, tmp_path / "three")
     with one_thread():
         alone = train(job, DISK, tmp_path / "alone")
@@ -182,7 +182,7 @@ def test_a_rank_without_a_part_takes_part(optimizer: str, tmp_path: Path) -> Non
     """Of three ranks the third has elements of the other matrix alone, which has no gradient."""
     job = Job(Half, half_loss, 3, clip=0.0, optimizer=optimizer)
     before = job.model().state_dict()["other.weight"] if torch.manual_seed(job.seed) else None
-    with pool(3) as three:
+    with shared_pool(3) as three:
         results = three.run(train, job, DISK, tmp_path)
     assert before is not None and results[0].losses[-1] < results[0].losses[0]
     for each in results:

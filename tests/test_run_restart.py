@@ -160,10 +160,9 @@ def test_on_several_ranks_rank_0_notes_the_end_for_all(tmp_path: Path) -> None:
     assert "a start without it begins anew" in line and others == []
 
 
-def test_on_several_ranks_the_complete_run_is_replaced(tmp_path: Path) -> None:
-    with rank_pool.pool(2) as ranks:
-        first = ranks.run(_on_ranks, tmp_path)
-        again = ranks.run(_on_ranks, tmp_path)
+def test_on_several_ranks_the_complete_run_is_replaced(ranks: rank_pool.RankPool, tmp_path: Path) -> None:
+    first = ranks.run(_on_ranks, tmp_path)
+    again = ranks.run(_on_ranks, tmp_path)
     for (one, _), (other, _) in zip(first, again, strict=True):
         assert_same(one, other)
     messages = [any("is replaced" in line for line in notices) for _, notices in again]

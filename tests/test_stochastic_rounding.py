@@ -17,7 +17,7 @@ from offload.kernels.noise import keyed
 from offload.kernels.steps import RULES
 from tests.support.kernel_inputs import ISAS, default_settings, normal
 from tests.support.sampling import examples
-from tests.test_kernels_formulas import STEPS, clone, formula, master_of, partition, same
+from tests.test_kernels_formulas import STEPS, WEIGHTS, clone, formula, master_of, partition, same
 
 __all__ = ["default_settings"]  # fixtures
 
@@ -71,8 +71,8 @@ def test_every_rule_computes_its_formula_and_rounds_its_moments(name: str, isa: 
     """The weight moves by the moments before they are rounded."""
     _native.configure(isa, 1)
     step, numel = STEPS[name], 4099
-    for weight_dtype in (torch.float32, torch.bfloat16, torch.float16):
-        part = partition(numel, step, weight_dtype, torch.bfloat16, torch.bfloat16)
+    for weight_dtype, grad_dtype in zip(WEIGHTS, (torch.float16, torch.bfloat16, torch.float32), strict=True):
+        part = partition(numel, step, weight_dtype, grad_dtype, torch.bfloat16)
         count = len(part.moments)
         old = [moment.float().numpy() for moment in part.moments] + [np.zeros(numel, np.float32)] * (2 - count)
         p, *new = formula(step, master_of(part).numpy(), part.grad.float().numpy(), *old)

@@ -20,6 +20,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec, remove_run, run_status, swap_files
 from offload.swapper.store import store as store_module
 from offload.swapper.store.format.commit_record import MAX_UNITS, Record
+from offload.swapper.store.format.manifest import Manifest
 from tests.support import filesystems
 
 SIZES = {State.WEIGHT: 8192, State.EXP_AVG: 16384}
@@ -96,6 +97,25 @@ def test_a_commit_is_what_open_finds(tmp_path: Path, queue: IoQueue) -> None:
     assert text == "blob 4" and store.durable is not None and store.durable.step == 4
     assert (weight(store, 0), weight(store, 1)) == (14, 13)
     store.close()
+
+
+def test_commits_share_one_copy_of_the_manifest(
+    tmp_path: Path, queue: IoQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names each parameter of the model, so a commit must not make it again."""
+    made: list[int] = []
+    pack = Manifest.pack
+
+    def counted(manifest: Manifest, drive: int = 0) -> bytes:
+        made.append(drive)
+        return pack(manifest, drive)
+
+    monkeypatch.setattr(Manifest, "pack", counted)
+    store = created(tmp_path, queue)
+    for epoch in range(3):
+        store.commit(epoch, blob("text"))
+    store.close()
+    assert made == [0, 0], "one for the file and one for all blobs"
 
 
 def test_what_was_not_committed_is_forgotten(tmp_path: Path, queue: IoQueue) -> None:

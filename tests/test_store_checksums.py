@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from pathlib import Path
 
 import pytest
 
-from offload.aio import IoQueue, aligned_empty
+from offload.aio import IoQueue, aligned_empty, crc32c
 from offload.errors import IoError
 from offload.states import State
 from offload.swapper.store import Store
+from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.requests import Compared
 from tests.support.fault_injection import flip_bit
 from tests.test_store import SIZES, SPEC, blob, created, damage, opened, update
@@ -119,3 +121,25 @@ def test_without_durability_nothing_is_compared(tmp_path: Path, queue: IoQueue) 
     os.pwrite(int(states.descriptors.buffered), os.urandom(64), 0)
     store.read(0, State.WEIGHT, 0, 0, aligned_empty(8192)).wait()
     store.close()
+
+
+class Written:
+    """A write that has ended."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def wait(self) -> int:
+        return len(self._data)
+
+    def crc32c(self) -> int:
+        return crc32c(self._data)
+
+
+def test_tiny_tiles_have_few_checksums() -> None:
+    """Which a blob has room for, and which are those of the bytes."""
+    data, key, table = random.Random(0).randbytes(1 << 20), (0, State.WEIGHT), ChecksumTable()
+    table._slots[key] = ()
+    table.replace(key, [(start, Written(data[start : start + 4096])) for start in range(0, len(data), 4096)])  # type: ignore[misc]
+    assert len(table.slot(key)) <= 2 + len(data) // (256 << 10)
+    assert table.sum_of(key, len(data)) == crc32c(data)

@@ -288,7 +288,7 @@ try:
 except StoreError as error:
     print(error)
 """
-    done = warm_process.python(script, timeout=20)
+    done = warm_process.python(script, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     if kind == "folder":
         assert not done.stdout and (tmp_path / "drive" / "run" / "rank0" / "lock").exists()

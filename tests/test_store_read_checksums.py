@@ -23,6 +23,7 @@ from offload.states import State
 from offload.swapper.store import Store, StoreSpec
 from offload.swapper.store import store as store_module
 from offload.swapper.store.drive_spans import DriveSpans
+from offload.swapper.store.format import checksums
 from offload.swapper.store.format.checksum_table import ChecksumTable
 from offload.swapper.store.format.checksums import ChecksumRange, Key, Passages, Slot
 from offload.swapper.store.requests import Compared
@@ -310,6 +311,18 @@ def test_readers_that_take_turns_never_miss_damage(case, more: st.DataObject) ->
     wrong = bytearray(data)
     wrong[more.draw(st.integers(0, len(data) - 1))] ^= 1 << more.draw(st.integers(0, 7))
     assert verdicts(slot, bytes(wrong), readers, turns).count(False) >= len(readers)
+
+
+def test_reads_that_never_reach_a_border_are_forgotten_and_alarm_nobody() -> None:
+    """As looks at the first elements of a frozen parameter, again and again."""
+    data = random.Random(0).randbytes(1000)
+    slot, key, passages = (ChecksumRange(0, len(data), crc32c(data)),), (0, State.WEIGHT), Passages()
+    for stop in range(1, 1000):
+        assert passages.compare(key, slot, 0, stop, crc32c(data[:stop])) == (True, range(0))
+    assert len(passages._open[key][1]) == checksums._MOST_PASSAGES
+    newest, oldest = (passages.compare(key, slot, start, 1000 - start, crc32c(data[start:])) for start in (999, 1))
+    assert newest == (True, range(1000)) and oldest == (True, range(0))
+    assert passages.compare(key, slot, 998, 2, crc32c(b"??")) == (False, range(1000))
 
 
 def test_many_threads_read_while_one_updates(store: Store) -> None:

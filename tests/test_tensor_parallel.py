@@ -59,18 +59,20 @@ def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: 
 
 
 def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int], list[int]]:
-    """Returns the training of a 2 x 2 grid, the ranks of this one's column, and the samples that it loads."""
+    """Returns the training of a grid of rows of two, the ranks of this one's column, and the samples that it loads."""
     engine = tp.start(job, name, 2, DISK, folder)
     ranks = engine._core.components.ranks
-    assert ranks is not None and engine.world_size == 4 and engine.global_rank == rank_and_size()[0]
+    assert ranks is not None and (engine.global_rank, engine.world_size) == rank_and_size()
     found = tp.steps(engine, job, 2, 0, job.steps)
     # Data are divided over columns alone: processes of a row compute one batch together.
     data = TensorDataset(torch.arange(8))
     rows = [int(row) for batch in engine.deepspeed_io(data, collate_fn=list) for (row,) in batch]
     sent = engine.communication()
-    # ZeRO's volumes: half of the gradients of this column, once for each micro-batch.
+    # ZeRO's volumes for the gradients of this column, once for each micro-batch: within a replica, then between them.
     trained = sum(layout.trainable_stop for layout in engine._core.components.layouts) * 4
-    assert sent.gradients.nbytes == job.steps * job.accumulation * trained // 2
+    replicas, shards = ranks.mesh
+    once = trained * (shards - 1) // shards + 2 * (trained // shards) * (replicas - 1) // replicas
+    assert sent.gradients.nbytes == job.steps * job.accumulation * once
     engine.destroy(remove=True)
     return found, list(ranks.members), rows
 
@@ -78,10 +80,12 @@ def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int
 @pytest.mark.works("Several ranks", "tensor parallelism beside ZeRO, on two by two ranks", "right")
 @pytest.mark.numeric
 @pytest.mark.slow
-def test_four_ranks_two_by_two_equal_one_rank(four: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shard_size", [-1, 1])
+def test_four_ranks_two_by_two_equal_one_rank(shard_size: int, four: RankPool, tmp_path: Path) -> None:
+    """A column has a mesh of its own: one replica of two shards, or two replicas of one shard."""
     job = CASES["sequence"]
     alone = train(job, DISK, tmp_path / "one")
-    found = four.run(train_and_count, job, "sequence", tmp_path / "four")
+    found = four.run(train_and_count, job._replace(shard_size=shard_size), "sequence", tmp_path / "four")
     assert [members for _, members, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     rows = [each for _, _, each in found]
     assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
@@ -209,6 +213,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
     "a sum": (as_a_sum, {}, r"head\.weight is a DTensor with the placements \[Partial"),
     "a hook": (with_a_hook, {}, r"up\.weight is a DTensor with gradient hooks"),
     "one rank": (on_one_rank_alone, {}, r"divides 2 processes into \[\(\), \(0, 1\)\]; expected groups of one size"),
+    "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
     "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
 }
 

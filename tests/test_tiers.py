@@ -137,6 +137,15 @@ def test_the_default_budget_is_what_is_needed_at_most_80_percent_of_what_is_free
         placed(BLOCKS, HOST, free=64 * MIB)
 
 
+def test_on_a_cpu_the_default_arena_leaves_most_of_a_small_memory_to_others() -> None:
+    """Three of the largest unit, or a quarter of what is free, and never less than one unit."""
+    sizes = [400 * MEGA, *BLOCKS]
+    unit = placed(sizes, DISK).device_nbytes // 3
+    assert unit == 800 * MIB
+    assert placed(sizes, DISK, free=4 * GIB).device_nbytes == GIB
+    assert placed(sizes, DISK, free=3 * GIB).device_nbytes == unit
+
+
 def test_a_unit_without_room_for_two_device_buffers_is_streamed() -> None:
     numels = [4 * MEGA, 400 * MEGA, 4 * MEGA]
     whole = placed(numels, replace(DISK, host_memory=3 * GIB))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tests.support.oracle import (
     start,
     train_step,
 )
-from tests.support.rank_pool import RankPool, pool
+from tests.support.rank_pool import RankPool
 from tests.support.rank_pool import start as start_rank
 from tests.support.timeline_reader import DISK, JOB, Net, names, read, row
 
@@ -122,12 +122,6 @@ def test_each_rank_has_a_file(tmp_path: Path) -> None:
     assert path_of(f"{file}.json", 1, 2) == Path(f"{file}.rank1.json")
     assert path_of(f"{file}.json.gz", 1, 2) == Path(f"{file}.rank1.json.gz")
     assert path_of(file, 0, 2) == Path(f"{file}.rank0")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    with pool(2) as two:
-        yield two
 
 
 def _train_and_count(folder: Path) -> IoBytes:

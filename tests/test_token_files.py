@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +16,7 @@ import torch
 from offload.errors import ConfigError
 from offload.finetune.corpus import packing, token_memory, token_stream
 from offload.finetune.corpus.documents import Completion, Record, Text
+from tests.support import warm_process
 
 RECORDS: list[Record] = [
     *(Text("", f"{n} " * (7 * n % 40)) for n in range(60)),
@@ -136,7 +135,7 @@ def test_data_may_be_larger_than_memory(tmp_path: Path, in_files: bool) -> None:
     line = json.dumps({"text": "to be or not to be " * 500}) + "\n"
     (tmp_path / "data.jsonl").write_text(line * (20_000_000 // len(line)))
     arguments = (str(tmp_path / "data.jsonl"), str(1 << 20 if in_files else 1 << 40))
-    done = subprocess.run([sys.executable, "-c", _LIMITED, *arguments], capture_output=True, text=True, check=False)
+    done = warm_process.run(["-c", _LIMITED, *arguments])
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found > 18_000_000 if in_files else found == "MemoryError"

@@ -39,13 +39,15 @@ class HoldingQueue:
     """A queue whose writes do not end while `go` is clear."""
 
     def __init__(self) -> None:
-        self._inner, self.go, self.held = IoQueue(), threading.Event(), 0
+        self._inner, self.go, self.held, self.held_nbytes = IoQueue(), threading.Event(), 0, 0
         self.backend, self.refusals, self.window_bytes = self._inner.backend, self._inner.refusals, 0
         self.go.set()
 
-    def write(self, *args: Any, **kwargs: Any) -> HeldWrite:
-        self.held += not self.go.is_set()
-        return HeldWrite(self._inner.write(*args, **kwargs), self.go)
+    def write(self, file: Any, offset: int, buffer: memoryview, **options: Any) -> HeldWrite:
+        if not self.go.is_set():
+            self.held += 1
+            self.held_nbytes += len(buffer)
+        return HeldWrite(self._inner.write(file, offset, buffer, **options), self.go)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -69,6 +71,10 @@ def test_the_next_forward_ends_while_every_write_is_in_flight(tmp_path: Path, mo
     assert not queue.go.is_set(), "the forward has waited for writes"
     tiles = -(-max(map(len, engine._core.components.trainable)) // worker.tile_numel)
     assert queue.held > tiles > 3, "more tiles are in flight than there are buffers"
+    spec = engine._core.components.store.spec  # type: ignore[union-attr]
+    assert queue.held_nbytes <= sum(sum(row.values()) for row in spec.partitions), (
+        "each state is in flight once at most"
+    )
     queue.go.set()
     watchdog.cancel()
     engine.backward(loss)

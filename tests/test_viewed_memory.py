@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from offload.sizes import PAGE
+from offload.swapper.memory import device_arena
 from offload.swapper.memory.device import DONE, Device
 from offload.swapper.memory.device_arena import DeviceArena
 from offload.swapper.memory.viewed_memory import ViewedMemory, ViewPlaces
@@ -64,6 +65,15 @@ def test_a_unit_that_returns_to_its_place_finds_its_storage(counting: bool) -> N
     assert (again is first) == counting and again.address == first.address
     other = ViewPlaces(dtype=torch.bfloat16, tensors=PLACES.tensors[:1])
     assert len(arena.viewed(again.memory, other).views) == 1, "another unit has other parameters"
+
+
+def test_an_arena_keeps_a_bounded_number_of_views(counting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond, all are made again; a view that somebody holds stays his."""
+    monkeypatch.setattr(device_arena, "_VIEWS", 3)
+    arena = DeviceArena(8 * PAGE, Device(torch.device("cpu")))
+    held = [arena.viewed(arena.view(arena.take_at(place * PAGE, PAGE)), PLACES) for place in range(8)]
+    assert len(arena._views) <= 3 and len(arena._viewed) <= 3
+    assert [each.address - held[0].address for each in held] == [place * PAGE for place in range(8)]
 
 
 def test_grown_memory_is_free_once_it_is_given_back(counting: bool) -> None:

@@ -130,8 +130,8 @@ class ParamAccess:
         if state is not State.PACKED:
             return self.read_local(handle, state)
         value = self.read_state(handle, name)
-        # Not partitioned: one rank has all of it.
-        here = self._segment(handle).packed_rank == self._components.rank
+        # Not partitioned: one rank of each replica has all of it.
+        here = self._segment(handle).packed_rank == self._components.shard
         return None if value is None else value.view(-1) if here else value.view(-1)[:0]
 
     def read(self, handle: ParamHandle, state: State) -> torch.Tensor | None:
@@ -364,16 +364,17 @@ class ParamAccess:
                 everyone.settle(mine)
 
     def _shards_of(self, handle: ParamHandle) -> list[SegmentShard]:
+        """Returns the segments of a parameter. Their ranks are those of the first replica, which sends for all."""
         layout = self._components.layouts[handle.unit]
-        return list(segment_shards(layout, self._components.world_size, layout.segments[handle.position]))
+        return list(segment_shards(layout, self._components.mesh.shards, layout.segments[handle.position]))
 
     def _segment(self, handle: ParamHandle) -> Segment:
         return self._components.layouts[handle.unit].segments[handle.position]
 
     def _own_shard(self, handle: ParamHandle) -> SegmentShard:
         """Returns this rank's segment of a parameter, which may be empty."""
-        rank = self._components.rank
-        return next((shard for shard in self._shards_of(handle) if shard.rank == rank), SegmentShard(rank, 0, 0, 0))
+        own = self._components.shard
+        return next((shard for shard in self._shards_of(handle) if shard.rank == own), SegmentShard(own, 0, 0, 0))
 
     def _shape(self, handle: ParamHandle) -> tuple[int, ...]:
         return self._segment(handle).shape

@@ -6,7 +6,8 @@
                  start replaces it
     abandon      finishes nothing; the last commit remains
 
-In a forked child none of them does anything.
+In a forked child none of them does anything. With several ranks, an exception that is being handled when one of them
+ends is told to the others, whose errors name it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from offload.engine.training.components import EngineComponents, close_all
 from offload.engine.training.training_state import TrainingState
 from offload.errors import OffloadError, UsageError
 from offload.interrupts import restore_signals
-from offload.notices import announce, shell_command
+from offload.notices import announce, exception_line, shell_command
 from offload.swapper.store import Store
 
 logger = logging.getLogger("offload")
@@ -53,6 +54,8 @@ class Shutdown:
         self._closed = False
         self._reported = False
         """True once this rank or the first one has reported the run that is left on the disk."""
+        self._after = ""
+        """Words for the exception that ends this engine; empty without one."""
         atexit.register(self.at_exit)
 
     def check(self) -> None:
@@ -82,6 +85,8 @@ class Shutdown:
         """Ends the engine for a call of the user, who can still correct values that cannot be committed."""
         mine = self._alive and os.getpid() == self._pid
         stopped = mine and self._components.pager.failed
+        if mine:
+            self._explain(sys.exc_info()[1])  # a call in `except` or `finally`
         if mine and not stopped and not remove:
             if self._state.after_step_is_due:
                 # Raises while the user can still fix the value, and the last step can be committed afterwards.
@@ -110,12 +115,21 @@ class Shutdown:
         # learn from the lost connection, rather than waiting for a rank that fails.
         broken = hasattr(sys, "last_value")
         try:
+            self._explain(sys.last_value if broken else None)
             self._end(remove=False, meet=not broken, keep=broken)
         # An exception in an exit handler would only print a traceback; the run is kept, so a line is enough.
         except (OffloadError, OSError, RuntimeError) as error:  # the last from CUDA
             logger.error("at exit: %s", error)
         if not self._reported:
             self._report_run(keep=True)
+
+    def _explain(self, error: BaseException | None) -> None:
+        """Tells the other ranks which exception ends this one, before they learn that it ends."""
+        if error is not None:
+            line = exception_line(error)
+            self._after = f", after {line}"
+            if self._components.everyone is not None:
+                self._components.everyone.heartbeat.explain(line)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -244,8 +258,8 @@ class Shutdown:
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
         if components.everyone is not None:
-            everyone, reason = components.everyone, f"its engine was closed at step {self._state.global_steps}"
-            closing.append(lambda: everyone.close(reason))
+            everyone, steps = components.everyone, self._state.global_steps
+            closing.append(lambda: everyone.close(f"its engine was closed at step {steps}{self._after}"))
         if components.store is not None:
             store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))

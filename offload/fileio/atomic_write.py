@@ -6,10 +6,11 @@ import contextlib
 import os
 import stat
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
+def atomic_write(path: Path, text: str | Iterable[str], *, durable: bool = True) -> None:
     """Replaces the file at `path` by `text`; a reader, or a kill in between, finds the old file or the new one.
 
     The text is written to a file beside `path`, which is then renamed. A symbolic link is kept, and the file that the
@@ -18,15 +19,16 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
 
     Args:
         path: In a folder that exists.
-        text: Written as UTF-8, with its line ends unchanged.
+        text: Written as UTF-8, with its line ends unchanged. Pieces of a long text are written as they come.
         durable: True if the file must survive a power cut after the return; costs two syncs.
 
     Raises:
         OSError: If the file cannot be written. The old file is then unchanged, and nothing is left beside it.
     """
+    pieces = (text,) if isinstance(text, str) else text
     if path.exists() and not path.is_file():
         with path.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+            file.writelines(pieces)
         return
     path = path.resolve()
     # Named for this thread: two threads that replace the same file must not share a new file.
@@ -35,7 +37,7 @@ def atomic_write(path: Path, text: str, *, durable: bool = True) -> None:
         with new.open("w", encoding="utf-8", newline="") as file:
             if path.exists():
                 keep_mode_and_owner(path.stat(), file.fileno())
-            file.write(text)
+            file.writelines(pieces)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

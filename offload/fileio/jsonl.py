@@ -51,9 +51,10 @@ def cut_log(path: Path, steps: int) -> None:
     """
     if not path.is_file():
         return  # none yet, or a device or pipe
-    lines = path.read_text(errors="replace").split("\n")
     try:
-        atomic_write(path, "".join(f"{line}\n" for line in lines if 0 < step_of(line) <= steps))
+        # Line by line: the log of a run of weeks is larger than its process should become.
+        with path.open(errors="replace") as lines:
+            atomic_write(path, (line.rstrip("\n") + "\n" for line in lines if 0 < step_of(line) <= steps))
     except OSError as error:
         raise OSError(error.errno, f"cannot write the log: {error.strerror}", str(path)) from error
 

@@ -70,9 +70,7 @@ def update(partition: Partition, segments: Sequence[Segment]) -> None:
 
 
 def probe(partition: Partition) -> None:
-    """Moves the bytes of an AdamW step with almost no arithmetic: the lower bound of a step's time, for benchmarks.
-
-    Finite values stay equal (a negative zero may lose its sign).
+    """Reads and writes the bytes of an AdamW step as they are: the lower bound of a step's time, for benchmarks.
 
     Args:
         partition: CPU tensors of one length, with two moments.

@@ -124,7 +124,7 @@ def gradient_dtype(config: Config, mode: Mode, accumulation: int) -> torch.dtype
     return torch.float32 if accumulation > 1 else mode.weight_dtype
 
 
-def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int) -> Reduction | None:
+def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int, replicas: int = 1) -> Reduction | None:
     """Returns the way in which several ranks reduce their gradients; None for one rank.
 
     ZeRO partitions gradients from stage 2 on, so that a rank of stages 0 and 1 has memory for the sum of all of a
@@ -134,9 +134,10 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int)
         config: the config.
         mode: gives the dtype of a backward's gradients.
         accumulation: micro-batches of an optimizer step.
-        world_size: number of ranks.
+        world_size: number of shards.
+        replicas: number of replicas, each of which is divided into shards.
     """
-    if world_size == 1:
+    if world_size * replicas == 1:
         return None
     zero = config.zero_optimization
     overlaps = zero.stage == 3 if zero.overlap_comm is None else zero.overlap_comm
@@ -152,7 +153,7 @@ def reduction_of(config: Config, mode: Mode, accumulation: int, world_size: int)
         buckets = 0 if dtype == sums else exchanges
     else:
         buckets = 2 if turns else exchanges
-    return Reduction(dtype=dtype, exchanges=exchanges, buckets=buckets, whole=whole)
+    return Reduction(dtype=dtype, exchanges=exchanges, buckets=buckets, whole=whole, replicas=replicas)
 
 
 def buffer_dtype(config: Config) -> torch.dtype | None:

@@ -21,12 +21,21 @@ from offload.swapper.modes import Mode
 from offload.swapper.store.format.manifest import StoreSpec
 
 
-def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict[str, Any]:
-    """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit."""
+def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int, replicas: int = 1) -> dict[str, Any]:
+    """Returns, as JSON, all facts that must be equal when a run resumes: mode, ranks and the layout of every unit.
+
+    Args:
+        layouts: the layout of each unit.
+        mode: the states and their dtypes.
+        world_size: number of shards of each unit.
+        replicas: number of replicas, all of which have the same shards.
+    """
     forms = {segment.form for layout in layouts for segment in layout.segments if segment.form}
     return {
         "mode": mode.name,
         "world_size": world_size,
+        # Written for several replicas alone: descriptions of other stores have no such key.
+        **({} if replicas == 1 else {"replicas": replicas}),
         # Written for a message, and only where there are blocks: descriptions of other stores have no such key.
         **({"frozen": "+".join(sorted(forms))} if forms else {}),
         "units": [
@@ -44,17 +53,18 @@ def describe(layouts: Sequence[UnitLayout], mode: Mode, world_size: int) -> dict
 
 
 def store_specs(
-    layouts: Sequence[UnitLayout], mode: Mode, world_size: int, about: Mapping[str, Any] = {}
+    layouts: Sequence[UnitLayout], mode: Mode, world_size: int, about: Mapping[str, Any] = {}, replicas: int = 1
 ) -> list[StoreSpec]:
-    """Returns the contents of the durable store of each rank, whatever the tiers of its states are.
+    """Returns the contents of the durable store of each rank of a replica, whatever the tiers of its states are.
 
     Args:
-        layouts: the layout of each unit for this number of ranks.
+        layouts: the layout of each unit for this number of shards.
         mode: the states and their dtypes.
-        world_size: number of ranks.
+        world_size: number of shards.
         about: made by `about`.
+        replicas: number of replicas.
     """
-    fingerprint = describe(layouts, mode, world_size)
+    fingerprint = describe(layouts, mode, world_size, replicas)
     specs = []
     for rank in range(world_size):
         # A store with two slots keeps every state; the dtype of gradients, which it does not keep, is any.

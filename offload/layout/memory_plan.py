@@ -37,7 +37,11 @@ class MemoryRequest:
     """Micro-batches of an optimizer step."""
     machine: Machine
     rank: int = 0
+    """This rank's shard."""
     world_size: int = 1
+    """Number of shards."""
+    replicas: int = 1
+    """Number of replicas, each of which is divided into shards."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files; see `Partitions.images`."""
 
@@ -103,7 +107,8 @@ def place_states(request: MemoryRequest) -> PlacedStates:
         request.rank,
         request.world_size,
         images,
-        reduction=reduction_of(config, mode, accumulation, request.world_size),
+        replicas=request.replicas,
+        reduction=reduction_of(config, mode, accumulation, request.world_size, request.replicas),
     )
     placement = place(parts, mode, placement_request(config, accumulation), request.machine)
     return PlacedStates(request=request, mode=mode, parts=parts, placement=placement)

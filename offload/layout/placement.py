@@ -50,6 +50,8 @@ _DEVICE_UNITS = 3
 """Units of the largest size for which the device arena has room by default."""
 HOST_SHARE = 0.8
 """Fraction of the free host memory that the default budget takes."""
+_ARENA_SHARE = 0.25
+"""Fraction of the free host memory that the default device arena takes at most if the device computes there."""
 _GRADIENT_SHARE = 0.75
 """Fraction of the free device memory for resident states, paged units and gradients: activations need the rest."""
 
@@ -378,7 +380,9 @@ def _divide_device(
     else:
         # By default the arena begins small and grows once the first step has shown the memory of the activations.
         room = most = min(_DEVICE_UNITS * largest, live)
-        if not machine.host_addressable:
+        if machine.host_addressable:  # the host budget, activations and gradients come out of the same memory
+            room = most = max(largest, min(room, int(_ARENA_SHARE * machine.free_host) // PAGE * PAGE))
+        else:
             most = weights + sum(nbytes for _, nbytes in totals)
     need = DeviceNeed(least=least, most=fixed + most, unit=largest, weights=fixed + weights, totals=totals)
     return fixed + room, need

@@ -39,6 +39,18 @@ class Reduction:
     """Buffers for gradients that a rank sends; 0 if it sends the sums of whole gradients themselves."""
     whole: bool = False
     """True if each rank adds up the whole gradients of a step's micro-batches before they are reduced."""
+    replicas: int = 1
+    """Replicas of the model, which add up their sums in fp32 (`engine.distributed.replica_sums`)."""
+
+    @property
+    def received(self) -> int:
+        """Buffers for the gradients that a rank receives. Replicas have added them up before the next exchange."""
+        return self.exchanges if self.replicas == 1 else 1
+
+    @property
+    def sums(self) -> int:
+        """Buffers for sums over replicas."""
+        return 0 if self.replicas == 1 else self.exchanges
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,12 +87,14 @@ class Partitions:
     def reduction_nbytes(self) -> int:
         """Bytes of the device memory through which ranks reduce their gradients; 0 if there is one rank.
 
-        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, or a sum.
+        Each exchange takes a buffer for what this rank receives of a unit. What it sends is in a bucket, or a sum. With
+        several replicas it takes one for the sum of this rank's shard instead.
         """
         if self.reduction is None:
             return 0
-        buffers = self.reduction.exchanges + self.reduction.buckets
-        return sum(map(align_up, self.whole_gradients)) + buffers * align_up(self.largest_reduced)
+        buffers = self.reduction.received + self.reduction.buckets
+        sums = self.reduction.sums * align_up(max(self.trainable_numel) * torch.float32.itemsize)
+        return sum(map(align_up, self.whole_gradients)) + buffers * align_up(self.largest_reduced) + sums
 
     @property
     def largest_unit(self) -> int:
@@ -148,6 +162,7 @@ def partitions(
     world_size: int,
     images: Sequence[int | None] = (),
     *,
+    replicas: int = 1,
     reduction: Reduction | None = None,
 ) -> Partitions:
     """Returns this rank's bytes of every unit and state.
@@ -156,9 +171,10 @@ def partitions(
         layouts: the layout of each unit.
         mode: the states and their dtypes.
         gradient_dtype: dtype in which a gradient waits for its update.
-        rank: this rank.
-        world_size: number of ranks.
+        rank: this rank's shard.
+        world_size: number of shards.
         images: bytes of each unit as it lies in the model's own files; see `Partitions.images`.
+        replicas: number of replicas, each of which is divided into shards.
         reduction: the way in which several ranks reduce their gradients; None if there is one.
     """
     rows: list[Mapping[State, int]] = []
@@ -194,7 +210,7 @@ def partitions(
         unit_nbytes=tuple(layout.device_numel * itemsize for layout in layouts),
         largest_gradient=max(wholes, default=0) * itemsize,
         gradient_dtype=gradient_dtype,
-        alone=world_size == 1,
+        alone=world_size * replicas == 1,
         whole=whole_sizes(layouts, mode, rank, world_size),
         frozen=tuple(len(layout.frozen(rank, world_size)) * itemsize for layout in layouts),
         images=tuple(images),

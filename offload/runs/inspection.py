@@ -88,7 +88,7 @@ def _run(path: Path, folders: Sequence[Path]) -> dict[str, Any]:
     }
     if known is not None:
         layout, about = known.spec.fingerprint, known.spec.about
-        size = int(layout.get("world_size", 1))
+        size = known.spec.ranks
         # The description is the same on all ranks, so the first readable manifest is used.
         content |= {
             "model": _model(layout, about),
@@ -151,7 +151,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "age_seconds": round(max(0.0, age.total_seconds()), 1),
         "model": _model(manifest.layout, manifest.about),
         "mode": manifest.layout["mode"],
-        "world_size": manifest.world_size,
+        "world_size": manifest.ranks,
         "frozen_weights": manifest.frozen,
         "made_by": manifest.about.get("offload"),
         "damaged": [each._asdict() for each in wrong],

@@ -202,14 +202,16 @@ class CheckpointChecking:
             wrong.append(Wrong(str(file), f"the checksum of {name} is not the one written"))
 
         # If a file is missing or has another size, offsets are not valid, so no tensor is compared.
-        for rank in range(0 if wrong else manifest.world_size):
+        for rank in range(0 if wrong else manifest.ranks):
             try:
-                found = look(path, rank, manifest.world_size, {})
-                compare_bytes(found, [(rank, name) for name in found.places[rank]], queue, damaged, compared)
+                found = look(path, rank, manifest.ranks, {})
+                # Ranks of other replicas than the first have saved their progress alone.
+                names = found.places[rank] if rank < manifest.world_size else ()
+                compare_bytes(found, [(rank, name) for name in names], queue, damaged, compared)
                 compared(manifest.files[progress_file(rank)].nbytes)
             except (StoreError, IoError) as error:
                 wrong.append(Wrong(str(path), str(error)))
-        return CheckpointReport(path, manifest.step, manifest.world_size, nbytes, tuple(wrong))
+        return CheckpointReport(path, manifest.step, manifest.ranks, nbytes, tuple(wrong))
 
     def close(self) -> None:
         """Does nothing: no file is open between calls."""
@@ -226,7 +228,7 @@ class RunChecking:
         self._run = run
         self._open = contextlib.ExitStack()
         try:
-            self._found = ranks_of(run, lock_and_look(run, self._open))
+            self._found = ranks_of(run, lock_and_look(run, self._open), replicas=True)
             for each in self._found:
                 if not each.commits and not each.wrong:
                     raise StoreError(f"{each.folder}: nothing was committed yet")

@@ -41,7 +41,7 @@ std::vector<float> floats(std::uint64_t seed, int exponent) {
     return made;
 }
 
-// Of a bf16 the upper half of a float's bits.
+// Of 16 bits the upper half of a float's bits.
 Bytes as(Element type, const std::vector<float>& values) {
     const std::size_t size = type == Element::kFloat ? 4 : 2;
     Bytes made(values.size() * size);
@@ -68,21 +68,34 @@ const std::array<Kernel, 6> kKernels{{
     {"lamb", lamb_move, 2, {1e-3, 0.9, 0.999, 1e-6, 0.01, 1, 0.5, 0.7}, 5},
 }};
 
-void steps_of(const Kernel& kernel, Element weight_type, Element moment_type) {
-    const auto values = floats(1, 0);
-    Bytes weight = as(weight_type, values), beside;
+// What lies beside weights of these values.
+Bytes beside_of(Element weight_type, const std::vector<float>& values, Bytes& weight) {
+    Bytes beside;
+    auto* bf16 = reinterpret_cast<Bf16*>(weight.data());
     if (weight_type == Element::kBf16) {
         beside.resize(kNumel * 2);
-        split_master(values.data(), reinterpret_cast<Bf16*>(weight.data()),
-                     reinterpret_cast<std::int16_t*>(beside.data()), kNumel);
+        split_master(values.data(), bf16, reinterpret_cast<std::int16_t*>(beside.data()), kNumel);
+    } else if (weight_type == Element::kBf24) {
+        beside.resize(kNumel);
+        split_bf24(values.data(), bf16, reinterpret_cast<std::int8_t*>(beside.data()), kNumel, {});
+    } else if (weight_type == Element::kFp16) {
+        beside = as(Element::kFloat, values);
     }
+    return beside;
+}
+
+void steps_of(const Kernel& kernel, Element weight_type, Element moment_type) {
+    const auto values = floats(1, 0);
+    Bytes weight = as(weight_type, values);
+    Bytes beside = beside_of(weight_type, values, weight);
+    const Element grad_type = weight_type == Element::kBf24 ? Element::kBf16 : weight_type;
     const std::size_t size = moment_type == Element::kFloat  ? 4
                              : moment_type == Element::kBf16 ? 2
                                                              : 1;
     std::array<Bytes, 2> moments{Bytes(kNumel * size), Bytes(kNumel * size)};
     std::vector<float> scales(2 * kBlocks);
     for (int step = 1; step <= kSteps; ++step) {
-        const Bytes grad = as(weight_type, floats(100 + static_cast<std::uint64_t>(step), -6));
+        const Bytes grad = as(grad_type, floats(100 + static_cast<std::uint64_t>(step), -6));
         Segment segment{0, kNumel, {}, 7, 0};
         std::memcpy(segment.settings, kernel.settings.data(), sizeof segment.settings);
         if (kernel.step >= 0) segment.settings[kernel.step] = step;
@@ -95,7 +108,7 @@ void steps_of(const Kernel& kernel, Element weight_type, Element moment_type) {
                               moment_type,
                               moment_type == Element::kCode ? scales.data() : nullptr,
                               grad.data(),
-                              weight_type,
+                              grad_type,
                               kNumel};
         kernel.rule(buffers, {segment});
     }
@@ -128,7 +141,7 @@ int main(int count, char** arguments) {
     if (count > 1) set_isa(arguments[1]);
     const DefaultRounding rounding;
     for (const auto& kernel : kKernels)
-        for (const auto weight : {Element::kFloat, Element::kBf16})
+        for (const auto weight : {Element::kFloat, Element::kBf16, Element::kBf24, Element::kFp16})
             for (const auto moment : {Element::kFloat, Element::kBf16, Element::kCode})
                 if (kernel.moments > 0 || moment == Element::kFloat)
                     steps_of(kernel, weight, moment);

@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(
         "reshard a run without comparing its bytes",
         "offload.engine.reshard.reshard",
-        "ranks.settle(lambda: _compare(found[0], run, ranks))",
+        "ranks.settle(lambda: _compare(found[0], new, before))",
         "ranks.settle(lambda: None)",
         "tests/test_resume_other_ranks.py::test_what_cannot_be_read_is_an_error_and_changes_nothing",
     ),

@@ -174,6 +174,27 @@ MUTANTS = (
         "tests/test_layer_major.py",
     ),
     Mutant(
+        "add up the gradients of the last shard of a replica alone",
+        "offload.engine.distributed.replica_sums",
+        "            total += row\n",
+        "            total.copy_(row)\n",
+        "tests/test_ranks_replicas.py",
+    ),
+    Mutant(
+        "add up over replicas in the memory of the sum before",
+        "offload.engine.distributed.replica_sums",
+        "        self._memory.rotate(-1)\n",
+        "",
+        "tests/test_ranks_replicas.py",
+    ),
+    Mutant(
+        "count the squares of each replica",
+        "offload.engine.distributed.agreement",
+        "for row in facts[: self._ranks.mesh.shards])",
+        "for row in facts)",
+        "tests/test_ranks_replicas.py",
+    ),
+    Mutant(
         "lose the gradient of the second rank",
         "offload.engine.gradients.reduce_scatter",
         "for other in received[1:]:",

@@ -1,7 +1,7 @@
 """How much of a large grid one run of the tests takes: a sample by seed, or with `--whole` all of it.
 
     @pytest.mark.sample(6)              six of the cases of a parametrized test
-    @settings(max_examples=examples(300))   a twentieth of hypothesis' examples, five at least
+    @settings(max_examples=examples(300))   a fortieth of hypothesis' examples, five at least
     for where in drawn(PLACEMENTS, 2):      two of them, others in each test
 
 The sample of a test depends on its name and `--sample-seed` alone, so every run with the same seed has the same tests.
@@ -17,7 +17,7 @@ from typing import TypeVar
 import pytest
 from hypothesis import settings
 
-SHARE = 20
+SHARE = 40
 """One of so many examples of hypothesis is tried without `--whole`."""
 _LEAST_EXAMPLES = 5
 

@@ -40,6 +40,8 @@ _PRELOADED = (
     "offload.finetune.job",
     "offload.bench.swap",
     "offload.deepnvme",
+    "offload.cli.main",
+    "offload.cli.commands.train_run",
 )
 _LENGTH = 8
 

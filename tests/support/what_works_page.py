@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -53,37 +54,56 @@ TAIL = """
 """
 
 
-class _Marks:
-    """A pytest plugin that collects (area, what, outcome, test), in the order of the tests."""
+Rows = dict[tuple[str, str], tuple[str, str]]
+"""(area, what) to (outcome, test)."""
 
-    def __init__(self) -> None:
-        self.rows: dict[tuple[str, str], tuple[str, str]] = {}
+COLLECTED = pytest.StashKey[list[pytest.Item]]()
+"""All tests that this process has collected, before any was deselected."""
+
+
+class _Tests:
+    """A pytest plugin that notes what is collected."""
+
+    items: Sequence[pytest.Item] = ()
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        for item in items:
-            for mark in item.iter_markers("works"):
-                area, what, outcome = mark.args
-                function = getattr(item, "originalname", item.name)
-                self.rows[area, what] = (outcome, f"`{item.path.name}::{function}`")
+        self.items = list(items)
 
 
-def page() -> str:
-    """Returns the page that the tests describe."""
-    marks = _Marks()
-    files = [
-        str(path) for path in sorted(Path(__file__).parents[1].glob("test_*.py")) if "mark.works(" in path.read_text()
-    ]
+def files() -> list[Path]:
+    """Returns the files of tests with a mark, in their order."""
+    return [path for path in sorted(Path(__file__).parents[1].glob("test_*.py")) if "mark.works(" in path.read_text()]
+
+
+def rows(items: Iterable[pytest.Item]) -> Rows:
+    """Returns the rows of tests, whatever the order in which their files were collected."""
+    found: Rows = {}
+    for item in sorted(items, key=lambda item: item.path):
+        for mark in item.iter_markers("works"):
+            area, what, outcome = mark.args
+            found[area, what] = (outcome, f"`{item.path.name}::{getattr(item, 'originalname', item.name)}`")
+    return found
+
+
+def collect() -> Rows:
+    """Returns the rows of all tests, which are collected here."""
+    tests = _Tests()
     with contextlib.redirect_stdout(io.StringIO()) as said:
         code = pytest.main(
-            ["--collect-only", "-q", "--whole", "-m", "", "--assert=plain", "-p", "no:randomly", *files],
-            plugins=[marks],
+            ["--collect-only", "-q", "--whole", "-m", "", "--assert=plain", "-p", "no:randomly", *map(str, files())],
+            plugins=[tests],
         )
     if code:
         raise SystemExit(f"the tests cannot be collected:\n{said.getvalue()}")
+    return rows(tests.items)
+
+
+def page(found: Rows) -> str:
+    """Returns the page of rows."""
     lines = [HEAD]
-    for area in dict.fromkeys(area for area, _ in marks.rows):
+    for area in dict.fromkeys(area for area, _ in found):
         lines += [f"## {area}\n", "| what | | test |", "|---|---|---|"]
-        for (mine, what), (outcome, test) in marks.rows.items():
+        for (mine, what), (outcome, test) in found.items():
             if mine == area:
                 lines.append(f"| {what} | {outcome} | {test} |")
         lines.append("")
@@ -91,7 +111,7 @@ def page() -> str:
 
 
 def main() -> None:
-    now = page()
+    now = page(collect())
     if "--check" in sys.argv:
         if not PAGE.is_file() or PAGE.read_text() != now:
             raise SystemExit(f"{PAGE} is not what the tests say: run `python -m tests.support.what_works_page`")

@@ -66,6 +66,7 @@ class ZeroOptimization(Block):
         mics_hierarchical_params_gather cpu_offload_use_pin_memory"""
     )
     WITHOUT_EFFECT: ClassVar[Mapping[str, str]] = {
+        "mics_hierarchical_params_gather": "a gather is one all-gather of the replica, whose path the backend chooses",
         "reduce_bucket_size": "gradients are reduced unit by unit, so that a bucket is as large as the largest unit",
         "reduce_scatter": "a reduction gives each rank its part alone, in every stage; there is no all-reduce",
         "contiguous_gradients": "the gradients of a unit that ranks reduce are always one piece of memory",
@@ -82,9 +83,9 @@ class ZeroOptimization(Block):
             CHANGES_TRAINING,
         ),
         "zero_hpz_partition_size": missing(
-            "keeps a second copy of the weights in each node", "leave it out, or set it to 1"
+            "keeps a second copy of the weights in each node",
+            "leave it out, or set it to 1; mics_shard_size divides all states within a node",
         ),
-        "mics_shard_size": missing("partitions within groups of ranks", "leave it out, or set it to -1"),
     }
 
     OLD_NAMES: ClassVar[dict[str, str]] = {
@@ -109,6 +110,11 @@ class ZeroOptimization(Block):
         None,
         description="whether the reduction of a unit goes on beside the backward of the next, on several ranks; takes "
         "a second set of buffers on the device; default: true in stage 3, false in the others",
+    )
+    mics_shard_size: Annotated[Integer, Field(ge=-1)] = Field(
+        -1,
+        description="ranks that hold one replica of weights, gradients and states, a divisor of their number; weights "
+        "are gathered within a replica, and sums of gradients are added up over the replicas; -1 or 0: all ranks",
     )
     sub_group_size: Count | None = Field(
         None, description="elements of a tile of the update at most; default: 16 MiB of all states"

@@ -128,6 +128,8 @@ class HostBlocks:
             for slab in [each for each in slabs if other != size and len(each.free) == each.count]:
                 slabs.remove(slab)
                 _close(slab)
+        # Lengths may be ever new ones, and each would leave its size behind.
+        self._slabs = {other: slabs for other, slabs in self._slabs.items() if slabs}
 
     def close(self) -> None:
         """Waits for copies in flight and frees all blocks, of which none may be used afterwards. Idempotent."""

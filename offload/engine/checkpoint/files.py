@@ -71,8 +71,13 @@ class Manifest(NamedTuple):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that saved the checkpoint."""
+        """Number of ranks that saved states: those of one replica."""
         return int(self.layout["world_size"])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that saved their progress."""
+        return self.world_size * int(self.layout.get("replicas", 1))
 
     def pack(self) -> bytes:
         """Returns the content of the file."""

@@ -173,7 +173,7 @@ def look(folder: Path, rank: int, world_size: int, tied_here: Mapping[str, str])
             if found[each].keys() != manifest.files[name].sums.keys():
                 raise ValueError(f"the manifest lacks the checksum of a tensor of {name}")
         # With another number of ranks no saved progress belongs to this rank, so every rank reads that of rank 0.
-        own = manifest.world_size == world_size
+        own = manifest.ranks == world_size
         name = progress_file(rank if own else 0)
         data = (folder / name).read_bytes()
         if crc32c(data) != manifest.files[name].sums[""]:

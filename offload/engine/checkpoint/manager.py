@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -68,7 +69,8 @@ class Checkpoints:
             orders: list[SaveRequest] = []
             ranks.settle(lambda: orders.append(ordered()))
             with own_or_shared(components.queue) as queue:
-                save(components.shards, orders[0], lambda: self._moment(pending, client_state), queue, ranks)
+                moment = functools.partial(self._moment, pending, client_state)
+                save(components.shards, orders[0], moment, queue, ranks, components.mesh)
 
     def load(self, load_dir: str | os.PathLike[str], tag: Any, options: LoadOptions) -> Loaded | None:
         """Loads a checkpoint; see `Engine.load_checkpoint`. Collective.
@@ -120,8 +122,9 @@ class Checkpoints:
             )
         advice = "a checkpoint holds None, booleans, numbers, strings, and lists, tuples and dicts of them"
         plain = to_plain(dict(client_state or {}), "client_state", advice)
+        mesh = self._components.mesh
         contents = {**self._state.take().pack(), CLIENT_STATE: as_bytes(json.dumps(plain, allow_nan=False).encode())}
-        layout = describe(self._components.layouts, self._components.shards.mode, self._components.world_size)
+        layout = describe(self._components.layouts, self._components.shards.mode, mesh.shards, mesh.replicas)
         return Moment(self._state.global_steps, contents, layout, about(self._module))
 
     def _inspect(self, folder: Path, options: LoadOptions) -> FoundCheckpoint:
@@ -152,7 +155,7 @@ class Checkpoints:
         components.gradients.clear()
         components.unit_views.outdate(range(len(components.layouts)))
         components.pager.begin_load()
-        CheckpointRestorer(found, components.shards, options, queue, components.rank).run()
+        CheckpointRestorer(found, components.shards, options, queue, components.shard).run()
         components.pager.end_load()
         steps = (
             found.steps(components.layouts, self._state.parameter_steps)
@@ -176,7 +179,7 @@ class Checkpoints:
             notices += self._state.restore(progress, options.schedule)
             if not found.own and found.progress.generators:
                 notices.append(
-                    f"{found.folder} was saved by {count_of(found.manifest.world_size, 'rank')}, this run has "
+                    f"{found.folder} was saved by {count_of(found.manifest.ranks, 'rank')}, this run has "
                     f"{components.world_size}: each rank continues with the random generators of rank 0, so dropout "
                     "draws other numbers"
                 )

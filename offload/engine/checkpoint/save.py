@@ -1,4 +1,4 @@
-"""Saving a checkpoint: each rank streams its partitions into files of its own.
+"""Saving a checkpoint: each rank of one replica streams its partitions into files of its own.
 
 Each tensor is the rank's partition of one state of one unit, with its elements in the order of the store. A partition
 that the store keeps comes from its newest slot. The file system shares the bytes (reflink) if it can. Otherwise they
@@ -41,6 +41,7 @@ from offload.engine.checkpoint.files import (
     tensors_of,
 )
 from offload.engine.distributed.all_or_nothing import AllOrNothing
+from offload.engine.distributed.mesh import Mesh
 from offload.engine.params.local_shards import LocalShards
 from offload.errors import StoreError, UsageError
 from offload.fileio.buffered_copy import BUFFER_NBYTES, flow, flow_buffers
@@ -137,7 +138,9 @@ def own_or_shared(queue: Queue | None) -> Iterator[Queue]:
         yield own
 
 
-def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queue: Queue, ranks: AllOrNothing) -> None:
+def save(
+    held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queue: Queue, ranks: AllOrNothing, mesh: Mesh
+) -> None:
     """Writes a checkpoint, completely or not at all. Collective.
 
     Args:
@@ -146,6 +149,7 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
         take: Returns all that this rank saves beside its partitions.
         queue: Queue for the writes.
         ranks: All ranks.
+        mesh: Their arrangement. The first replica saves the states.
 
     Raises:
         StoreError: If there is not enough room, a name is taken, or another process saves into the folder.
@@ -155,11 +159,12 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
     # Ranks with different arguments would write files that do not belong together.
     ranks.same({"folder": str(order.folder), "tag": order.tag, "frozen": order.frozen, "keep_last": order.keep_last})
     taken: list[tuple[Moment, bytes]] = []
+    tensors = _tensors(held, order, ranks.rank, mesh)
 
     def prepare() -> int:
         moment = take()
         taken.append((moment, safetensors.torch.save(dict(moment.contents))))
-        return sum(tensor.nbytes for tensor in _tensors(held, order, ranks).values()) + len(taken[0][1])
+        return sum(tensor.nbytes for tensor in (tensors or {}).values()) + len(taken[0][1])
 
     # Room is checked once, on rank 0, for the files of all ranks.
     need = sum(ranks.settle(prepare)) + _SLACK
@@ -169,7 +174,7 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
         partial = Path(ranks.by_first(lambda: str(_begin(order, need, locks))))
         try:
             # `settle` returns after all ranks have written and synced their files, so the manifest comes last.
-            rows = ranks.settle(lambda: _write(held, order, partial, progress, queue, ranks))
+            rows = ranks.settle(lambda: _write(held, tensors, partial, progress, queue, ranks.rank))
             ranks.by_first(lambda: _end(order, moment, partial, rows, locks))
         except BaseException:
             # The folder is shared, so one rank deletes it.
@@ -178,9 +183,9 @@ def save(held: LocalShards, order: SaveRequest, take: Callable[[], Moment], queu
             raise
 
 
-def _tensors(held: LocalShards, order: SaveRequest, ranks: AllOrNothing) -> dict[str, Tensor]:
-    """Returns the tensors of this rank's file of states."""
-    return tensors_of(held.layouts, held.mode, ranks.rank, ranks.size, order.frozen)
+def _tensors(held: LocalShards, order: SaveRequest, rank: int, mesh: Mesh) -> dict[str, Tensor] | None:
+    """Returns the tensors of this rank's file of states; None if a rank of another replica saves them."""
+    return tensors_of(held.layouts, held.mode, rank, mesh.shards, order.frozen) if rank < mesh.shards else None
 
 
 def _begin(order: SaveRequest, need: int, locks: contextlib.ExitStack) -> Path:
@@ -233,26 +238,27 @@ def _end(
 
 
 def _write(
-    held: LocalShards, order: SaveRequest, partial: Path, progress: bytes, queue: Queue, ranks: AllOrNothing
+    held: LocalShards, tensors: Mapping[str, Tensor] | None, partial: Path, progress: bytes, queue: Queue, rank: int
 ) -> dict[str, tuple[int, dict[str, int]]]:
     """Writes this rank's files and returns the size and the checksums of each, by file name.
 
     Args:
         held: This rank's partitions.
-        order: Content and destination.
+        tensors: Tensors of its file of states; None for no such file.
         partial: Folder made by rank 0.
         progress: Content of this rank's file of progress.
         queue: Queue for the writes.
-        ranks: All ranks.
+        rank: This rank.
     """
     if not partial.is_dir():
         raise StoreError(
-            f"rank {ranks.rank} does not see {partial}, which rank 0 has created: save to a folder that all ranks share"
+            f"rank {rank} does not see {partial}, which rank 0 has created: save to a folder that all ranks share"
         )
-    name = states_file(ranks.rank)
-    states = _write_states(held, partial / name, _tensors(held, order, ranks), queue)
-    write_new(partial / progress_file(ranks.rank), progress)
-    return {name: states, progress_file(ranks.rank): (len(progress), {"": crc32c(progress)})}
+    files: dict[str, tuple[int, dict[str, int]]] = {}
+    if tensors is not None:
+        files[states_file(rank)] = _write_states(held, partial / states_file(rank), tensors, queue)
+    write_new(partial / progress_file(rank), progress)
+    return {**files, progress_file(rank): (len(progress), {"": crc32c(progress)})}
 
 
 def _write_states(

@@ -181,7 +181,7 @@ class Agreement:
     def step(
         self, micro_batches: int, global_steps: int, settings: int, known: Callable[[], GradientStats]
     ) -> GradientStats:
-        """Returns the statistics of a step, summed over ranks. By then each has ended the updates of the previous step.
+        """Returns the statistics of a step, summed over shards. By then each rank has ended its previous updates.
 
         Args:
             micro_batches: micro-batches of this rank since the last step.
@@ -211,15 +211,16 @@ class Agreement:
             numbers = [row[column] for row in facts]
             if len(set(numbers)) > 1:
                 raise UsageError(f"the ranks differ in their {what}: {', '.join(map(str, numbers))}; {advice}")
-        # Summed in rank order on every rank, so that all compute the same bits and take the same decision.
+        # In rank order on every rank, so that all take the same decision; over one replica, since all have the same.
         present = _union([row[_FACTS.size :] for row in rows])
-        return GradientStats(sum_squares=sum(row[0] for row in facts), present=present)
+        return GradientStats(sum_squares=sum(row[0] for row in facts[: self._ranks.mesh.shards]), present=present)
 
     def add_up(self, numbers: Sequence[float]) -> list[float]:
-        """Returns the sums of `numbers` over all ranks, added in rank order. Only within a `step`."""
+        """Returns the sums of `numbers` over the shards of a replica, added in their order. Only within a `step`."""
+        packed = struct.Struct(f"<{len(numbers)}d")
         with self._question():
-            rows = self._ranks.collect_bytes(struct.pack(f"<{len(numbers)}d", *numbers), "add up the norms")
-        return [sum(column) for column in zip(*(struct.unpack(f"<{len(numbers)}d", row) for row in rows), strict=True)]
+            rows = self._ranks.collect_bytes(packed.pack(*numbers), "add up the norms")[: self._ranks.mesh.shards]
+        return [sum(column) for column in zip(*map(packed.unpack, rows), strict=True)]
 
     def edit(self, unit: int, edits: Sequence[Edit]) -> list[Edit]:
         """Returns the edits of `unit` that apply on every rank: those of the lowest rank that has any."""
@@ -291,12 +292,7 @@ class Agreement:
         if self._in_question:
             raise self._ranks.fail("it was interrupted while it waited for the other ranks")
 
-    def _await_all(
-        self,
-        kind: Collective,
-        unit: int,
-        what: bool | Callable[[], Having] = False,
-    ) -> list[RankIntent]:
+    def _await_all(self, kind: Collective, unit: int, what: bool | Callable[[], Having] = False) -> list[RankIntent]:
         """Serves other ranks until this rank's announcement is chosen, or is a USE and all uses are ready.
 
         Returns the last announcements. `what` is this rank's field `ready`; for USE, a function called in each round.
@@ -315,7 +311,8 @@ class Agreement:
                 ]
                 choice = next_collective(intents)
                 if choice is None:
-                    calls = "; ".join(f"rank {rank} {_describe(i, self._names)}" for rank, i in enumerate(intents))
+                    described = [_describe(intent, self._names) for intent in intents]
+                    calls = self._ranks.heartbeat.tell(self._ranks.members, described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "

@@ -7,6 +7,10 @@ backend. With n ranks, a unit of W bytes of weights and G bytes of gradients:
     gather of weights          W / n to each of n - 1 ranks:  W (n - 1) / n
     reduction of gradients     G / n to each of n - 1 ranks:  G (n - 1) / n; 0 bytes from a rank without gradients
 
+With r replicas of s shards (`mesh`), s takes the place of n, and an all-reduce over the replicas follows a reduction:
+
+    sum of S bytes             S / r to each of r - 1 ranks, twice:  2 S (r - 1) / r
+
 This is what ZeRO's paper counts as the volume of an all-gather and of a reduce-scatter (arXiv 1910.02054, section 7).
 A collective in which a rank sends nothing counts, since the rank takes part and waits.
 """
@@ -40,7 +44,8 @@ class Communication(NamedTuple):
     weights: Sent = Sent()
     """Gathers of weights for forwards, backwards and reads; one for each of a unit's trainable and frozen part."""
     gradients: Sent = Sent()
-    """Reductions of gradients, one for each unit whose gradients are complete or must make room."""
+    """Reductions of gradients, one for each unit whose gradients are complete or must make room; with several replicas
+    two, or one if a replica has one shard."""
     agreement: Sent = Sent()
     """Rounds in which all ranks announce what each does next."""
     parameters: Sent = Sent()

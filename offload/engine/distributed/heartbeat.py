@@ -1,16 +1,27 @@
-"""Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives."""
+"""Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives.
+
+Ranks are those of torch's default process group here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import psutil
+
+from offload.engine.distributed.bounded_store import BoundedStore
+from offload.engine.distributed.rendezvous import NOTICE
+from offload.errors import RankError
+
+logger = logging.getLogger("offload")
 
 PULSE = 1.0
 """Seconds between two counts."""
@@ -27,10 +38,14 @@ class Heartbeat:
             rank: this rank.
             size: number of ranks.
         """
-        self._store, self._rank = store, rank
+        self._store, self.rank = BoundedStore(store), rank
+        self.others = [other for other in range(size) if other != rank]
+        """All other ranks."""
+        self.places: list[tuple[str, int]] = []
+        """Machine and process of each rank, once all have met."""
         self._seen = {other: ("", time.monotonic()) for other in range(size)}
         self._closing = threading.Event()
-        store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
+        self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
         self._thread = threading.Thread(target=self._run, name="offload-pulse", daemon=True)
         self._thread.start()
 
@@ -38,11 +53,68 @@ class Heartbeat:
         """Counts up every `PULSE` seconds until `close`. Runs on the heartbeat's thread."""
         for count in itertools.count():
             try:
-                self._store.set(f"pulse/{self._rank}", str(count))
+                self._store.set(f"pulse/{self.rank}", str(count))
             except RuntimeError:
                 pass  # the process that serves the store may be gone; the ranks notice that by broken connections
             if self._closing.wait(PULSE):
                 return
+
+    def meet(self) -> None:
+        """Waits until every rank has published its machine and process.
+
+        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
+
+        Raises:
+            RankError: if a rank has ended before it arrived.
+        """
+        waiting = self.others
+        began = noticed = time.monotonic()
+        while waiting := [rank for rank in waiting if self.location(rank) is None]:
+            if self.cut_off is not None:
+                raise RankError(f"{self.cut_off}, so rank {self.rank} cannot meet the other ranks")
+            for rank in waiting:
+                ended = self.ended(rank)
+                if ended is not None:
+                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        places = [self.location(rank) for rank in range(len(self._seen))]
+        self.places = [(place[0], int(place[1])) for place in places if place is not None]
+
+    @property
+    def here(self) -> int:
+        """Number of ranks on this machine."""
+        return sum(machine == machine_name() for machine, _ in self.places)
+
+    @property
+    def next(self) -> int:
+        """The rank behind this one; the last is followed by the first."""
+        return (self.rank + 1) % len(self.places)
+
+    def gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
+        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
+        found: list[str] = []
+        for rank in ranks:
+            machine, process = self.places[rank]
+            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
+            ended = self.ended(rank)
+            if self.cut_off is not None:  # of no rank is anything known then
+                return [f"{self.cut_off}: this machine, or the one that serves the store, is cut off"]
+            if ended is not None:
+                found.append(f"{where} has ended: {ended}")
+            elif machine == machine_name() and not is_alive(process):
+                found.append(f"{where} was killed or has crashed")
+            elif self.silent(rank) > silence:
+                found.append(f"{where} has sent no heartbeat for {self.silent(rank):.0f} s")
+        return found
+
+    @property
+    def cut_off(self) -> str | None:
+        """Words for a store that has not answered in time; None while it answers, or says that it is gone."""
+        return self._store.refusal
 
     def location(self, rank: int) -> list[str] | None:
         """Returns the machine and the process of `rank`, or None while the rank has not published them."""
@@ -65,20 +137,37 @@ class Heartbeat:
         """Returns the reason that `rank` gave for its end, or None while it has not ended."""
         return self._get(f"end/{rank}")
 
+    def explain(self, error: str) -> None:
+        """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"error/{self.rank}", error)
+
+    def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
+        """Returns what each of `ranks` is about to do, with the exception that it has published, if any.
+
+        Args:
+            ranks: some or all ranks.
+            calls: words for what each of them does.
+        """
+        told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
+        return "; ".join(
+            f"rank {rank} {call}{'' if error is None else f', after {error}'}" for rank, call, error in told
+        )
+
     def _get(self, key: str) -> str | None:
         """Returns a value of the store, or None if there is none or the store cannot be reached."""
         with contextlib.suppress(RuntimeError):  # the process that serves the store may be the lost one
-            if self._store.check([key]):
-                return str(self._store.get(key).decode())
+            return self._store.get(key)
         return None
 
     def close(self, reason: str) -> None:
         """Publishes the reason for this rank's end, and joins the thread. Idempotent."""
         if not self._closing.is_set():
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"end/{self._rank}", reason)
+                self._store.set(f"end/{self.rank}", reason)
             self._closing.set()
         self._thread.join()
+        self._store.close()
 
 
 def machine_name() -> str:

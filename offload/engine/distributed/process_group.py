@@ -1,8 +1,9 @@
 """Process groups of one run: the messages between ranks, and the detection of lost ranks.
 
     control    a few numbers of every rank to every rank, on the host, through gloo
-    data       weights and gradients, between the devices' memories, through gloo on CPUs, NCCL on GPUs, and torch's
-               default backend of any other accelerator
+    replica    weights and gradients of one replica (`mesh`), between the devices' memories, through gloo on CPUs, NCCL
+               on GPUs, and torch's default backend of any other accelerator
+    across     sums of gradients of all replicas, in the same way, between the ranks that hold the same shard
 
 One thread at a time may call: the thread that runs the model, or its backward, and the update worker while that thread
 waits for it in `step()` (`optim.exchange`). Every wait is a series of waits of one
@@ -27,22 +28,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
-from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
-from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
-from offload.engine.distributed.work import AllOf, Work
+from offload.engine.distributed.groups import LONG, DeviceGroups, make_control, make_groups
+from offload.engine.distributed.heartbeat import Heartbeat
+from offload.engine.distributed.mesh import check_same, mesh_of
+from offload.engine.distributed.rendezvous import NOTICE, UNABLE, device_backend, ranks_store
+from offload.engine.distributed.work import AllDone, Work
 from offload.errors import RankError
 from offload.interrupts import interruptible
 from offload.swapper.memory.device import Device, Event
 
 logger = logging.getLogger("offload")
 
-_LONG = datetime.timedelta(days=7)
-"""Timeout of the groups. A rank may evaluate alone for hours; the heartbeat shows whether it lives."""
 _SLICE = datetime.timedelta(seconds=1)
 """Length of one wait, after which lost ranks are looked for."""
-_SILENT = 120.0
-"""Seconds without a pulse after which a rank counts as lost, even if no connection broke."""
 _BLAME = 5.0
 """Seconds without a pulse after which a rank is blamed for a broken connection."""
 _GRACE = datetime.timedelta(seconds=2)
@@ -52,12 +52,20 @@ _GRACE = datetime.timedelta(seconds=2)
 class Ranks:
     """This process and others that train together, at least two in all. The module says which thread may call."""
 
-    def __init__(self, device: Device) -> None:
-        """Waits for all processes, and creates the process groups. Every process calls this."""
+    def __init__(self, device: Device, shard_size: int) -> None:
+        """Waits for all processes, and creates the process groups. Every process calls this.
+
+        Args:
+            device: the compute device.
+            shard_size: the config's "mics_shard_size".
+
+        Raises:
+            ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
+        """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.members = tuple(range(self.size))
         """The ranks in torch's default process group, by their rank here; see `divided`."""
-        self._me, self._device = self.rank, device
+        self._device, self._shard_size = device, shard_size
         self._divisions: list[Ranks] = []
         """Groups that `divided` has made of these ranks."""
         self._lost: RankError | None = None
@@ -67,69 +75,54 @@ class Ranks:
         # The heartbeat comes before any collective, so that the others notice if this rank ends during one.
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
-            self._places = self._meet()
-            # Only after `_meet`: new_group blocks in C++ until every rank has called it.
-            self._control, self._data = self._groups([self.members])
+            self.mesh = mesh_of(shard_size, self.size)
+            self._pulse.meet()
+            # Only after `meet`: new_group blocks in C++ until every rank has called it.
+            self._control = make_control([self.members])
+            check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
+            self._groups = self._device_groups([self.members])
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
-        self.here = sum(place[0] == machine_name() for place in self._places)
+        self.here = self._pulse.here
         """Number of processes on this machine, of all that train."""
 
-    def _groups(self, divisions: Sequence[Sequence[int]]) -> tuple[Any, Any]:
-        """Creates the groups of `divisions`, and returns those of this process, for control and for data. Collective.
+    @property
+    def shard(self) -> int:
+        """The shard of each unit that this rank holds."""
+        return self.mesh.shard_of(self.rank)
 
-        Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-        """
-        lists = [list(members) for members in divisions]
-        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
-        control, _ = dist.new_subgroups_by_enumeration(lists, timeout=_LONG, backend="gloo")
-        data, _ = dist.new_subgroups_by_enumeration(lists, timeout=timeout, backend=backend)
-        return control, data
+    def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
+        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
+        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
+        return make_groups(self.mesh, divisions, backend, timeout)
 
     def divided(self, divisions: Sequence[Sequence[int]]) -> Ranks | None:
-        """Returns this process's group of ranks that train together, with the watch over all processes. Collective.
+        """Returns this process's group of ranks among which states are divided. Collective.
+
+        The group has a mesh of its own, of replicas of "mics_shard_size" ranks, and watches all processes as these
+        ranks do.
 
         Args:
             divisions: all processes, in groups of one size, the same list on every process.
 
         Returns:
             The group; None if each process is alone in its own.
-        """
-        if all(len(members) == 1 for members in divisions):
-            return None
-        control, data = self._groups(divisions)
-        group = copy.copy(self)
-        group._control, group._data = control, data
-        group.members = next(tuple(members) for members in divisions if self._me in members)
-        group.rank, group.size = group.members.index(self._me), len(group.members)
-        group.sent = Communication()
-        group._divisions = []
-        self._divisions.append(group)
-        return group
-
-    def _meet(self) -> list[tuple[str, int]]:
-        """Waits until every rank has published itself, and returns the machine and the process of each.
-
-        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
 
         Raises:
-            RankError: if a rank has ended before it arrived.
+            ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
         """
-        waiting = [rank for rank in range(len(self.members)) if rank != self.rank]
-        began = noticed = time.monotonic()
-        while waiting := [rank for rank in waiting if self._pulse.location(rank) is None]:
-            for rank in waiting:
-                ended = self._pulse.ended(rank)
-                if ended is not None:
-                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
-            now = time.monotonic()
-            if now - noticed > _NOTICE:
-                noticed = now
-                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
-            time.sleep(0.01 if now - began < 1 else 0.2)
-        places = [self._pulse.location(rank) for rank in self.members]
-        return [(place[0], int(place[1])) for place in places if place is not None]
+        mesh = mesh_of(self._shard_size, len(divisions[0]), " with the same part of each divided parameter")
+        if mesh.ranks == 1:
+            return None
+        group = copy.copy(self)
+        group.members = next(tuple(members) for members in divisions if self.rank in members)
+        group.rank, group.size, group.mesh = group.members.index(self.rank), mesh.ranks, mesh
+        group._control, group._groups = make_control(divisions), group._device_groups(divisions)
+        group.sent, group._divisions = Communication(), []
+        self._divisions.append(group)
+        return group
 
     # -- control messages ---------------------------------------------------------------------------
 
@@ -177,36 +170,43 @@ class Ranks:
     def swap(
         self, received: torch.Tensor, got: Sequence[int], sent: torch.Tensor, gives: Sequence[int], to: str
     ) -> None:
-        """Sends each rank some elements, and receives some from each. The tensors are on the CPU, of one dtype.
+        """Sends each rank of this replica some elements, and receives some from each.
+
+        The tensors are on the CPU, of one dtype.
 
         Args:
-            received: (n,), filled with what each rank gives to this one, in rank order.
-            got: number of elements from each rank.
-            sent: (m,), what this rank gives, in rank order.
-            gives: number of elements for each rank.
+            received: (n,), filled with what each shard's rank gives to this one, in the order of shards.
+            got: number of elements from each of them.
+            sent: (m,), what this rank gives, in the same order.
+            gives: number of elements for each of them.
             to: the purpose, for messages.
         """
         size, out, into = sent.element_size(), received.view(torch.uint8), sent.view(torch.uint8)
-        outs, ins = ([count * size for count in counts] for counts in (got, gives))
+        # All ranks take part in one exchange; those of other replicas give and receive nothing.
+        before = [0] * self.mesh.replica(self.rank).start
+        behind = [0] * (self.size - len(before) - len(got))
+        outs, ins = ([*before, *(count * size for count in counts), *behind] for counts in (got, gives))
         start = functools.partial(dist.all_to_all_single, out, into, outs, ins, group=self._control, async_op=True)
         self._begin(start, to, Kind.PARAMETERS, sum(ins) - ins[self.rank]).wait()
 
     # -- weights and gradients ----------------------------------------------------------------------
 
     def gather(self, whole: torch.Tensor, shard_ranges: Sequence[range], uploaded: Event) -> Event:
-        """Fills `whole` with every rank's partition.
+        """Fills `whole` with the partition of every rank of this replica.
 
         Args:
             whole: (nbytes,) uint8 on the device; the caller keeps it allocated until the returned event is done.
-            shard_ranges: this rank's byte ranges; those of all ranks are equally long and adjacent, in rank order.
+            shard_ranges: this rank's byte ranges; those of all shards are equally long and adjacent, in their order.
             uploaded: event after which this rank's ranges are filled, by copies on the upload stream.
 
         Returns:
             An event that is done when all of `whole` is filled.
         """
+        if self.mesh.shards == 1:  # this rank's partition is all of the unit
+            return uploaded
         if not self.on_gpu:
             uploaded.wait()
-            return AllOf([self._gather(whole, byte_range) for byte_range in shard_ranges])
+            return AllDone([self._gather(whole, byte_range) for byte_range in shard_ranges])
         with self._device.uploading():  # on the upload stream, so the compute stream does not wait
             for byte_range in shard_ranges:
                 self._gather(whole, byte_range).work.wait()
@@ -214,42 +214,61 @@ class Ranks:
 
     def _gather(self, whole: torch.Tensor, mine: range) -> Work:
         """Starts the gather of one of this rank's byte ranges and the other ranks' ranges around it."""
-        start = mine.start - self.rank * len(mine)
-        region = whole[start : start + self.size * len(mine)]
-        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._data)
-        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (self.size - 1))
+        shards = self.mesh.shards
+        start = mine.start - self.shard * len(mine)
+        region = whole[start : start + shards * len(mine)]
+        start_gather = functools.partial(_gather_into, region, whole[mine.start : mine.stop], self._groups.replica)
+        return self._begin(start_gather, "gather weights", Kind.WEIGHTS, len(mine) * (shards - 1))
 
     def exchange(self, received: torch.Tensor, sent: torch.Tensor | None, senders: Sequence[int]) -> Work:
-        """Starts an exchange: row r of `sent` goes to each rank r, and a row comes from each of `senders`, in order.
+        """Starts an exchange in this replica: row s of `sent` goes to shard s, and a row comes from each of `senders`.
 
         Several may be under way: gloo matches them by a number of their own, and NCCL carries them out on one stream,
         both in the order in which they began, which is the same on every rank.
 
         Args:
             received: (len(senders), numel) on the device, filled by the exchange.
-            sent: (size, numel) on the device, of the same dtype, filled by compute that the calling thread has started;
-                None on a rank that is no sender.
-            senders: the ranks that contribute, the same list on every rank.
+            sent: (shards, numel) on the device, of the same dtype, filled by compute that the calling thread has
+                started; None on a rank that is no sender.
+            senders: the shards whose ranks contribute, in order; the same list on every rank of the replica.
 
         Returns:
             The exchange. Neither tensor may change before compute is ordered behind it (`Work.order_compute`).
         """
-        part, sends = received[0].nbytes, sent is not None
+        if not senders or self.mesh.shards == 1:  # nothing comes from another rank
+            if sent is not None:
+                received.copy_(sent)
+            return Work(self, None, "reduce gradients")
+        part, sends, shards = received[0].nbytes, sent is not None, self.mesh.shards
         out = received.view(-1).view(torch.uint8)
         into = out[:0] if sent is None else sent.view(-1).view(torch.uint8)
         return self._begin(
             lambda: dist.all_to_all_single(
                 out,
                 into,
-                [part if rank in senders else 0 for rank in range(self.size)],
-                [part if sends else 0] * self.size,
-                group=self._data,
+                [part if shard in senders else 0 for shard in range(shards)],
+                [part if sends else 0] * shards,
+                group=self._groups.replica,
                 async_op=True,
             ),
             "reduce gradients",
             Kind.GRADIENTS,
-            part * (self.size - 1) if sends else 0,
+            part * (shards - 1) if sends else 0,
         )
+
+    def all_reduce(self, values: torch.Tensor) -> Work:
+        """Starts the sum of `values` over the ranks that hold the same shard.
+
+        All of them receive the same bits, as the backend adds each element up on one rank and sends the sum to the
+        others, on which the replicas of DistributedDataParallel rely too.
+
+        Args:
+            values: (n,) on the device, replaced by the sum; filled by compute that the calling thread has started.
+        """
+        start = functools.partial(dist.all_reduce, values, group=self._groups.across, async_op=True)
+        # Once to add up and once to send the sums: each rank gives the others all but its own part.
+        nbytes = 2 * values.nbytes * (self.mesh.replicas - 1) // self.mesh.replicas
+        return self._begin(start, "reduce gradients", Kind.GRADIENTS, nbytes)
 
     # -- waits and lost ranks -----------------------------------------------------------------------
 
@@ -272,12 +291,12 @@ class Ranks:
                 raise self._lost
             # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
             # that ends right after a collective has already contributed to it, hence the grace period.
-            if self._gone(_SILENT, [(self._me + 1) % len(self._places)]) and not self._ends(work, _GRACE):
+            if self._pulse.gone(LONGEST, [self._pulse.next]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
-            if now - noticed > _NOTICE:
+            if now - noticed > NOTICE:
                 noticed = now
-                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
+                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self._pulse.rank, now - began, to)
 
     def _ends(self, work: Any, within: datetime.timedelta) -> bool:
         """Returns True if `work` has succeeded within that time; raises `RankError` if it has failed."""
@@ -299,43 +318,34 @@ class Ranks:
         if self._lost is not None:
             return self._lost
         deadline = time.monotonic() + 2 * _BLAME
-        others = [rank for rank in range(len(self._places)) if rank != self._me]
+        others = self._pulse.others
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
-        while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
+        while not (gone := self._pulse.gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
         # A rank that could not start would fail in the same way again; one that was killed may run the next time.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
-            f"{who}. Rank {self._me} cannot continue alone; every rank keeps its last committed step: "
+            f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
         if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
             abort = getattr(dist.distributed_c10d, "_abort_process_group", None)
             if abort is not None:
-                abort(self._data)
+                for group in self._groups.all:
+                    abort(group)
         logger.error("%s", self._lost)  # a launcher may end this process before the error is raised
         return self._lost
-
-    def _gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
-        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
-        found: list[str] = []
-        for rank in ranks:
-            machine, process = self._places[rank]
-            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
-            ended = self._pulse.ended(rank)
-            if ended is not None:
-                found.append(f"{where} has ended: {ended}")
-            elif machine == machine_name() and not is_alive(process):
-                found.append(f"{where} was killed or has crashed")
-            elif self._pulse.silent(rank) > silence:
-                found.append(f"{where} has sent no heartbeat for {self._pulse.silent(rank):.0f} s")
-        return found
 
     @property
     def lost(self) -> bool:
         """True if this rank can no longer reach the others."""
         return self._lost is not None
+
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """What the ranks have published about themselves."""
+        return self._pulse
 
     def fail(self, reason: str) -> RankError:
         """Returns the error of this rank, which has left a collective; publishes its end, so that others end too."""
@@ -344,14 +354,14 @@ class Ranks:
             return self._lost
         self.close(reason)
         self._lost = RankError(
-            f"rank {self._me} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
-            f'its last committed step: start all of them again, with "resume": "auto"'
+            f"rank {self._pulse.rank} has stopped, and the others with it: {reason}, after an earlier error; every "
+            f'rank keeps its last committed step: start all of them again, with "resume": "auto"'
         )
         return self._lost
 
     def look(self) -> None:
         """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
-        if self._lost is None and self._gone(math.inf, [rank for rank in range(len(self._places)) if rank != self._me]):
+        if self._lost is None and self._pulse.gone(math.inf, self._pulse.others):
             self._blame(None)
 
     def close(self, reason: str) -> None:
@@ -360,8 +370,8 @@ class Ranks:
             division.close(reason)
         self._pulse.close(reason)
         if self._lost is None:
-            self._lost = RankError(f"rank {self._me} has ended: {reason}")
-            for group in (self._control, self._data):
+            self._lost = RankError(f"rank {self._pulse.rank} has ended: {reason}")
+            for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)
 
@@ -372,7 +382,13 @@ def _gather_into(everyone: torch.Tensor, mine: torch.Tensor, group: Any) -> Any:
     return gather(everyone, mine, group=group, async_op=True)
 
 
-def join_ranks(device: Device) -> Ranks | None:
-    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone."""
+def join_ranks(device: Device, shard_size: int) -> Ranks | None:
+    """Returns the ranks of this run, those of torch's default process group; None for a process that trains alone.
+
+    For the arguments and errors see `Ranks`.
+    """
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return Ranks(device) if several else None
+    if not several:
+        mesh_of(shard_size, 1)
+        return None
+    return Ranks(device, shard_size)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from offload.engine.distributed.bounded_store import BoundedStore
 from offload.errors import ConfigError, RankError
 from offload.launch.environment import ranks_environment
 from offload.swapper.memory.device_choice import accelerator_type
 
-_NOTICE = 60.0
+NOTICE = 60.0
 """Seconds between two warnings about a wait for other ranks."""
 
 
@@ -112,33 +113,33 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return decide()
     # Called on all ranks, so that the next prefix is the same on all of them.
-    store = ranks_store()
-    if dist.get_rank() == 0:
-        try:
-            store.set("decided", json.dumps(decide()))
-        except Exception as error:
-            # Otherwise the other ranks would wait for a decision that never comes.
-            store.set("end/0", f"{type(error).__name__}: {error}")
-            raise
-    began = noticed = time.monotonic()
-    # Polled: a wait on the key would block in C++ with torch's timeout, and would not notice the end of rank 0.
-    while not _is_there(store, "decided", to):
-        now = time.monotonic()
-        if now - noticed > _NOTICE:
-            noticed = now
-            logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
-        time.sleep(0.01 if now - began < 1 else 0.2)
-    return json.loads(store.get("decided"))
+    with contextlib.closing(BoundedStore(ranks_store())) as store:
+        if dist.get_rank() == 0:
+            try:
+                store.set("decided", json.dumps(decide()))
+            except Exception as error:
+                # Otherwise the other ranks would wait for a decision that never comes.
+                store.set("end/0", f"{type(error).__name__}: {error}")
+                raise
+        began = noticed = time.monotonic()
+        # Polled: a wait on the key would block in C++ with torch's timeout, and would not notice the end of rank 0.
+        while (decided := _decided(store, to)) is None:
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        return json.loads(decided)
 
 
-def _is_there(store: Any, key: str, to: str) -> bool:
-    """Returns True if rank 0 has set `key`; raises `RankError` if rank 0 has ended instead."""
+def _decided(store: BoundedStore, to: str) -> str | None:
+    """Returns the decision of rank 0, None before; raises `RankError` if rank 0 has ended instead, or is cut off."""
     try:
-        if store.check([key]):
-            return True
-        ended = store.get("end/0").decode() if store.check(["end/0"]) else None
+        decided = store.get("decided")
+        ended = store.get("end/0") if decided is None else None
     except RuntimeError as error:  # the store's process is gone: rank 0, unless a launcher owns it
         ended = str(error)
-    if ended is None:
-        return False
+    else:
+        if ended is None:
+            return decided
     raise RankError(f"rank 0 has ended before it could {to}: {ended}")

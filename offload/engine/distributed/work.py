@@ -1,4 +1,4 @@
-"""Collectives under way, as events that are waited for."""
+"""Collectives under way, as events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Work:
             self.wait()
 
 
-class AllOf:
+class AllDone:
     """Several events as one."""
 
     def __init__(self, events: Sequence[Event]) -> None:

@@ -4,6 +4,7 @@
 
 The reduce-scatter is an exchange: each rank receives the others' values for its partition and adds them itself. That
 moves as many bytes as a ring, rounds once instead of at every hop, and gives the same bits whatever the network does.
+Where there are several replicas of the model, each does so by itself, and they add up their sums (see `replica_sums`).
 
     each micro-batch is reduced     buckets that all units use in turn
     each step is reduced            a sum for each unit, to which its micro-batches are added; the last one is reduced
@@ -37,6 +38,7 @@ import torch
 from offload.engine.callbacks import EngineCallbacks, GradientStats
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.replica_sums import ReplicaSums
 from offload.engine.distributed.work import Work
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.gradients.places import GradientPlaces
@@ -67,9 +69,9 @@ class _Exchange(NamedTuple):
 
     unit: int
     received: torch.Tensor
-    """(contributing ranks, numel of this rank's partition)."""
+    """(contributing ranks, or 1 for a sum over replicas; numel of this rank's partition)."""
     sent: torch.Tensor | None
-    """Memory that holds what this rank has sent; None if it is no contributor."""
+    """Memory that holds what this rank has sent; None if it is no contributor, or the memory is free already."""
     work: Work
 
 
@@ -105,8 +107,6 @@ class ReduceScatterAccumulator(GradientAccumulator):
             reduction: dtype and number of the buffers, and whether micro-batches add up before they are sent.
             ranks: the processes that train together.
             rounds: this rank's side of the agreement between the ranks.
-            timeline: records each gradient as it arrives.
-            compute: records the unit to which a gradient belongs.
         """
         super().__init__(layouts, parts, arena, dtype, waiting, callbacks, timeline=timeline, compute=compute)
         self._ranks, self._rounds, self._device = ranks, rounds, device
@@ -125,8 +125,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
         self._room = [[keep(numel, dtype)] for numel in numels] if self._adds_up else [buckets] * len(layouts)
         self._rounded = deque(buckets if self._adds_up else ())
         """Buckets into which sums are rounded before they are sent, that of the oldest exchange first; may be empty."""
-        self._received = deque(keep(max(numels)) for _ in range(reduction.exchanges))
+        self._received = deque(keep(max(numels)) for _ in range(reduction.received))
         """Memory for received values, that of the oldest exchange first."""
+        sums = [keep(max(map(len, parts)), torch.float32) for _ in range(reduction.sums)]
+        self._over_replicas = ReplicaSums(ranks, sums)
         self._under_way: deque[_Exchange] = deque()
         """Exchanges whose values are not added up, oldest first. `Agreement.lock` guards it."""
         self._adding = False
@@ -243,10 +245,9 @@ class ReduceScatterAccumulator(GradientAccumulator):
         This rank keeps its partition of the mean over all ranks: ranks outside `holders` contribute zeros. Every rank
         calls this at the same time.
         """
-        part, size = self._parts[unit], self._ranks.size
+        part, mesh = self._parts[unit], self._ranks.mesh
         sends = self._ranks.rank in holders
-        # NCCL's stream waits for the calling thread's current one, which need not be the stream that has added up what
-        # the memory of this exchange received before.
+        # NCCL waits for the calling thread's stream, which need not be the one that has added up what came here.
         self._device.wait_event(self._added)
         assert sends == (unit == self._unit), "the other ranks take what was announced for what is sent"
         rows = sent = None
@@ -254,13 +255,20 @@ class ReduceScatterAccumulator(GradientAccumulator):
             sent = self._held[unit].memory
             self._unit, self._filled = -1, set()
             del self._held[unit]
-            rows = sent[: size * len(part)]
+            rows = sent[: mesh.shards * len(part)]
             if self._rounded:  # ordered behind the exchange that sent from the bucket before, as all additions are
-                rows = self._rounded[0][: size * len(part)].copy_(rows)
+                rows = self._rounded[0][: mesh.shards * len(part)].copy_(rows)
                 self._rounded.rotate(-1)
-        received = self._received[0][: len(holders) * len(part)].view(len(holders), len(part))
-        work = self._ranks.exchange(received, None if rows is None else rows.view(size, len(part)), holders)
+        senders = mesh.shards_among(holders, self._ranks.rank)
+        received = self._received[0][: len(senders) * len(part)].view(len(senders), len(part))
+        work = self._ranks.exchange(received, None if rows is None else rows.view(mesh.shards, len(part)), senders)
         self._received.rotate(-1)
+        if mesh.replicas > 1:
+            work.order_compute()
+            received, work = self._over_replicas.begin(received)
+            self._follow()
+            self._room[unit].extend([] if sent is None else [sent])
+            sent = None
         self._under_way.append(_Exchange(unit, received, sent, work))
         # The one before is added up beside the new one; without overlap the new one itself.
         self._add_received(self._exchanges - 1)
@@ -293,11 +301,15 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     def _end(self, exchange: _Exchange) -> None:
         """Gives the memory of the oldest exchange back, to compute that follows what the calling thread has started."""
-        self._device.wait_event(self._added)  # so that the last event follows all of them
-        self._added = self._device.record_event()
+        self._follow()
         self._under_way.popleft()
         if exchange.sent is not None:
             self._room[exchange.unit].append(exchange.sent)
+
+    def _follow(self) -> None:
+        """Makes `_added` the event of what the calling thread has started, and of all before."""
+        self._device.wait_event(self._added)
+        self._added = self._device.record_event()
 
     def _drop_received(self) -> None:
         """Waits for all exchanges, and drops their values."""

@@ -92,7 +92,9 @@ class EngineSource:
             check: Raises if this rank has failed. Called at each read, when the error can be raised on all ranks.
         """
         self._components, self._ranks, self._check = components, ranks, check
-        self.description: Mapping[str, Any] = describe(components.layouts, components.shards.mode, ranks.size)
+        self.description: Mapping[str, Any] = describe(
+            components.layouts, components.shards.mode, components.mesh.shards
+        )
         self.about: Mapping[str, Any] = about(module)
         self.step, self.frozen = step, True
         self.buffers: Mapping[str, torch.Tensor] = {
@@ -102,7 +104,7 @@ class EngineSource:
 
     def read(self, rank: int, unit: int, state: State, start: int, buffer: memoryview) -> Reading:
         """Begins to read bytes of a rank's partition, on the rank that owns it; see `Source.read`."""
-        # Only the owner reads. The other ranks receive the bytes in `wait`, in the same order of reads.
+        # Only the owner in the first replica reads. The others receive the bytes in `wait`, in the same order of reads.
         futures = self._components.shards.read(unit, state, start, buffer) if rank == self._ranks.rank else []
         return _NotifyingFuture(self, rank, buffer, futures)
 

@@ -181,18 +181,25 @@ def lock_and_look(run: Path, stack: contextlib.ExitStack) -> list[Found]:
     return [look(folder) for folder in folders]
 
 
-def ranks_of(run: Path, found: Sequence[Found]) -> list[Found]:
+def ranks_of(run: Path, found: Sequence[Found], *, replicas: bool = False) -> list[Found]:
     """Returns the ranks of a run, in the order of `found`, without those left by an earlier run with more ranks.
+
+    Args:
+        run: the folder of the run.
+        found: the ranks in it.
+        replicas: True for the ranks of all replicas, whose states are equal; False for those of the first.
 
     Raises:
         StoreError: If a rank is missing, or the folders are of different runs.
     """
     manifest = next((each.manifest for each in found if each.manifest is not None), None)
-    size = len(found) if manifest is None else int(manifest.spec.fingerprint.get("world_size", 1))
+    size = len(found)
+    if manifest is not None:
+        size = manifest.spec.ranks if replicas else int(manifest.spec.fingerprint.get("world_size", 1))
     ranks = [each for each in found if each.rank < size]
     for each in ranks:
         check_can_be_read(each)
-    # All ranks are needed: the weights of a unit are divided among them.
+    # All of them are needed: the weights of a unit are divided among them.
     missing = sorted(set(range(size)) - {each.rank for each in ranks})
     if missing:
         raise StoreError(

@@ -39,12 +39,12 @@ class Exchange:
             memory: (n,) fp32 of the host arena: what this rank sends and receives of the largest unit at once.
         """
         self._ranks, self._memory = ranks, memory
-        self._divided = [divided(layout, mode, ranks.size) for layout in layouts]
+        self._divided = [divided(layout, mode, ranks.mesh.shards) for layout in layouts]
 
     @property
     def rank(self) -> int:
-        """This rank."""
-        return self._ranks.rank
+        """This rank, as a replica counts: its shard."""
+        return self._ranks.shard
 
     def begin(self, unit: int, indices: Sequence[int], dtype: torch.dtype, number: int = 0, of: int = 1) -> Trade:
         """Returns an exchange of some parameters of a unit, the same on every rank.
@@ -67,23 +67,23 @@ class Trade:
 
     def __init__(self, ranks: Ranks, found: Sequence[Divided], memory: torch.Tensor) -> None:
         """Lays the parts out in `memory`: first what goes out, home by home, then what comes in, rank by rank."""
-        self._ranks = ranks
-        self.away = {each.number: _mine(each, ranks.rank) for each in found if each.home != ranks.rank}
+        self._ranks, own, shards = ranks, ranks.shard, ranks.mesh.shards
+        self.away = {each.number: _mine(each, own) for each in found if each.home != own}
         """Position and length of this rank's part of each parameter whose home is another rank; both 0 for none."""
-        self.here = tuple(each for each in found if each.home == ranks.rank)
+        self.here = tuple(each for each in found if each.home == own)
         """Parameters whose home is this rank."""
-        self._sent, self._got = [0] * ranks.size, [0] * ranks.size
+        self._sent, self._got = [0] * shards, [0] * shards
         self._places: dict[tuple[int, int], torch.Tensor] = {}
         end = 0
-        for home in range(ranks.size):
-            for each in (each for each in found if each.home == home != ranks.rank):
+        for home in range(shards):
+            for each in (each for each in found if each.home == home != own):
                 numel = self.away[each.number][1]
-                self._places[each.number, ranks.rank] = memory[end : end + numel]
+                self._places[each.number, own] = memory[end : end + numel]
                 self._sent[home] += numel
                 end += numel
         self._out, first = memory[:end], end
-        for rank in range(ranks.size):
-            for each in self.here if rank != ranks.rank else ():
+        for rank in range(shards):
+            for each in self.here if rank != own else ():
                 _, numel = _mine(each, rank)
                 self._places[each.number, rank] = memory[end : end + numel]
                 self._got[rank] += numel

@@ -50,7 +50,7 @@ class TorchUpdates:
                 and for what ranks exchange.
             ranks: all ranks; None if there is one.
         """
-        self._optimizer, self.layouts, self._rank = optimizer, layouts, 0 if ranks is None else ranks.rank
+        self._optimizer, self.layouts, self._rank = optimizer, layouts, 0 if ranks is None else ranks.shard
         self.scratch_nbytes = scratch.nbytes
         # Masters that have memory of their own take none: then the gradient's serves, which nobody asks for.
         copied = State.MASTER_LOW_BITS in mode.weights or ranks is not None

@@ -22,14 +22,16 @@ class FoundRun:
 
     source: StoreSource
     specs: Sequence[StoreSpec]
-    """Contents of the store of each of its ranks."""
+    """Contents of the store of each rank of its first replica."""
     layouts: tuple[UnitLayout, ...]
     mode: Mode
     saved: Mapping[str, tuple[int, Segment]]
+    written: Sequence[bytes | None]
+    """Packed counts of the bytes that each rank of the run has written."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run."""
+        """Number of shards of each unit."""
         return len(self.specs)
 
     def open(self, queue: Queue) -> SavedStates:

@@ -22,6 +22,7 @@ from offload.engine.checkpoint.load import LoadOptions
 from offload.engine.checkpoint.resharding import places
 from offload.engine.checkpoint.restore import CheckpointRestorer
 from offload.engine.distributed.all_or_nothing import AllOrNothing
+from offload.engine.distributed.mesh import Mesh
 from offload.engine.model_io.weight_source import StoreSource, lock_and_look, ranks_of
 from offload.engine.reshard.found_run import FoundRun, StoredShards
 from offload.engine.reshard.switch import Switch, carry_out, discard
@@ -31,7 +32,7 @@ from offload.layout.fingerprint import described_layouts, store_specs
 from offload.layout.flat_layout import UnitLayout, with_kept
 from offload.layout.optimizers.state_pages import placed_for
 from offload.notices import shell_command
-from offload.sizes import count_of, format_size
+from offload.sizes import format_size
 from offload.swapper.modes import Mode
 from offload.swapper.store import Store, StoreSpec, find_shortage, rank_folders
 from offload.swapper.store.format.manifest import compare
@@ -53,6 +54,7 @@ class NewRanks:
     mode: Mode
     shares: Sequence[tuple[range, range]]
     ranks: AllOrNothing
+    mesh: Mesh
 
     @property
     def folders(self) -> list[Path]:
@@ -70,7 +72,7 @@ class _Written(NamedTuple):
 
 
 def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> str | None:
-    """Divides the states of the run among the ranks of this start, if the run had another number of them. Collective.
+    """Divides the states of the run among the ranks of this start, if it had another number or arrangement. Collective.
 
     Args:
         new: the run as the ranks of this start will have it.
@@ -78,34 +80,34 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
         check: raises `StoreError` if all that a commit contains beside states does not fit this model.
 
     Returns:
-        A line for the user; None if the run has as many ranks as this start.
+        A line for the user; None if the run has as many ranks as this start, in as many replicas.
 
     Raises:
         StoreError: if the run does not fit, is damaged, is not on drives that all ranks see, or there is no room. The
             run is then as it was.
     """
     ranks, run = new.ranks, new.folders[0]
-    before: int | None = ranks.by_first(lambda: _world_size(run))
-    if before is None or before == ranks.size:
+    known: list[int] | None = ranks.by_first(lambda: _mesh_of(run))  # as JSON has it
+    if known is None or (before := Mesh(*known)) == new.mesh:
         return None
     began = time.monotonic()
-    _check_visible(run, before, ranks)
+    _check_visible(new, before)
     with contextlib.ExitStack() as opened:
         looked: list[Found] = []
         # Rank 0 holds the locks for all, and takes them first: a run in use would change under the others.
         ranks.by_first(lambda: looked.extend(lock_and_look(run, opened)))
         ranks.settle(lambda: looked.extend(_look(run) if ranks.rank else ()))
         found: list[FoundRun] = []
-        ranks.settle(lambda: found.append(_open(new, looked, queue, check, opened)))
+        ranks.settle(lambda: found.append(_open(new, before, looked, queue, check, opened)))
         blob = found[0].source.commits[0].record.blob_nbytes
         # Each commit reserves a quarter more than it needs, for two blobs.
         need = sum(ranks.settle(lambda: new.spec.nbytes + 5 * blob // 2))
         ranks.by_first(lambda: _check_room(new, need, before))
-        ranks.settle(lambda: _compare(found[0], run, ranks))
+        ranks.settle(lambda: _compare(found[0], new, before))
         try:
             written = [_Written(*each) for each in ranks.settle(lambda: _write(new, found[0], queue, opened))]
             after = tuple(each.id for each in written)
-            ids = tuple(str(store_id(folders[0])) for folders in found[0].source.folders)
+            ids = tuple(str(store_id(run / f"rank{rank}")) for rank in range(before.ranks))
             ranks.by_first(lambda: carry_out(new.folders, Switch(ids, after)))
         except BaseException:
             # Only rank 0 knows whether the note was written. The other ranks delete nothing.
@@ -114,32 +116,36 @@ def reshard(new: NewRanks, queue: Queue, check: Callable[[Snapshot], None]) -> s
             raise
     seconds = time.monotonic() - began
     return (
-        f"resharded from {before} to {count_of(ranks.size, 'rank')}: {format_size(sum(e.nbytes for e in written))} of "
+        f"resharded from {before} to {new.mesh}: {format_size(sum(e.nbytes for e in written))} of "
         f"states in {seconds:.1f} s; each rank continues with the random generators of rank 0, so dropout draws other "
         "numbers"
     )
 
 
-def _world_size(run: Path) -> int | None:
-    """Returns the number of ranks of the run; None if no manifest says so, or nothing could be committed."""
+def _mesh_of(run: Path) -> Mesh | None:
+    """Returns the arrangement of the ranks of the run; None if no manifest tells, or nothing could be committed."""
     manifests = (look(folder).manifest for folder in rank_folders(run) if is_rank(folder))
     known = next((each for each in manifests if each is not None), None)
-    return None if known is None or known.spec.slots < 2 else int(known.spec.fingerprint.get("world_size", 1))
+    if known is None or known.spec.slots < 2:
+        return None
+    shards = int(known.spec.fingerprint.get("world_size", 1))
+    return Mesh(known.spec.ranks // shards, shards)
 
 
-def _check_visible(run: Path, before: int, ranks: AllOrNothing) -> None:
-    """Raises `StoreError` on all ranks if one of them does not see the folder of each rank of the run."""
-    folders = [run / f"rank{rank}" for rank in range(before)]
-    everyone = ranks.settle(lambda: [store_id(folder) for folder in folders])
+def _check_visible(new: NewRanks, before: Mesh) -> None:
+    """Raises `StoreError` on all ranks if one of them does not see the folder of each rank of the first replica."""
+    run = new.folders[0]
+    folders = [run / f"rank{rank}" for rank in range(before.shards)]
+    everyone = new.ranks.settle(lambda: [store_id(folder) for folder in folders])
     for rank, ids in enumerate(everyone):
         # On another machine a folder of the same name belongs to another store.
         pairs = zip(folders, ids, everyone[0], strict=True)
         missing = [str(folder) for folder, its, first in pairs if its is None or its != first]
         if missing:
             raise StoreError(
-                f"{run} is a run of {count_of(before, 'rank')}, this start has {ranks.size}, and rank {rank} does not "
+                f"{run} is a run of {before}, this start has {new.mesh}, and rank {rank} does not "
                 f"see the swap files of the run in {', '.join(missing)}: mount the drives of all ranks where each rank "
-                f"sees them, or resume with {count_of(before, 'rank')}; or call save_checkpoint in the run and "
+                f"sees them, or resume with {before}; or call save_checkpoint in the run and "
                 "load_checkpoint in a new one, on any number of ranks"
             )
 
@@ -151,6 +157,7 @@ def _look(run: Path) -> list[Found]:
 
 def _open(
     new: NewRanks,
+    before: Mesh,
     looked: Sequence[Found],
     queue: Queue,
     check: Callable[[Snapshot], None],
@@ -160,6 +167,7 @@ def _open(
 
     Args:
         new: see `reshard`.
+        before: arrangement of the ranks of the run. Replicas have equal states, and the first is read.
         looked: the run's folders on their first drive.
         queue: see `reshard`.
         check: see `reshard`.
@@ -171,7 +179,8 @@ def _open(
     kept = {segment.name: segment.kept for layout in new.layouts for segment in layout.segments}
     # This model as that many ranks would store it: a difference is told as in any other resume.
     expected = placed_for(new.layouts, new.mode, len(found))
-    specs = store_specs(tuple(with_kept(layout, kept, len(found)) for layout in expected), new.mode, len(found))
+    expected = tuple(with_kept(layout, kept, len(found)) for layout in expected)
+    specs = store_specs(expected, new.mode, before.shards, replicas=before.replicas)
     for spec, each in zip(specs, found, strict=True):
         assert each.manifest is not None, "a commit that is whole holds one"
         compare(spec, each.manifest.spec, each.folder)
@@ -179,7 +188,15 @@ def _open(
     for rank in range(new.ranks.size):
         check_startable([folder / f"rank{rank}" for folder in new.folders], over=True)
     layouts = described_layouts(source.description)
-    return FoundRun(source=source, specs=specs, layouts=layouts, mode=new.mode, saved=places(layouts, {}, True))
+    others = [each.whole[0] for each in looked if each.whole and before.shards <= each.rank < before.ranks]
+    return FoundRun(
+        source=source,
+        specs=specs,
+        layouts=layouts,
+        mode=new.mode,
+        saved=places(layouts, {}, True),
+        written=[each.blob.written for each in (*source.commits, *others) if each.blob is not None],
+    )
 
 
 def _on_drives(found: Found, new: NewRanks) -> Found:
@@ -196,26 +213,27 @@ def _on_drives(found: Found, new: NewRanks) -> Found:
     return found._replace(manifest=dataclasses.replace(found.manifest, drives=drives))
 
 
-def _check_room(new: NewRanks, need: int, before: int) -> None:
+def _check_room(new: NewRanks, need: int, before: Mesh) -> None:
     """Raises `StoreError` if the drives have no room for the new swap files beside those of the run."""
     short = find_shortage(new.drives, need)
     if short is not None:
         raise StoreError(
-            f"{new.folders[0]} is a run of {count_of(before, 'rank')}; its swap files for {new.ranks.size} need "
+            f"{new.folders[0]} is a run of {before}; its swap files for {new.mesh} need "
             f"{format_size(short.need)} beside the present ones, {short.path} has {format_size(short.free)} free; "
-            f"free some room, or resume with {count_of(before, 'rank')}; or call save_checkpoint in the run and "
+            f"free some room, or resume with {before}; or call save_checkpoint in the run and "
             "load_checkpoint in a new one, on any number of ranks"
         )
 
 
-def _compare(found: FoundRun, run: Path, ranks: AllOrNothing) -> None:
+def _compare(found: FoundRun, new: NewRanks, before: Mesh) -> None:
     """Compares this rank's share of the run's bytes with their checksums. Raises `StoreError`."""
+    run = new.folders[0]
     try:
-        found.compare(ranks.rank, ranks.size)
+        found.compare(new.ranks.rank, new.ranks.size)
     except IoError as error:
         raise StoreError(
             f"the run in {run} is damaged or cannot be read, and stays as it is: {error}; "
-            f"`{shell_command('verify', run)}` says where, and {count_of(found.world_size, 'rank')} may resume the "
+            f"`{shell_command('verify', run)}` says where, and {before} may resume the "
             "commit before"
         ) from error
 
@@ -234,9 +252,9 @@ def _write(new: NewRanks, found: FoundRun, queue: Queue, opened: contextlib.Exit
     opened.callback(store.close)
     store.create()
     shards = StoredShards(mode=new.mode, layouts=new.layouts, shares=new.shares, store=store)
-    CheckpointRestorer(found, shards, _EVERYTHING, queue, rank).run()
+    CheckpointRestorer(found, shards, _EVERYTHING, queue, new.mesh.shard_of(rank)).run()
     # The drives have taken the writes of all ranks before. One rank goes on with their sum.
-    store.written.go_on(*(each.blob.written for each in commits if each.blob is not None and rank == 0))
+    store.written.go_on(*(found.written if rank == 0 else ()))
     # As with a checkpoint: no saved progress belongs to this rank, so every rank continues with that of rank 0.
     store.commit(commits[0].record.step, commits[0].contents)
     return _Written(str(store_id(store.folders[0])), sum(sum(row.values()) for row in new.spec.partitions))

@@ -140,6 +140,7 @@ def _store(
         mode=plan.mode,
         shares=plan.shares,
         ranks=_everyone(plan.ranks, "give the run another number of ranks"),
+        mesh=plan.mesh,
     )
     new.ranks.by_first(lambda: finish(new.folders))
     line = None
@@ -318,7 +319,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
 
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     """Returns the layout of the swap files."""
-    layout = describe(plan.layouts, plan.mode, plan.world_size)
+    layout = describe(plan.layouts, plan.mode, plan.mesh.shards, plan.mesh.replicas)
     # Only where it differs from 1, so that descriptions of other stores have no such key.
     if plan.grid is not None:
         layout["tensor_parallel"] = plan.grid.description

@@ -126,7 +126,7 @@ def initialize(
         raise
     ranks: Ranks | None = None
     try:
-        ranks = join_ranks(device)
+        ranks = join_ranks(device, loaded.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
             given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
             return _initialize(loaded, model, device, ranks, shards, *given)

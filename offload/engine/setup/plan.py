@@ -15,6 +15,7 @@ from torch import nn
 from offload.config import Batch, Config
 from offload.engine.activations.policy import check_tier
 from offload.engine.activations.unit_checkpoints import blocks_of
+from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.sharded.takeover import Site
@@ -103,6 +104,11 @@ class Plan:
         return 1 if self.ranks is None else self.ranks.size
 
     @property
+    def mesh(self) -> Mesh:
+        """Arrangement of the ranks."""
+        return Mesh() if self.ranks is None else self.ranks.mesh
+
+    @property
     def everyone(self) -> Ranks | None:
         """All processes that train together; None if this one trains alone."""
         return self.ranks if self.grid is None else self.grid.everyone
@@ -125,8 +131,9 @@ class Plan:
     @property
     def shares(self) -> tuple[tuple[range, range], ...]:
         """This rank's trainable and frozen elements of each unit."""
-        rank, size = self.rank, self.world_size
-        return tuple((layout.trainable(rank, size), layout.frozen(rank, size)) for layout in self.layouts)
+        mesh = self.mesh
+        shard, shards = mesh.shard_of(self.rank), mesh.shards
+        return tuple((layout.trainable(shard, shards), layout.frozen(shard, shards)) for layout in self.layouts)
 
 
 def decide(
@@ -160,16 +167,16 @@ def decide(
         BudgetError: If a budget is too small.
         StoreError: If the run on the drives does not fit the configured "resume".
     """
-    world_size, everyone = 1 if ranks is None else ranks.size, ranks if grid is None else grid.everyone
+    mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
     # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
-    check_partitioned_activations(config, world_size)
+    check_partitioned_activations(config, mesh.ranks)
     check_tier(config.activation_tier, bool(config.drives))
     tiled_mlps = choose_mlps(model, config.offload.tile_mlp)
     mode, buffers = mode_of(config, optimizer), buffer_dtype(config)
     units, stacks, experts = divide(model, division_of(config, optimizer))
     stored = stored_weights(model, config.offload.frozen, mode.weight_dtype, rows_of(stacks))
-    layouts = laid_out_for(layouts_of(model, units, world_size, kept, stored, matrices), mode, world_size)
+    layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
     more = (*_frozen_notices(config, layouts, mode), *experts, *tile_notices(tiled_mlps, config.offload.tile_mlp))
     check_batch_norm(model, mode, device.torch, buffers)
     check_same(everyone, config, batch, mode, layouts, model, device, grid)
@@ -196,7 +203,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, everyone), *more, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, everyone, mesh), *more, *schedule_notices),
         images=images,
     )
 
@@ -213,6 +220,7 @@ def _request(
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
     """Returns all on which the placement of this rank's states depends."""
+    mesh = Mesh() if ranks is None else ranks.mesh
     return MemoryRequest(
         config=config,
         layouts=layouts,
@@ -220,8 +228,9 @@ def _request(
         accumulation=batch.accumulation,
         # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
         machine=_machine(config, device, everyone, device_kernels, bool(config.drives) and not images),
-        rank=0 if ranks is None else ranks.rank,
-        world_size=1 if ranks is None else ranks.size,
+        rank=0 if ranks is None else ranks.shard,
+        world_size=mesh.shards,
+        replicas=mesh.replicas,
         images=images,
     )
 
@@ -258,13 +267,31 @@ def _schedule(config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan
 
 
 def _notices(
-    config: Config, found: FoundRun, memory: MemoryPlan, why_not: tuple[str, ...], everyone: Ranks | None
+    config: Config,
+    found: FoundRun,
+    memory: MemoryPlan,
+    why_not: tuple[str, ...],
+    everyone: Ranks | None,
+    mesh: Mesh,
 ) -> tuple[str, ...]:
     """Returns the lines that the plan has for the user, in the order in which they are reported."""
     if everyone is not None and everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
-    return (*config.notices, *found.replaced, *memory.notices, *why_not, *leftovers(config))
+    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *leftovers(config))
+
+
+def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:
+    """Returns a line on the replicas, if there are several."""
+    if mesh.replicas == 1:
+        return ()
+    part = "all" if mesh.shards == 1 else f"1/{mesh.shards}"
+    return (
+        Remark(
+            f"{mesh}: each rank has {part} of the weights, gradients and states; weights are gathered within a "
+            "replica, and the sums of gradients are added up over the replicas"
+        ),
+    )
 
 
 def _frozen_notices(config: Config, layouts: Sequence[UnitLayout], mode: Mode) -> tuple[str, ...]:

@@ -139,9 +139,9 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
             )
         if offload.resume == "never" and not status.closed:
             raise StoreError(
-                f'{folder} holds a run that did not end; resume the run with --resume auto ("resume": "auto"), or '
-                'start over with --resume restart ("resume": "restart"), or delete the run with '
-                f"`{shell_command('rm', folder)}`, or choose another run name"
+                f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block, '
+                'or start over with "resume": "restart" there (offload train: --resume auto, --resume restart), or '
+                f"delete the run with `{shell_command('rm', folder)}`, or choose another run name"
             )
         size = format_size(find_removal(Path(folder)).nbytes)
         how = "which was closed at its end" if status.closed else "which did not end"
@@ -150,7 +150,8 @@ def _resume(config: Config, on_disk: bool) -> tuple[bool, tuple[str, ...]]:
     if status.finished is not None and not status.exists and offload.resume not in ("never", "restart"):
         raise StoreError(
             f"{folder} was finished at step {status.finished.get('steps')}, so no step is left to resume; choose "
-            'another run name, or start over with "resume": "never" (--resume never)'
+            'another run name, or start over with "resume": "never" in the "offload" block (offload train: '
+            "--resume never)"
         )
     if not status.exists and offload.resume == "must":
         raise StoreError(f'"resume" is must, but {folder} holds no committed step')

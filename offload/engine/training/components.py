@@ -9,6 +9,7 @@ from offload.aio.shared_queue import SharedQueue
 from offload.engine.activations.activations import Activations
 from offload.engine.distributed.agreement import Agreement
 from offload.engine.distributed.communication import Communication
+from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.gradients.accumulator import GradientAccumulator
@@ -76,6 +77,16 @@ class EngineComponents:
     def world_size(self) -> int:
         """Number of processes that divide states by ZeRO."""
         return 1 if self.ranks is None else self.ranks.size
+
+    @property
+    def mesh(self) -> Mesh:
+        """Their arrangement."""
+        return Mesh() if self.ranks is None else self.ranks.mesh
+
+    @property
+    def shard(self) -> int:
+        """Number of the shard of each unit that this process holds."""
+        return self.mesh.shard_of(self.rank)
 
     @property
     def everyone(self) -> Ranks | None:

@@ -19,6 +19,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <cstring>
 
 #define OFFLOAD_INLINE inline __attribute__((always_inline))
 
@@ -63,18 +64,21 @@ struct Fp16 {
     std::uint16_t bits;
 };
 
-OFFLOAD_INLINE float to_float(Fp16 value) {
-    const std::uint32_t magnitude = value.bits & 0x7FFFu;
+// Of its 16 bits.
+OFFLOAD_INLINE float half_value(std::uint32_t half) {
+    const std::uint32_t magnitude = half & 0x7FFFu;
     // Exponent and fraction are shifted to their positions in a float. The exponent is then 112 too
     // low, which one exact product corrects, for denormals too.
     const float scaled = std::bit_cast<float>(magnitude << 13) * 0x1p112f;
     const std::uint32_t bits = magnitude >= 0x7C00u ? (magnitude << 13) | 0x7F800000u
                                                     : std::bit_cast<std::uint32_t>(scaled);
-    return std::bit_cast<float>(bits | static_cast<std::uint32_t>(value.bits & 0x8000u) << 16);
+    return std::bit_cast<float>(bits | (half & 0x8000u) << 16);
 }
 
+OFFLOAD_INLINE float to_float(Fp16 value) { return half_value(value.bits); }
+
 // Rounded to nearest, ties to even, as `tensor.to(torch.float16)` does; beyond 65504 infinite.
-OFFLOAD_INLINE void store(Fp16* at, float value) {
+OFFLOAD_INLINE std::uint32_t half_bits(float value) {
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(value);
     const std::uint32_t sign = (bits >> 16) & 0x8000u;
     const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
@@ -86,7 +90,11 @@ OFFLOAD_INLINE void store(Fp16* at, float value) {
     std::uint32_t half = magnitude < 0x38800000u ? denormal : normal;
     half = magnitude >= 0x477FF000u ? 0x7C00u : half;
     half = magnitude > 0x7F800000u ? 0x7E00u : half;
-    at->bits = static_cast<std::uint16_t>(half | sign);
+    return half | sign;
+}
+
+OFFLOAD_INLINE void store(Fp16* at, float value) {
+    at->bits = static_cast<std::uint16_t>(half_bits(value));
 }
 
 OFFLOAD_INLINE float join(Bf16 weight, std::int16_t residual) {
@@ -94,10 +102,16 @@ OFFLOAD_INLINE float join(Bf16 weight, std::int16_t residual) {
     return std::bit_cast<float>(high + static_cast<std::uint32_t>(std::int32_t{residual}));
 }
 
+// The bits that the halves of a master keep.
+OFFLOAD_INLINE std::uint32_t kept_bits(float master) {
+    return master == master ? std::bit_cast<std::uint32_t>(master) : kNanBf16 << 16;
+}
+
+inline constexpr std::uint32_t kHalfUp = 0x8000u;  // rounds to the upper half
+
 OFFLOAD_INLINE void split(float master, Bf16* weight, std::int16_t* residual) {
-    std::uint32_t bits = std::bit_cast<std::uint32_t>(master);
-    bits = is_nan(bits) ? kNanBf16 << 16 : bits;
-    weight->bits = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    const std::uint32_t bits = kept_bits(master);
+    weight->bits = static_cast<std::uint16_t>((bits + kHalfUp) >> 16);
     *residual = static_cast<std::int16_t>(bits & 0xFFFFu);  // the low half, read as signed
 }
 
@@ -109,11 +123,45 @@ OFFLOAD_INLINE float join(Bf16 weight, std::int8_t residual) {
 inline constexpr std::uint32_t kNearestBf24 = 0x80u;
 
 // Of the `random` bits the lower 8 are taken.
+OFFLOAD_INLINE std::uint32_t kept_bits(float master, std::uint32_t random) {
+    const std::uint32_t sum = std::bit_cast<std::uint32_t>(master) + (random & 0xFFu);
+    return master == master ? sum : kNanBf16 << 16;
+}
+
 OFFLOAD_INLINE void split(float master, std::uint32_t random, Bf16* weight, std::int8_t* residual) {
-    const std::uint32_t exact = std::bit_cast<std::uint32_t>(master);
-    const std::uint32_t bits = is_nan(exact) ? kNanBf16 << 16 : exact + (random & 0xFFu);
-    weight->bits = static_cast<std::uint16_t>((bits + 0x8000u) >> 16);
+    const std::uint32_t bits = kept_bits(master, random);
+    weight->bits = static_cast<std::uint16_t>((bits + kHalfUp) >> 16);
     *residual = static_cast<std::int8_t>(bits >> 8);  // the byte below the weight, read as signed
+}
+
+// Two numbers of 16 bits that lie in one word, the first one below.
+static_assert(std::endian::native == std::endian::little);
+
+template <class T>
+OFFLOAD_INLINE std::uint32_t load_pair(const T* at) {
+    static_assert(sizeof(T) == 2);
+    std::uint32_t pair;
+    std::memcpy(&pair, at, sizeof pair);
+    return pair;
+}
+template <class T>
+OFFLOAD_INLINE void store_pair(T* at, std::uint32_t pair) {
+    static_assert(sizeof(T) == 2);
+    std::memcpy(at, &pair, sizeof pair);
+}
+
+OFFLOAD_INLINE float first_of(Bf16, std::uint32_t pair) { return std::bit_cast<float>(pair << 16); }
+OFFLOAD_INLINE float second_of(Bf16, std::uint32_t pair) {
+    return std::bit_cast<float>(pair & 0xFFFF0000u);
+}
+OFFLOAD_INLINE float first_of(Fp16, std::uint32_t pair) { return half_value(pair & 0xFFFFu); }
+OFFLOAD_INLINE float second_of(Fp16, std::uint32_t pair) { return half_value(pair >> 16); }
+
+OFFLOAD_INLINE std::uint32_t pair_of_uppers(std::uint32_t first, std::uint32_t second) {
+    return (first >> 16) | (second & 0xFFFF0000u);
+}
+OFFLOAD_INLINE std::uint32_t pair_of_lowers(std::uint32_t first, std::uint32_t second) {
+    return (first & 0xFFFFu) | (second << 16);
 }
 
 }  // namespace offload

@@ -69,43 +69,35 @@ class DefaultRounding {
     DefaultRounding& operator=(const DefaultRounding&) = delete;
 };
 
-// A Body has `struct Args` and an always_inline `static void run(const Args&, begin, end)`.
-template <class Body>
-using RangeFunction = void (*)(const typename Body::Args&, std::size_t begin, std::size_t end);
+// A Body has an always_inline static function `run`. Its versions take the same arguments, each by
+// the instruction set of its name.
+template <class Body, class Function = decltype(&Body::run)>
+struct Versions;
 
-template <class Body>
-void run_scalar(const typename Body::Args& args, std::size_t begin, std::size_t end) {
-    Body::run(args, begin, end);
-}
-
+template <class Body, class Result, class... Args>
+struct Versions<Body, Result (*)(Args...)> {
+    static Result scalar(Args... args) { return Body::run(args...); }
 #if OFFLOAD_X86
-template <class Body>
-OFFLOAD_AVX2 void run_avx2(const typename Body::Args& args, std::size_t begin, std::size_t end) {
-    Body::run(args, begin, end);
-}
-
-template <class Body>
-OFFLOAD_AVX512 void run_avx512(const typename Body::Args& args, std::size_t begin,
-                               std::size_t end) {
-    Body::run(args, begin, end);
-}
+    OFFLOAD_AVX2 static Result avx2(Args... args) { return Body::run(args...); }
+    OFFLOAD_AVX512 static Result avx512(Args... args) { return Body::run(args...); }
 #endif
+};
 
 template <class Body>
-[[nodiscard]] RangeFunction<Body> version_for(Isa isa) {
+[[nodiscard]] auto version_for(Isa isa) {
 #if OFFLOAD_X86
-    if (isa == Isa::kAvx512) return run_avx512<Body>;
-    if (isa == Isa::kAvx2) return run_avx2<Body>;
+    if (isa == Isa::kAvx512) return &Versions<Body>::avx512;
+    if (isa == Isa::kAvx2) return &Versions<Body>::avx2;
 #endif
     (void)isa;
-    return run_scalar<Body>;
+    return &Versions<Body>::scalar;
 }
 
-// Runs the body over [0, numel) on the team, with the active instruction set. `memory` is one of
-// the arrays.
+// Runs a body over [0, numel) on the team, with the active instruction set: it has `struct Args`
+// and `run(const Args&, begin, end)`. `memory` is one of the arrays.
 template <class Body>
 void run_body(const typename Body::Args& args, std::size_t numel, const void* memory = nullptr) {
-    const RangeFunction<Body> run = version_for<Body>(active_isa());
+    const auto run = version_for<Body>(active_isa());
     share_out(
         numel,
         [&args, run](std::size_t begin, std::size_t end) {

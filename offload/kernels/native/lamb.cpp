@@ -44,110 +44,105 @@ OFFLOAD_INLINE float direction(const Scalars& k, float p, float m, float v) {
     return m / k.correction1 / (std::sqrt(v / k.correction2) + k.eps) + k.weight_decay * p;
 }
 
-template <class Master, class Moment, class Grad>
-struct Moments {
-    struct Args {
-        Master master;
-        Moment* first;
-        Moment* second;
-        float* scales;  // of codes
-        const Grad* grad;
-        Scalars scalars;
-        std::uint64_t stream;
-        std::uint64_t element;  // of the first one
-        double* sums;           // (ceil(numel / kBlock), 2): of the squares of p and of u
-    };
+struct NewMoments {
+    float m;
+    float v;
+};
 
-    OFFLOAD_INLINE static void run(const Args& args, std::size_t begin, std::size_t end) {
-        float weights[kBlock];
-        float directions[kBlock];
-        for (; begin < end; begin += kBlock) {
-            const std::size_t numel = std::min(kBlock, end - begin);
-            // Once, unless a new key begins within the block.
-            for (std::size_t done = 0; done < numel;) {
-                const std::uint64_t element = args.element + begin + done;
-                const std::uint64_t left = kNoiseRange - element % kNoiseRange;
-                const std::size_t count = numel - done > left ? left : numel - done;
-                const Noise noise = noise_of(args.stream, element, 0);
-                if constexpr (std::is_same_v<Moment, Code>) {
-                    update_blocks(args, noise, begin + done, count, weights + done,
-                                  directions + done);
-                } else {
-                    update(args, noise, begin + done, count, weights + done, directions + done);
-                }
-                done += count;
+OFFLOAD_INLINE NewMoments new_moments(const Scalars& k, float g, float m, float v) {
+    g = g * k.grad_scale;
+    return {k.beta1 * m + k.one_minus_beta1 * g, k.beta2 * v + k.one_minus_beta2 * g * g};
+}
+
+// Updates the moments of a tile, and computes its directions from them as they are stored: those
+// are what the second pass reads, so the norm is of those.
+template <class Moment>
+struct Directions;
+
+template <>
+struct Directions<float> {
+    OFFLOAD_INLINE static void run(const Scalars& scalars, const Tile& given, float* directions) {
+        const Scalars k = scalars;
+        const Tile tile = given;
+        auto* first = static_cast<float*>(tile.moments[0]);
+        auto* second = static_cast<float*>(tile.moments[1]);
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < kTile; ++i) {
+            const NewMoments now = new_moments(k, tile.grads[i], first[i], second[i]);
+            first[i] = now.m;
+            second[i] = now.v;
+            directions[i] = direction(k, tile.weights[i], now.m, now.v);
+        }
+    }
+};
+
+template <>
+struct Directions<Bf16> {
+    OFFLOAD_INLINE static void run(const Scalars& scalars, const Tile& given, float* directions) {
+        const Scalars k = scalars;
+        const Tile tile = given;
+        auto* first = static_cast<Bf16*>(tile.moments[0]);
+        auto* second = static_cast<Bf16*>(tile.moments[1]);
+        std::uint32_t number = tile.element;
+#pragma GCC ivdep
+        for (std::size_t i = 0; i < kHalf; ++i, number += 2) {
+            const std::size_t j = kHalf + i;
+            const std::uint32_t m = load_pair(first + 2 * i), v = load_pair(second + 2 * i);
+            const NewMoments one =
+                new_moments(k, tile.grads[i], first_of(Bf16{}, m), first_of(Bf16{}, v));
+            const NewMoments other =
+                new_moments(k, tile.grads[j], second_of(Bf16{}, m), second_of(Bf16{}, v));
+            const std::uint32_t random[2] = {random_bits(tile.noise, number),
+                                             random_bits(tile.noise, number + 1)};
+            const std::uint32_t new_m =
+                pair_of_uppers(rounded_bits(one.m, random[0]), rounded_bits(other.m, random[1]));
+            const std::uint32_t new_v = pair_of_uppers(rounded_bits(one.v, random[0] >> 16),
+                                                       rounded_bits(other.v, random[1] >> 16));
+            store_pair(first + 2 * i, new_m);
+            store_pair(second + 2 * i, new_v);
+            directions[i] =
+                direction(k, tile.weights[i], first_of(Bf16{}, new_m), first_of(Bf16{}, new_v));
+            directions[j] =
+                direction(k, tile.weights[j], second_of(Bf16{}, new_m), second_of(Bf16{}, new_v));
+        }
+    }
+};
+
+// The same for codes, in two loops, between which the moments are stored.
+struct NewValues {
+    OFFLOAD_INLINE static void run(const Scalars& scalars, const Tile& given) {
+        const Scalars k = scalars;
+        const Tile tile = given;
+        auto* first = static_cast<float*>(tile.moments[0]);
+        auto* second = static_cast<float*>(tile.moments[1]);
+        for (std::size_t half = 0; half < 2; ++half) {
+            std::uint32_t number = tile.element + static_cast<std::uint32_t>(half);
+#pragma GCC ivdep
+            for (std::size_t j = 0; j < kHalf; ++j, number += 2) {
+                const std::size_t i = half * kHalf + j;
+                const NewMoments now = new_moments(k, tile.grads[i], first[i], second[i]);
+                first[i] = value_of<false>(now.m);
+                second[i] = value_of<true>(now.v);
+                store_chances<2>(tile, i, number);
             }
-            args.sums[2 * (begin / kBlock)] = block_sum(weights, numel);
-            args.sums[2 * (begin / kBlock) + 1] = block_sum(directions, numel);
         }
     }
+};
 
-    OFFLOAD_INLINE static void update(const Args& args, const Noise& of, std::size_t begin,
-                                      std::size_t numel, float* weights, float* directions) {
-        const Scalars k = args.scalars;
-        const Noise noise = of;
-        const Master master = from(args.master, begin);
-        Moment* first = args.first + begin;
-        Moment* second = args.second + begin;
-        const Grad* grad = args.grad + begin;
+struct DirectionsOfStored {
+    OFFLOAD_INLINE static void run(const Scalars& scalars, const float* weights, const float* m,
+                                   const float* v, float* directions) {
+        const Scalars k = scalars;
 #pragma GCC ivdep
-        for (std::size_t i = 0; i < numel; ++i) {
-            const float p = load(master, i);
-            const float g = to_float(grad[i]) * k.grad_scale;
-            const float m = k.beta1 * to_float(first[i]) + k.one_minus_beta1 * g;
-            const float v = k.beta2 * to_float(second[i]) + k.one_minus_beta2 * g * g;
-            const std::uint32_t random =
-                bits_for<Moment>(noise, noise.shift + static_cast<std::uint32_t>(i));
-            store_moment(&first[i], m, random);
-            store_moment(&second[i], v, random >> 16);
-            weights[i] = p;
-            // The second pass reads the moments as they are stored, so the norm is of those.
-            directions[i] = direction(k, p, to_float(first[i]), to_float(second[i]));
-        }
-    }
-
-    // The same for codes. A new key begins at a border of blocks.
-    OFFLOAD_INLINE static void update_blocks(const Args& args, const Noise& of, std::size_t begin,
-                                             std::size_t numel, float* weights, float* directions) {
-        for (std::size_t done = 0; done < numel; done += kMomentBlock) {
-            Noise noise = of;
-            noise.shift += static_cast<std::uint32_t>(done);
-            update_block(args, noise, begin + done, std::min(kMomentBlock, numel - done),
-                         weights + done, directions + done);
-        }
-    }
-
-    OFFLOAD_INLINE static void update_block(const Args& args, const Noise& noise, std::size_t begin,
-                                            std::size_t numel, float* weights, float* directions) {
-        alignas(64) float m[kMomentBlock];
-        alignas(64) float v[kMomentBlock];
-        alignas(64) std::uint32_t random[kMomentBlock];
-        const Scalars k = args.scalars;
-        const Master master = from(args.master, begin);
-        Code* first = args.first + begin;
-        Code* second = args.second + begin;
-        const Grad* grad = args.grad + begin;
-        float* scales = args.scales + 2 * (begin / kMomentBlock);
-        decode_block<false>(first, scales[0], numel, m);
-        decode_block<true>(second, scales[1], numel, v);
-#pragma GCC ivdep
-        for (std::size_t i = 0; i < numel; ++i) {
-            const float g = to_float(grad[i]) * k.grad_scale;
-            m[i] = k.beta1 * m[i] + k.one_minus_beta1 * g;
-            v[i] = value_of<true>(k.beta2 * v[i] + k.one_minus_beta2 * g * g);
-        }
-        for (std::size_t i = 0; i < numel; ++i) {
-            random[i] = random_bits(noise, noise.shift + static_cast<std::uint32_t>(i));
-        }
-        scales[0] = encode_block<false>(m, numel, random, 0, first);
-        scales[1] = encode_block<true>(v, numel, random, 16, second);
-        decode_block<false>(first, scales[0], numel, m);
-        decode_block<true>(second, scales[1], numel, v);
-#pragma GCC ivdep
-        for (std::size_t i = 0; i < numel; ++i) {
-            weights[i] = load(master, i);
+        for (std::size_t i = 0; i < kTile; ++i) {
             directions[i] = direction(k, weights[i], m[i], v[i]);
         }
+    }
+};
+
+struct SumOfSquares {
+    OFFLOAD_INLINE static double run(const float* values, std::size_t numel) {
+        return block_sum(values, numel);
     }
 };
 
@@ -162,35 +157,91 @@ struct Move {
     }
 };
 
+// The first pass over a segment.
+struct FirstPass {
+    Buffers buffers;  // from the segment's start on
+    Segment segment;
+    double* sums;  // (ceil(numel / kBlock), 2): of the squares of p and of u
+    Isa isa;
+    Scalars scalars{segment.settings};
+    Forms forms{forms_of(buffers, order_of(buffers.moment_type), isa)};
+    CodeForms codes{code_forms(isa)};
+
+    void run(std::size_t begin, std::size_t end) const {
+        const auto sum = version_for<SumOfSquares>(isa);
+        // The last tile of a block may be written beyond it.
+        alignas(64) float weights[kBlock + kTile];
+        alignas(64) float directions[kBlock + kTile];
+        for (; begin < end; begin += kBlock) {
+            const std::size_t numel = std::min(kBlock, end - begin);
+            for (std::size_t done = 0; done < numel;) {
+                const std::uint64_t element = segment.element + begin + done;
+                // A new key may begin within the block, with codes at a border of theirs.
+                const std::uint64_t left = kNoiseRange - element % kNoiseRange;
+                const std::size_t most = std::min(kTile, numel - done);
+                const std::size_t count = most > left ? static_cast<std::size_t>(left) : most;
+                tile(begin + done, count, noise_of(segment.stream, element, 0), weights + done,
+                     directions + done);
+                done += count;
+            }
+            sums[2 * (begin / kBlock)] = sum(weights, numel);
+            sums[2 * (begin / kBlock) + 1] = sum(directions, numel);
+        }
+    }
+
+    void tile(std::size_t begin, std::size_t numel, const Noise& noise, float* weights,
+              float* directions) const {
+        const Buffers at = from(buffers, begin, Move::kMoments);
+        if (numel == kTile) return update(at, numel, noise, weights, directions);
+        PartialTile part(at, numel);
+        update(part.buffers(), numel, noise, weights, directions);
+        part.copy_back();
+    }
+
+    // Writes weights and directions of a tile in order.
+    void update(const Buffers& at, std::size_t numel, const Noise& noise, float* weights,
+                float* directions) const {
+        alignas(64) float room[kTile];
+        alignas(64) float grads[kTile];
+        alignas(64) float found[kTile];
+        const Tile tile{forms.load_weights(at, room),
+                        forms.load_grads(at, grads),
+                        {at.moments[0], at.moments[1]},
+                        {},
+                        noise,
+                        noise.shift};
+        if (at.moment_type == Element::kFloat) {
+            version_for<Directions<float>>(isa)(scalars, tile, found);
+        } else if (at.moment_type == Element::kBf16) {
+            version_for<Directions<Bf16>>(isa)(scalars, tile, found);
+        } else {
+            directions_of_codes(at, tile, numel, found);
+        }
+        forms.copy_in_order(tile.weights, weights);
+        forms.copy_in_order(found, directions);
+    }
+
+    void directions_of_codes(const Buffers& at, const Tile& tile, std::size_t numel,
+                             float* directions) const {
+        with_codes<Move>(codes, at, tile, numel,
+                         [&](const Tile& each) { version_for<NewValues>(isa)(scalars, each); });
+        alignas(64) float stored[2][kTile];
+        for (std::size_t i = 0; i < 2; ++i) {
+            codes.decode[Move::kRoots[i]](static_cast<const Code*>(at.moments[i]), at.scales[i],
+                                          stored[i]);
+        }
+        version_for<DirectionsOfStored>(isa)(scalars, tile.weights, stored[0], stored[1],
+                                             directions);
+    }
+};
+
 }  // namespace
 
 void lamb_moments(const Buffers& b, const Segment& segment, double* sums) {
-    with_master(b, [&](auto master) {
-        const auto run = [&]<class Moment, class Grad>() {
-            run_body<Moments<decltype(master), Moment, Grad>>(
-                {from(master, segment.start), static_cast<Moment*>(b.moments[0]) + segment.start,
-                 static_cast<Moment*>(b.moments[1]) + segment.start,
-                 b.scales == nullptr ? nullptr : b.scales + 2 * (segment.start / kMomentBlock),
-                 static_cast<const Grad*>(b.grad) + segment.start, Scalars(segment.settings),
-                 segment.stream, segment.element, sums},
-                segment.stop - segment.start);
-        };
-        const auto with_grad = [&]<class Moment>() {
-            switch (b.grad_type) {
-                case Element::kFloat:
-                    return run.template operator()<Moment, float>();
-                case Element::kBf16:
-                    return run.template operator()<Moment, Bf16>();
-                case Element::kFp16:
-                    return run.template operator()<Moment, Fp16>();
-                case Element::kCode:
-                case Element::kBf24:
-                    return;  // no gradient is one
-            }
-        };
-        if (b.moment_type == Element::kBf16) return with_grad.template operator()<Bf16>();
-        if (b.moment_type == Element::kCode) return with_grad.template operator()<Code>();
-        return with_grad.template operator()<float>();
+    const FirstPass pass{from(b, segment.start, Move::kMoments), segment, sums, active_isa()};
+    share_out(segment.stop - segment.start, [&pass](std::size_t begin, std::size_t end) {
+        const DefaultRounding rounding;
+        pass.run(begin, end);
     });
 }
 

@@ -23,7 +23,7 @@ struct Encode {
                 values[i] = value_of<kRoot>(args.values[begin + i]);
             }
             args.moment.scales[args.moment.stride * (begin / kMomentBlock)] =
-                encode_block<kRoot>(values, numel, nullptr, 0, args.moment.codes + begin);
+                encode_block<kRoot>(values, numel, args.moment.codes + begin);
         }
     }
 };

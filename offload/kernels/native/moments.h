@@ -87,7 +87,7 @@ OFFLOAD_INLINE std::int32_t code_of(const BlockScale& of, float value, std::uint
     const auto fixed = static_cast<std::int32_t>(magnitude * of.factor);
     const std::int32_t rounded = (fixed + static_cast<std::int32_t>(chance)) >> 16;
     if constexpr (kRoot) {
-        const std::int32_t least = (bits & of.mask) != 0 ? 1 : 0;
+        const auto least = static_cast<std::int32_t>(std::min(bits & of.mask, 1u));
         return std::max(std::min(rounded, 255), least);
     } else {
         const std::int32_t sign = static_cast<std::int32_t>(bits) >> 31;
@@ -95,23 +95,14 @@ OFFLOAD_INLINE std::int32_t code_of(const BlockScale& of, float value, std::uint
     }
 }
 
-// Writes the codes of a block, of a length up to kMomentBlock, and returns its scale. `chances` has
-// 32 random bits for each value, of which those from `shift` on are taken; null rounds to nearest.
+// Writes the codes of a block, of a length up to kMomentBlock, rounded to nearest, and returns its
+// scale.
 template <bool kRoot>
-OFFLOAD_INLINE float encode_block(const float* values, std::size_t numel,
-                                  const std::uint32_t* chances, int shift, Code* codes) {
+OFFLOAD_INLINE float encode_block(const float* values, std::size_t numel, Code* codes) {
     // Codes of 32 bits first: a loop that also stores bytes is vectorized by bytes.
     alignas(64) std::int32_t wide[kMomentBlock];
     const BlockScale of = block_scale<kRoot>(values, numel);
-    if (chances == nullptr) {
-        for (std::size_t i = 0; i < numel; ++i) {
-            wide[i] = code_of<kRoot>(of, values[i], kNearest);
-        }
-    } else {
-        for (std::size_t i = 0; i < numel; ++i) {
-            wide[i] = code_of<kRoot>(of, values[i], chance_of(chances[i] >> shift));
-        }
-    }
+    for (std::size_t i = 0; i < numel; ++i) wide[i] = code_of<kRoot>(of, values[i], kNearest);
     for (std::size_t i = 0; i < numel; ++i) codes[i].bits = static_cast<std::uint8_t>(wide[i]);
     return of.scale;
 }

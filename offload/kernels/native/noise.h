@@ -12,8 +12,6 @@
 // takes two products of 32 bits, which every instruction set has for vectors.
 #pragma once
 
-#include <type_traits>
-
 #include "bits.h"
 
 namespace offload {
@@ -74,22 +72,10 @@ OFFLOAD_INLINE std::uint32_t random_bits(const Noise& noise, std::uint32_t eleme
     return x;
 }
 
-// Stores a moment. The lower 16 of the `random` bits round it, unless it is fp32.
-OFFLOAD_INLINE void store_moment(float* at, float value, std::uint32_t) { *at = value; }
-
-OFFLOAD_INLINE void store_moment(Bf16* at, float value, std::uint32_t random) {
+// A bf16 that the lower 16 of the `random` bits round, in the upper half of the word.
+OFFLOAD_INLINE std::uint32_t rounded_bits(float value, std::uint32_t random) {
     const std::uint32_t sum = std::bit_cast<std::uint32_t>(value) + (random & 0xFFFFu);
-    at->bits = static_cast<std::uint16_t>((value == value ? sum : kNanBf16 << 16) >> 16);
-}
-
-// The random bits that `store_moment` takes for an element; none are computed for fp32.
-template <class Moment>
-OFFLOAD_INLINE std::uint32_t bits_for(const Noise& noise, std::uint32_t element) {
-    if constexpr (std::is_same_v<Moment, float>) {
-        return 0;
-    } else {
-        return random_bits(noise, element);
-    }
+    return value == value ? sum : kNanBf16 << 16;
 }
 
 }  // namespace offload

@@ -141,25 +141,6 @@ struct PlainSgd {
     }
 };
 
-// settings: a factor of the gradient; with 0 finite values stay equal.
-struct Probe {
-    static constexpr int kMoments = 2;
-    static constexpr bool kRoots[2] = {false, true};
-
-    struct Scalars {
-        explicit Scalars(const double* s) : factor(static_cast<float>(s[0])) {}
-
-        float factor;
-    };
-
-    OFFLOAD_INLINE static float step(const Scalars& k, float p, float g, float& m, float& v) {
-        const float change = g * k.factor;
-        m = m + change;
-        v = v + change;
-        return p + change;
-    }
-};
-
 }  // namespace
 
 void adagrad(const Buffers& buffers, const std::vector<Segment>& segments) {
@@ -176,10 +157,6 @@ void sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
 
 void plain_sgd(const Buffers& buffers, const std::vector<Segment>& segments) {
     run_update<PlainSgd>(buffers, segments);
-}
-
-void probe(const Buffers& buffers, const std::vector<Segment>& segments) {
-    run_update<Probe>(buffers, segments);
 }
 
 }  // namespace offload

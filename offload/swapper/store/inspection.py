@@ -145,7 +145,7 @@ def leftovers(run: Path, found: Sequence[Found]) -> list[str]:
     left = [str(path) for place in places for path in place.glob("*.tmp")]
     if not (run / RESHARDED).is_file():
         left += [str(path) for path in folders_aside(run)]
-    sizes = [each.manifest.spec.fingerprint.get("world_size", 1) for each in found if each.manifest is not None]
+    sizes = [each.manifest.spec.ranks for each in found if each.manifest is not None]
     if sizes:
         left += [str(each.folder) for each in found if each.rank >= max(sizes)]
     return sorted(left)

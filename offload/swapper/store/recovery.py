@@ -64,9 +64,9 @@ def check_startable(folders: Sequence[Path], over: bool) -> None:
                 )
         elif was_committed(folder) and not (over and not drive) and not (folder.parent / FINISHED).exists():
             raise StoreError(
-                f"{folder} holds a run that did not end; resume the run with --resume auto and its drives in their "
-                f"former order, or choose another run name, or delete the run with "
-                f"`{shell_command('rm', folder.parent)}`"
+                f'{folder} holds a run that did not end; resume the run with "resume": "auto" in the "offload" block '
+                "(offload train: --resume auto) and its drives in their former order, or choose another run name, or "
+                f"delete the run with `{shell_command('rm', folder.parent)}`"
             )
 
 

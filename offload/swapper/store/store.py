@@ -352,7 +352,7 @@ class Store:
         # that is found never names bytes that a power cut has lost. Record and blob alternate between two places.
         self._files.states.sync()
         which = 0 if self.durable is None else 1 - self.durable.blob
-        data = blob.pack(contents, self._sums.pack(), self._files.manifest.pack(), self.written.pack())
+        data = blob.pack(contents, self._sums.pack(), self._files.manifest.packed, self.written.pack())
         self._reserve_blobs(len(data) + self._sums.growth_nbytes(self._places))
         write_in_place(self.folders[0] / f"blob.{which}", data)
         serial = 1 if self.durable is None else self.durable.serial + 1

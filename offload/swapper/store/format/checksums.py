@@ -11,6 +11,7 @@ import bisect
 import itertools
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -124,23 +125,31 @@ def unpack(rows: bytes) -> dict[Key, Slot]:
     return {key: tuple(slot) for key, slot in table.items()}
 
 
+_MOST_PASSAGES = 64
+"""Passages of a slot that may be open: as many as threads read it at a time, and those of readers that have stopped."""
+
+
 class _Passage(NamedTuple):
-    """Consecutive reads of a slot that are not compared yet: their first byte, a border, and their joined checksum."""
+    """Consecutive reads of a slot that are not compared yet."""
 
     since: int
+    """First byte, a border."""
+    end: int
     crc: int
+    """Joined checksum."""
 
 
 class Passages:
     """Comparison of sequential reads with the checksums of ranges. Any thread may add a read.
 
-    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it.
+    A read that ends inside a range stays open, and the read of the bytes behind it is compared together with it. Of
+    many open ones the oldest is forgotten: its bytes are compared when they are read again.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Key, tuple[Slot, dict[int, list[_Passage]]]] = {}
-        """Open reads of each slot, by the byte at which they end.
+        self._open: dict[Key, tuple[Slot, deque[_Passage]]] = {}
+        """Open reads of each slot, oldest first.
 
         They are dropped when the slot gets another `Slot` value: the bytes have then been replaced.
         """
@@ -164,25 +173,24 @@ class Passages:
             expected = sum_of(slot, start, nbytes)
             if expected is not None:
                 return crc == expected, range(start, start + nbytes)
-            of, open_ = self._open.get(key, ((), {}))
+            of, open_ = self._open.get(key, ((), deque[_Passage]()))
             # Compared by identity: an update replaces the tuple, and open reads of the old bytes must not be joined
             # with new ones.
             if of is not slot:
-                open_ = {}
+                open_ = deque(maxlen=_MOST_PASSAGES)
                 self._open[key] = slot, open_
             # A read that continues a passage takes it over. Two readers of the same bytes have a passage each.
-            if start in open_:
-                passage = open_[start].pop()
-                if not open_[start]:
-                    del open_[start]
+            passage = next((each for each in reversed(open_) if each.end == start), None)
+            if passage is not None:
+                open_.remove(passage)
             # A read that begins at a border, and ends inside a range, begins a passage.
             elif _border(slot, start) is not None:
-                passage = _Passage(start, 0)
+                passage = _Passage(start, start, 0)
             else:
                 return True, range(0)  # a read in the middle of a range: there is no checksum to compare with
             end, crc = start + nbytes, crc32c_joined(passage.crc, crc, nbytes)
             expected = sum_of(slot, passage.since, end - passage.since)
             if expected is not None:
                 return crc == expected, range(passage.since, end)
-            open_.setdefault(end, []).append(_Passage(passage.since, crc))
+            open_.append(_Passage(passage.since, end, crc))
             return True, range(0)

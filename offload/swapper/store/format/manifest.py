@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,6 +83,11 @@ class StoreSpec(NamedTuple):
         return self.frozen if self.frozen and self.slots == 2 else (0,) * len(self.partitions)
 
     @property
+    def ranks(self) -> int:
+        """Returns the number of ranks of the run: the shards of each of its replicas."""
+        return int(self.fingerprint.get("world_size", 1)) * int(self.fingerprint.get("replicas", 1))
+
+    @property
     def nbytes(self) -> int:
         """Returns the bytes of the states file."""
         return sum(map(self.nbytes_of, State))
@@ -118,7 +124,7 @@ class StoreSpec(NamedTuple):
         return str(units[unit]["name"] or "the root") if unit < len(units) else f"unit {unit}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """Contents of `manifest.json`; see docs/reference/store-format.md."""
 
@@ -150,7 +156,14 @@ class Manifest:
             "about": self.spec.about,
             "extents": _plain_places(self.spec),
         }
-        return json.dumps(content, indent=1).encode()
+        # A line for each key. With `indent` the encoder is Python code, which is slow where parameters are thousands.
+        lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}").encode()
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The bytes of the manifest on the first drive, of which each blob contains a copy."""
+        return self.pack()
 
     @classmethod
     def unpack(cls, data: bytes, where: str) -> Manifest:
@@ -276,10 +289,10 @@ def compare(mine: StoreSpec, found: StoreSpec, folder: Path) -> None:
             )
         if difference.startswith("layout/mode is "):
             advice = f"{_advice_of_modes(str(there['mode']), str(expected['mode']), folder)}, or {advice}"
-        if "world_size" in difference:
+        if "world_size" in difference or "replicas" in difference:
             advice = (
-                "resume with as many ranks as the run had; to change their number, call save_checkpoint in the run "
-                "and load_checkpoint here"
+                "resume with as many ranks as the run had, and with its mics_shard_size; to change them, call "
+                "save_checkpoint in the run and load_checkpoint here"
             )
         raise StoreError(f"{folder} belongs to a run of another model, layout or setting: {difference}; {advice}")
 

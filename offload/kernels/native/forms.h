@@ -1,0 +1,76 @@
+// How a tile's weights, gradients and codes become fp32 and back, whatever their types.
+#pragma once
+
+#include <array>
+
+#include "isa.h"
+#include "tile.h"
+#include "update.h"
+
+namespace offload {
+
+// The functions of one instruction set for the types of one partition. Each is given a partition
+// that begins with the tile.
+struct Forms {
+    // Return where the fp32 values are: in the partition, or in `room`.
+    float* (*load_weights)(const Buffers& at, float* room);
+    const float* (*load_grads)(const Buffers& at, float* room);
+    // Stores what `load_weights` returned, with the new values. Noise rounds bf24 masters:
+    // `element` is the number of the tile's first one.
+    void (*store_weights)(const Buffers& at, const float* weights, const Noise& noise,
+                          std::uint32_t element);
+    // Copies the values of a tile in order.
+    void (*copy_in_order)(const float* values, float* to);
+};
+
+// Bytes of an element, and of what lies beside a weight.
+[[nodiscard]] std::size_t size_of(Element type);
+[[nodiscard]] std::size_t size_beside(Element weight);
+
+// Beside moments of that type.
+[[nodiscard]] inline Order order_of(Element moment_type) {
+    return moment_type == Element::kFloat ? Order::kLinear : Order::kPairs;
+}
+
+[[nodiscard]] Forms forms_of(const Buffers& buffers, Order order, Isa isa);
+
+// Of codes, in pairs, by whether they are of roots. What is encoded is the value of a code: see
+// moments.h.
+struct CodeForms {
+    void (*decode[2])(const Code* codes, float scale, float* moments);
+    // Returns the scale.
+    float (*encode[2])(const float* values, const std::uint32_t* chances, Code* codes);
+};
+
+[[nodiscard]] CodeForms code_forms(Isa isa);
+
+// The arrays from element `start` on. With codes it begins a block, in which a rule of that many
+// `moments` has as many scales.
+[[nodiscard]] Buffers from(const Buffers& buffers, std::size_t start, int moments);
+
+// A tile of which the first `numel` elements are those of a partition, and the others zeros.
+class PartialTile {
+  public:
+    PartialTile(const Buffers& at, std::size_t numel);
+    PartialTile(const PartialTile&) = delete;
+    PartialTile& operator=(const PartialTile&) = delete;
+
+    // Its scales are the partition's own.
+    [[nodiscard]] const Buffers& buffers() const { return tile_; }
+    void copy_back() const;
+
+  private:
+    static constexpr std::size_t kWritten =
+        4;  // arrays; behind them there is room for the gradient
+
+    struct Array {
+        void* there;
+        std::size_t bytes;
+    };
+
+    alignas(64) std::byte room_[kWritten + 1][kTile * sizeof(float)] = {};
+    std::array<Array, kWritten> arrays_;
+    Buffers tile_;
+};
+
+}  // namespace offload
