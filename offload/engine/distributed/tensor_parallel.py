@@ -5,8 +5,8 @@
     ZeRO 1    process 2       process 3            a column    has the same shards, and other batches: ZeRO divides
                                                                states, gathers weights and reduces gradients in it
 
-A column is a run of its own for everything that this package divides over ranks. Over the whole grid the processes
-compare their configs, commit in step, and add up the norm.
+A column is a run of its own for everything that this package divides over ranks, with replicas of its own (`mesh`).
+Over the whole grid the processes compare their configs, commit in step, and add up the norm.
 
 **No deadlock.** Collectives of a row and of a column are never under way at the same time on one process, since all of
 them belong to the thread that runs the model. Every process runs the same program, so that each of two processes that
@@ -141,7 +141,7 @@ def form_grid(everyone: Ranks | None, row: Sequence[int], sharded: frozenset[str
         The grid; None without tensor parallelism, and for a single process, whose part is all there is.
 
     Raises:
-        ConfigError: on all processes, if the rows are no grid.
+        ConfigError: on all processes, if the rows are no grid, or columns cannot be divided into replicas.
     """
     if everyone is None:
         return None
