@@ -45,7 +45,7 @@ def test_taken_by_initialize(given: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mpu": object()}, "mpu=.*not split over ranks"),
+        ({"mpu": object()}, "mpu= expects Megatron's parallel_state"),
         ({"mesh_param": (2, 2)}, "mesh_param=.*not split over ranks"),
         ({"distributed_port": 1}, "distributed_port=1: the launcher connects"),
         ({"dist_init_required": "yes"}, "expected None, True or False"),

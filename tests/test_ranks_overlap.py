@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from offload.engine.distributed.heartbeat import Heartbeat
 from offload.engine.distributed.process_group import Ranks
 from offload.engine.distributed.work import Work
 from offload.engine.gradients.reduce_scatter import ReduceScatterAccumulator
@@ -154,7 +155,7 @@ class Broken:
 def test_a_lost_rank_is_named_once_however_many_exchanges_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = object.__new__(Ranks)
     ranks._lost, ranks.on_gpu = RankError("rank 1 was killed"), False
-    monkeypatch.setattr(Ranks, "_gone", lambda *_: pytest.fail("the loss is known"))
+    monkeypatch.setattr(Heartbeat, "gone", lambda *_: pytest.fail("the loss is known"))
     for _ in range(2):
         with pytest.raises(RankError) as caught:
             Work(ranks, Broken(), "reduce gradients").order_compute()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from offload.engine.distributed import heartbeat, rendezvous
 from offload.engine.distributed.bounded_store import BoundedStore
 from offload.engine.distributed.heartbeat import Heartbeat
-from offload.engine.distributed.process_group import Ranks
 from offload.errors import RankError
 
 LONGEST = 0.3
@@ -111,15 +110,14 @@ def test_an_error_of_torchs_is_that_of_the_call_and_the_next_one_is_made() -> No
 def test_a_rank_that_is_cut_off_says_so_and_ends(ends: tuple[Any, Any, Cable], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BoundedStore", functools.partial(BoundedStore, longest=LONGEST))
     _, client, cable = ends
-    ranks = object.__new__(Ranks)
-    ranks.rank, ranks.size, ranks._pulse = 0, 2, Heartbeat(client, 0, 2)
-    ranks._places = [("here", 1), ("there", 1)]
-    assert ranks._gone(60.0, [1]) == []
+    pulse = Heartbeat(client, 0, 2)
+    pulse.places = [("here", 1), ("there", 1)]
+    assert pulse.gone(60.0, [1]) == []
     cable.cut.set()
-    assert ranks._gone(60.0, [1]) == [f"{SILENT}: this machine, or the one that serves the store, is cut off"]
+    assert pulse.gone(60.0, [1]) == [f"{SILENT}: this machine, or the one that serves the store, is cut off"]
     with pytest.raises(RankError, match=f"{SILENT}, so rank 0 cannot meet the other ranks"):
-        ranks._meet()
-    ranks._pulse.close("over")
+        pulse.meet()
+    pulse.close("over")
 
 
 def test_a_decision_of_rank_0_is_not_awaited_for_ever(ends: tuple[Any, Any, Cable]) -> None:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from offload.engine.distributed.heartbeat import Heartbeat
 from offload.errors import OffloadError, RankError
 from offload.notices import exception_line
 from tests.support.rank_jobs import JOBS
@@ -52,6 +54,16 @@ def test_a_rank_whose_process_ends_by_an_exception_tells_which(ranks: RankPool, 
     nothing, told = ranks.run(one_fails, tmp_path, True)
     closed = rf"rank 0 \(process \d+ on .*\) has ended: its engine was closed at step 0, after {LINE}\. Rank 1 cannot"
     assert nothing == "" and re.match(closed, told), told
+
+
+def test_each_rank_of_some_is_told_with_its_own_exception() -> None:
+    """A rank of tensor parallelism meets those with the same part alone, whose numbers do not follow each other."""
+    store = torch.distributed.HashStore()
+    pulses = [Heartbeat(store, rank, 4) for rank in (2, 3)]
+    pulses[1].explain("ValueError")
+    assert pulses[0].tell([1, 3], ["is at step()", "closes"]) == "rank 1 is at step(); rank 3 closes, after ValueError"
+    for pulse in pulses:
+        pulse.close("over")
 
 
 class Wordless(Exception):

@@ -58,14 +58,22 @@ def test_another_model_is_refused_with_the_difference(
     opened(tmp_path, queue)[0].close()
 
 
-def test_a_store_of_another_number_of_ranks_is_an_error_with_the_fix(tmp_path: Path, queue: IoQueue) -> None:
-    store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2}))
+@pytest.mark.parametrize(
+    ("column", "advice"),
+    [
+        ({}, "; to change them, call save_checkpoint in the run and load_checkpoint here"),
+        ({"tensor_parallel": {"size": 2, "coordinate": 0}}, ""),
+    ],
+)
+def test_a_store_of_another_number_of_ranks_is_an_error_with_the_fix(
+    column: dict[str, dict[str, int]], advice: str, tmp_path: Path, queue: IoQueue
+) -> None:
+    store = created(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 2, **column}))
     store.commit(1, blob("one"))
     store.close()
-    with pytest.raises(
-        StoreError, match=r"world_size is 2 in the run and 1 here; resume with as many ranks.*load_checkpoint"
-    ):
-        opened(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 1}))
+    asked = "resume with as many ranks as the run had, and with its mics_shard_size"
+    with pytest.raises(StoreError, match=rf"world_size is 2 in the run and 1 here; {asked}{advice}$"):
+        opened(tmp_path, queue, SPEC._replace(fingerprint={"world_size": 1, **column}))
 
 
 def test_another_format_is_refused(tmp_path: Path, queue: IoQueue) -> None:

@@ -55,7 +55,7 @@ def initialize(
         training_data: dataset to load batches from; without it the loader is None.
         lr_scheduler: a schedule, a callable that makes one from the optimizer, or None for the config's.
         distributed_port: without effect at its default; else the launcher's.
-        mpu: must be None.
+        mpu: Megatron's `parallel_state` of tensor parallelism, or None.
         dist_init_required: as in `init_distributed`.
         collate_fn: makes a batch from samples.
         config: path of the JSON, or its content as a dict.

@@ -181,6 +181,8 @@ class EngineCore(EngineCallbacks):
         if self.components.layer_major is not None:
             self.components.layer_major.abandon_on_entry()
         self.components.hooks.leave_all()
+        if self.components.sharded_views is not None:
+            self.components.sharded_views.abandon()
         self.check()
         self.sleeping.wake()  # first: all that follows may use weights
         self.components.hooks.reset_aborted()
@@ -198,7 +200,7 @@ class EngineCore(EngineCallbacks):
         if self._in_turn:  # the other micro-batches keep memory and views, so a repetition would not help
             return self.module(*args, **kwargs)
         return self.device_budget.run(
-            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.ranks is None
+            lambda: self.module(*args, **kwargs), (args, kwargs), self.components.everyone is None
         )
 
     @uninterrupted
@@ -247,7 +249,7 @@ class EngineCore(EngineCallbacks):
             return layer_major.run(list(works), generators, trains)
         except BaseException:
             # Some units have gradients of all micro-batches now, others of none, and no loop could go on with that.
-            if not self.components.pager.failed and self.components.ranks is None:
+            if not self.components.pager.failed and self.components.everyone is None:
                 with contextlib.suppress(OffloadError):
                     self.forget_gradients()
             raise

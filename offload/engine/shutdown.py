@@ -128,8 +128,8 @@ class Shutdown:
         if error is not None:
             line = exception_line(error)
             self._after = f", after {line}"
-            if self._components.ranks is not None:
-                self._components.ranks.heartbeat.explain(line)
+            if self._components.everyone is not None:
+                self._components.everyone.heartbeat.explain(line)
 
     def _end(self, remove: bool, meet: bool, keep: bool = True, facts: Mapping[str, Any] | None = None) -> None:
         """Finishes, commits and closes, once.
@@ -150,19 +150,29 @@ class Shutdown:
                 if rounds is not None and ranks is not None and meet:
                     if remove or not (ranks.lost or rounds.interrupted):
                         rounds.end(remove)
+                        self._meet_all(remove)
                         if remove:  # the note, by which stores count as leftovers, exists before any is deleted
                             self._note_end(facts or {})
                             ranks.share(None, "delete its store")
                     else:
                         ranks.look()  # names a lost rank in the log now: a launcher's signal may end this process next
-                elif remove:
-                    self._note_end(facts or {})
+                else:
+                    if meet:
+                        self._meet_all(remove)
+                    if remove:
+                        self._note_end(facts or {})
                 finished = True
                 if not remove:
                     self._report_end(keep)
         finally:
             self._alive = False
             self._close(remove and finished, notes=facts is None)
+
+    def _meet_all(self, remove: bool) -> None:
+        """Waits until every process of tensor parallelism is about to close its engine; see `_end`."""
+        grid = self._components.tensor_parallel
+        if grid is not None and not grid.everyone.lost:
+            grid.end(remove)
 
     # -- finishing ----------------------------------------------------------------------------------
 
@@ -247,9 +257,9 @@ class Shutdown:
         restore_signals(self._state)
         closing = components.closing()
         # The process group closes after the arena, so that no collective is in flight.
-        if components.ranks is not None:
-            ranks, steps = components.ranks, self._state.global_steps
-            closing.append(lambda: ranks.close(f"its engine was closed at step {steps}{self._after}"))
+        if components.everyone is not None:
+            everyone, steps = components.everyone, self._state.global_steps
+            closing.append(lambda: everyone.close(f"its engine was closed at step {steps}{self._after}"))
         if components.store is not None:
             store = components.store
             closing.append(lambda: self._close_store(store, remove, notes))

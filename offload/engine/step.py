@@ -7,6 +7,7 @@ With several ranks all of them execute the same step and take the same decision.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -168,20 +169,26 @@ class OptimizerStep:
     def _known(self) -> GradientStats:
         """Returns the gradient statistics over all ranks."""
         components, state, gradients = self._components, self._state, self._components.gradients
+        grid = components.tensor_parallel
+        elsewhere = frozenset() if grid is None else grid.counted_elsewhere(components.layouts)
+        settings = 0 if components.everyone is None else self._optimizer.checksum(self._clip)
         # Gradients that an aborted backward has added count, as in torch.
         if components.agreement is None:
             if self._zeros is not None:
                 self._zeros.add([gradients.present(unit) for unit, _ in enumerate(components.layouts)])
             gradients.complete()
-            return gradients.known()
-        gradients.complete()
-        settings = self._optimizer.checksum(self._clip)
-        known = components.agreement.step(self._accumulation.count, state.global_steps, settings, gradients.known)
-        if self._zeros is not None:
-            # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
-            self._zeros.add(known.present)
-            gradients.receive_totals()
-        return known
+            known = gradients.known(elsewhere)
+        else:
+            gradients.complete()
+            mine = functools.partial(gradients.known, elsewhere)
+            known = components.agreement.step(self._accumulation.count, state.global_steps, settings, mine)
+            if self._zeros is not None:
+                # Only now all ranks know of which stacks any rank has visited an expert. Zeros change no norm.
+                self._zeros.add(known.present)
+                gradients.receive_totals()
+        if grid is None:
+            return known
+        return grid.step(known, self._accumulation.count, state.global_steps, settings)
 
     def _order(self) -> Sequence[int]:
         """Returns the uses of units in this step as the access order predicted for the next step."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from offload.errors import StoreError
 from offload.layout.flat_layout import Segment, UnitLayout, with_kept
 from offload.layout.opaque_state import StateField
 from offload.layout.tiers import partitions
@@ -104,7 +105,18 @@ def _fields(fields: Sequence[StateField]) -> list[list[Any]]:
 
 
 def described_layouts(description: Mapping[str, Any]) -> tuple[UnitLayout, ...]:
-    """Returns the layouts from which `describe` made `description`."""
+    """Returns the layouts from which `describe` made `description`.
+
+    Raises:
+        StoreError: if the layouts are of one process's shards of tensor parallelism.
+    """
+    grid = description.get("tensor_parallel")
+    if grid is not None:
+        raise StoreError(
+            f"these swap files have part {grid['coordinate'] + 1} of {grid['size']} of each weight that tensor "
+            "parallelism divides, and nothing puts the parts together here: resume the run, and save "
+            "engine.module.state_dict() by torch.distributed.checkpoint"
+        )
     ranks = description["world_size"]
     return tuple(
         with_kept(

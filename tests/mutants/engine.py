@@ -6,6 +6,20 @@ from tests.mutants.mutant import Mutant
 
 MUTANTS = (
     Mutant(
+        "count a parameter that each process has whole once on each",
+        "offload.engine.distributed.tensor_parallel",
+        "        if self.coordinate == 0:\n            return frozenset()\n",
+        "        if True:\n            return frozenset()\n",
+        "tests/test_tensor_parallel.py::test_two_divided_ranks_equal_one_rank",
+    ),
+    Mutant(
+        "let a graph hold wrappers of weights that change",
+        "offload.engine.params.saved_tensors",
+        "self._moves = wrapped or inputs is not None",
+        "self._moves = inputs is not None",
+        "tests/test_tensor_parallel.py::test_a_graph_of_before_a_step_is_refused",
+    ),
+    Mutant(
         "read a batch in the caller's pinned memory after the call",
         "offload.engine.training.model_inputs",
         "staged = torch.empty_like(value, dtype=wanted, pin_memory=True).copy_(value)",
@@ -57,15 +71,15 @@ MUTANTS = (
     Mutant(
         "say that a run has ended when its files are gone",
         "offload.engine.shutdown",
-        "                elif remove:\n                    self._note_end(facts or {})\n",
+        "                    if remove:\n                        self._note_end(facts or {})\n",
         "",
         "tests/test_resume.py",
     ),
     Mutant(
         "decide on a step before other ranks' gradients are in",
         "offload.engine.step",
-        "state.global_steps, settings, gradients.known)\n",
-        "state.global_steps, 0, (lambda found: lambda: found)(gradients.known()))\n",
+        "state.global_steps, settings, mine)\n",
+        "state.global_steps, 0, (lambda found: lambda: found)(mine()))\n",
         "tests/test_ranks.py",
     ),
     Mutant(

@@ -45,7 +45,8 @@ SECTIONS: dict[str, tuple[Name, ...]] = {
             "initialize",
             RIGHT,
             "without an optimizer the model is frozen and evaluates, and the optimizer is None; nothing is committed "
-            'to the swap files unless the "offload" block sets "durability" or "resume"; no `mpu`, no `mesh_param`',
+            'to the swap files unless the "offload" block sets "durability" or "resume"; `mpu` of tensor parallelism '
+            "alone, no `mesh_param`",
             "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu dist_init_required "
             "collate_fn config mesh_param config_params",
         ),

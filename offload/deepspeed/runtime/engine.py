@@ -69,6 +69,7 @@ class DeepSpeedEngine(Engine):
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """Returns the result of `module_state_dict` on rank 0, and None on other ranks; for transformers' Trainer."""
+        self._core.components.refuse_shards("a state dict on rank 0")
         return self.module_state_dict(exclude_frozen_parameters) if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
@@ -94,6 +95,7 @@ class DeepSpeedEngine(Engine):
         Raises:
             BudgetError: if the weights of a pickle do not fit into the RAM.
         """
+        self._core.components.refuse_shards("save_16bit_model")
         # The parent warns where nothing is written, and streams what has a name of its own.
         gathers = self.zero_gather_16bit_weights_on_model_save() or self.zero_optimization_stage() != 3
         if save_filename.endswith(".safetensors") or not gathers:
@@ -138,12 +140,13 @@ class DeepSpeedEngine(Engine):
         return self.fp16_enabled() and not self._settings.config.fp16.loss_scale
 
     def get_data_parallel_rank(self) -> int:
-        """Returns the rank of this process: all ranks are data-parallel."""
-        return self.global_rank
+        """Returns the rank of this process among those that ZeRO divides states over."""
+        return self._core.components.rank
 
     def get_model_parallel_rank(self) -> int:
-        """Returns 0: layers are not divided over ranks."""
-        return 0
+        """Returns the coordinate of this process in tensor parallelism; 0 without it."""
+        grid = self._core.components.tensor_parallel
+        return 0 if grid is None else grid.coordinate
 
     get_tensor_parallel_rank = get_model_parallel_rank
 

@@ -237,25 +237,28 @@ class DeepSpeedApi(RunningApi):
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"deepspeed_io expects a batch_size of at least 1, got {size!r}")
         drop_last = settings.config.dataloader_drop_last
-        return load(dataset, size, self.global_rank, self.world_size, settings.seed, collate_fn, self.device, drop_last)
+        ranks = self._core.components
+        return load(dataset, size, ranks.rank, ranks.world_size, settings.seed, collate_fn, self.device, drop_last)
 
     # -- where it runs ------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
         """The rank of this process among those that train together."""
-        return self._core.components.rank
+        everyone = self._core.components.everyone
+        return 0 if everyone is None else everyone.rank
 
     @property
     def world_size(self) -> int:
         """The number of processes that train together."""
-        return self._core.components.world_size
+        everyone = self._core.components.everyone
+        return 1 if everyone is None else everyone.size
 
     @property
     def local_rank(self) -> int:
         """The rank of this process on its machine, from the launcher's LOCAL_RANK."""
         # LOCAL_RANK may be set in the environment of a process that trains alone.
-        return 0 if self._core.components.ranks is None else int(os.environ.get("LOCAL_RANK", "0"))
+        return 0 if self._core.components.everyone is None else int(os.environ.get("LOCAL_RANK", "0"))
 
     def drive_writes(self) -> tuple[DriveWrites, ...]:
         """Returns the bytes that this rank has written to each drive, in this process and in the life of the run."""

@@ -157,8 +157,7 @@ class RunningApi:
 
         Collectives of your own are not counted, nor the heartbeat.
         """
-        ranks = self._core.components.ranks
-        return Communication() if ranks is None else ranks.sent
+        return self._core.components.sent
 
     def memory_report(self) -> MemoryReport:
         """Returns bytes of RAM and of the device by owner, in sums that add up. `print` it for a readable form.

@@ -64,6 +64,7 @@ class Checkpoints:
             client_state: The user's own state; None or a dict of plain values.
         """
         components = self._components
+        components.refuse_shards("save_checkpoint")
         with all_or_nothing(components.agreement, Collective.SAVE, "save a checkpoint") as ranks:
             orders: list[SaveRequest] = []
             ranks.settle(lambda: orders.append(ordered()))
@@ -85,6 +86,7 @@ class Checkpoints:
             The result, or None if no tag is given and `load_dir` contains no `latest` and is no checkpoint itself.
         """
         components = self._components
+        components.refuse_shards("load_checkpoint")
         with all_or_nothing(components.agreement, Collective.LOAD, "load a checkpoint") as ranks:
             ranks.settle(lambda: str(check_folder(load_dir, "load_dir")))
             ranks.same({"folder": str(load_dir), "tag": str(tag), "options": list(options)})

@@ -311,7 +311,8 @@ class Agreement:
                 ]
                 choice = next_collective(intents)
                 if choice is None:
-                    calls = self._ranks.heartbeat.tell([_describe(intent, self._names) for intent in intents])
+                    described = [_describe(intent, self._names) for intent in intents]
+                    calls = self._ranks.heartbeat.tell(self._ranks.members, described)
                     raise RankError(
                         f"the ranks have reached different calls: {calls}. Every rank must make the same steps, and "
                         "the same edits between them; `with offload.gathered(..., modify=True)` applies one rank's "

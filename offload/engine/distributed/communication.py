@@ -67,6 +67,15 @@ class Communication(NamedTuple):
             )
         )
 
+    def plus(self, other: Communication) -> Communication:
+        """Returns what was sent here and there."""
+        return Communication(
+            *(
+                Sent(one.collectives + two.collectives, one.nbytes + two.nbytes)
+                for one, two in zip(self, other, strict=True)
+            )
+        )
+
     def with_one(self, kind: Kind, nbytes: int) -> Communication:
         """Returns the counts after one more collective, in which this rank sends `nbytes` bytes."""
         sent: Sent = getattr(self, kind.value)

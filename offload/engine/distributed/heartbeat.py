@@ -1,9 +1,13 @@
-"""Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives."""
+"""Heartbeat of each rank: a count in torch's key-value store, which shows the others that the rank lives.
+
+Ranks are those of torch's default process group here.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -14,6 +18,10 @@ from typing import Any
 import psutil
 
 from offload.engine.distributed.bounded_store import BoundedStore
+from offload.engine.distributed.rendezvous import NOTICE
+from offload.errors import RankError
+
+logger = logging.getLogger("offload")
 
 PULSE = 1.0
 """Seconds between two counts."""
@@ -30,7 +38,11 @@ class Heartbeat:
             rank: this rank.
             size: number of ranks.
         """
-        self._store, self._rank = BoundedStore(store), rank
+        self._store, self.rank = BoundedStore(store), rank
+        self.others = [other for other in range(size) if other != rank]
+        """All other ranks."""
+        self.places: list[tuple[str, int]] = []
+        """Machine and process of each rank, once all have met."""
         self._seen = {other: ("", time.monotonic()) for other in range(size)}
         self._closing = threading.Event()
         self._store.set(f"place/{rank}", f"{machine_name()}\n{os.getpid()}")
@@ -41,11 +53,63 @@ class Heartbeat:
         """Counts up every `PULSE` seconds until `close`. Runs on the heartbeat's thread."""
         for count in itertools.count():
             try:
-                self._store.set(f"pulse/{self._rank}", str(count))
+                self._store.set(f"pulse/{self.rank}", str(count))
             except RuntimeError:
                 pass  # the process that serves the store may be gone; the ranks notice that by broken connections
             if self._closing.wait(PULSE):
                 return
+
+    def meet(self) -> None:
+        """Waits until every rank has published its machine and process.
+
+        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
+
+        Raises:
+            RankError: if a rank has ended before it arrived.
+        """
+        waiting = self.others
+        began = noticed = time.monotonic()
+        while waiting := [rank for rank in waiting if self.location(rank) is None]:
+            if self.cut_off is not None:
+                raise RankError(f"{self.cut_off}, so rank {self.rank} cannot meet the other ranks")
+            for rank in waiting:
+                ended = self.ended(rank)
+                if ended is not None:
+                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
+            now = time.monotonic()
+            if now - noticed > NOTICE:
+                noticed = now
+                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
+            time.sleep(0.01 if now - began < 1 else 0.2)
+        places = [self.location(rank) for rank in range(len(self._seen))]
+        self.places = [(place[0], int(place[1])) for place in places if place is not None]
+
+    @property
+    def here(self) -> int:
+        """Number of ranks on this machine."""
+        return sum(machine == machine_name() for machine, _ in self.places)
+
+    @property
+    def next(self) -> int:
+        """The rank behind this one; the last is followed by the first."""
+        return (self.rank + 1) % len(self.places)
+
+    def gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
+        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
+        found: list[str] = []
+        for rank in ranks:
+            machine, process = self.places[rank]
+            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
+            ended = self.ended(rank)
+            if self.cut_off is not None:  # of no rank is anything known then
+                return [f"{self.cut_off}: this machine, or the one that serves the store, is cut off"]
+            if ended is not None:
+                found.append(f"{where} has ended: {ended}")
+            elif machine == machine_name() and not is_alive(process):
+                found.append(f"{where} was killed or has crashed")
+            elif self.silent(rank) > silence:
+                found.append(f"{where} has sent no heartbeat for {self.silent(rank):.0f} s")
+        return found
 
     @property
     def cut_off(self) -> str | None:
@@ -76,18 +140,18 @@ class Heartbeat:
     def explain(self, error: str) -> None:
         """Publishes the exception because of which this rank is about to end, for the other ranks' messages."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"error/{self._rank}", error)
+            self._store.set(f"error/{self.rank}", error)
 
-    def tell(self, calls: Sequence[str]) -> str:
-        """Returns what each rank is about to do, with the exception that it has published, if any.
+    def tell(self, ranks: Sequence[int], calls: Sequence[str]) -> str:
+        """Returns what each of `ranks` is about to do, with the exception that it has published, if any.
 
         Args:
-            calls: words for what each rank does, in rank order.
+            ranks: some or all ranks.
+            calls: words for what each of them does.
         """
-        told = [(call, self._get(f"error/{rank}")) for rank, call in enumerate(calls)]
+        told = [(rank, call, self._get(f"error/{rank}")) for rank, call in zip(ranks, calls, strict=True)]
         return "; ".join(
-            f"rank {rank} {call}{'' if error is None else f', after {error}'}"
-            for rank, (call, error) in enumerate(told)
+            f"rank {rank} {call}{'' if error is None else f', after {error}'}" for rank, call, error in told
         )
 
     def _get(self, key: str) -> str | None:
@@ -100,7 +164,7 @@ class Heartbeat:
         """Publishes the reason for this rank's end, and joins the thread. Idempotent."""
         if not self._closing.is_set():
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"end/{self._rank}", reason)
+                self._store.set(f"end/{self.rank}", reason)
             self._closing.set()
         self._thread.join()
         self._store.close()

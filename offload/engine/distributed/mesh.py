@@ -63,12 +63,13 @@ class Mesh(NamedTuple):
         return f"{ranks} ({self.replicas} replicas of {count_of(self.shards, 'shard')})"
 
 
-def mesh_of(shard_size: int, ranks: int) -> Mesh:
+def mesh_of(shard_size: int, ranks: int, which: str = "") -> Mesh:
     """Returns the arrangement of `ranks` ranks.
 
     Args:
         shard_size: the config's "mics_shard_size"; 0 or less for one replica.
         ranks: number of ranks.
+        which: words for which ranks they are, behind their number in the error; empty for all.
 
     Raises:
         ConfigError: if the ranks cannot be divided into replicas of this size.
@@ -78,8 +79,8 @@ def mesh_of(shard_size: int, ranks: int) -> Mesh:
     if ranks % shard_size:
         raise ConfigError(
             f"zero_optimization.mics_shard_size is {shard_size}, the number of ranks that hold one replica of the "
-            f"model, and {count_of(ranks, 'rank')} cannot be divided into such replicas: set it to a divisor of "
-            f"{ranks}, or to -1 for one replica"
+            f"model, and {count_of(ranks, 'rank')}{which} cannot be divided into such replicas: set it to a divisor "
+            f"of {ranks}, or to -1 for one replica"
         )
     return Mesh(ranks // shard_size, shard_size)
 

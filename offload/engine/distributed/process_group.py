@@ -15,6 +15,7 @@ by which the remaining ranks can tell which rank has ended when a connection bre
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import functools
 import json
@@ -29,10 +30,10 @@ import torch.distributed as dist
 
 from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
-from offload.engine.distributed.groups import make_groups
-from offload.engine.distributed.heartbeat import Heartbeat, is_alive, machine_name
+from offload.engine.distributed.groups import LONG, DeviceGroups, make_control, make_groups
+from offload.engine.distributed.heartbeat import Heartbeat
 from offload.engine.distributed.mesh import check_same, mesh_of
-from offload.engine.distributed.rendezvous import _NOTICE, UNABLE, device_backend, ranks_store
+from offload.engine.distributed.rendezvous import NOTICE, UNABLE, device_backend, ranks_store
 from offload.engine.distributed.work import AllDone, Work
 from offload.errors import RankError
 from offload.interrupts import interruptible
@@ -40,8 +41,6 @@ from offload.swapper.memory.device import Device, Event
 
 logger = logging.getLogger("offload")
 
-_LONG = datetime.timedelta(days=7)
-"""Timeout of the groups. A rank may evaluate alone for hours; the heartbeat shows whether it lives."""
 _SLICE = datetime.timedelta(seconds=1)
 """Length of one wait, after which lost ranks are looked for."""
 _BLAME = 5.0
@@ -51,10 +50,10 @@ _GRACE = datetime.timedelta(seconds=2)
 
 
 class Ranks:
-    """This process and the others of its run, at least two in all. The module says which thread may call."""
+    """This process and others that train together, at least two in all. The module says which thread may call."""
 
     def __init__(self, device: Device, shard_size: int) -> None:
-        """Waits for all ranks, and creates the process groups. Every rank calls this.
+        """Waits for all processes, and creates the process groups. Every process calls this.
 
         Args:
             device: the compute device.
@@ -64,7 +63,11 @@ class Ranks:
             ConfigError: if `shard_size` does not fit the number of ranks, or ranks have different ones.
         """
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._device = device
+        self.members = tuple(range(self.size))
+        """The ranks in torch's default process group, by their rank here; see `divided`."""
+        self._device, self._shard_size = device, shard_size
+        self._divisions: list[Ranks] = []
+        """Groups that `divided` has made of these ranks."""
         self._lost: RankError | None = None
         self.sent = Communication()
         """All collectives so far, each counted when it begins."""
@@ -73,44 +76,53 @@ class Ranks:
         self._pulse = Heartbeat(ranks_store(), self.rank, self.size)
         try:
             self.mesh = mesh_of(shard_size, self.size)
-            self.shard = self.mesh.shard_of(self.rank)
-            self._places = self._meet()
-            # Only after `_meet`: new_group blocks in C++ until every rank has called it.
-            self._control = dist.new_group(backend="gloo", timeout=_LONG)
+            self._pulse.meet()
+            # Only after `meet`: new_group blocks in C++ until every rank has called it.
+            self._control = make_control([self.members])
             check_same([row[0] for row in self._collect([self.mesh.shards], "start", Kind.MESSAGES)])
-            # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
-            backend, timeout = (device_backend(device.torch.type), None) if self.on_gpu else ("gloo", _LONG)
-            self._groups = make_groups(self.mesh, backend, timeout)
+            self._groups = self._device_groups([self.members])
         except BaseException as error:
             self._pulse.close(f"{type(error).__name__}: {error}")  # the others must not wait for this rank
             raise
-        self.here = sum(place[0] == machine_name() for place in self._places)
-        """Number of ranks on this machine."""
+        self.here = self._pulse.here
+        """Number of processes on this machine, of all that train."""
 
-    def _meet(self) -> list[tuple[str, int]]:
-        """Waits until every rank has published itself, and returns the machine and the process of each.
+    @property
+    def shard(self) -> int:
+        """The shard of each unit that this rank holds."""
+        return self.mesh.shard_of(self.rank)
 
-        Creating a process group waits in C++ for all ranks, and would wait for ever for one that has ended.
+    def _device_groups(self, divisions: Sequence[Sequence[int]]) -> DeviceGroups:
+        """Creates the groups for weights and gradients within `divisions`, and returns this rank's. Collective."""
+        # Separate groups for control and data: gloo ends the process if messages of different lengths meet.
+        backend, timeout = (device_backend(self._device.torch.type), None) if self.on_gpu else ("gloo", LONG)
+        return make_groups(self.mesh, divisions, backend, timeout)
+
+    def divided(self, divisions: Sequence[Sequence[int]]) -> Ranks | None:
+        """Returns this process's group of ranks among which states are divided. Collective.
+
+        The group has a mesh of its own, of replicas of "mics_shard_size" ranks, and watches all processes as these
+        ranks do.
+
+        Args:
+            divisions: all processes, in groups of one size, the same list on every process.
+
+        Returns:
+            The group; None if each process is alone in its own.
 
         Raises:
-            RankError: if a rank has ended before it arrived.
+            ConfigError: on every process, if "mics_shard_size" does not fit the size of the groups.
         """
-        waiting = [rank for rank in range(self.size) if rank != self.rank]
-        began = noticed = time.monotonic()
-        while waiting := [rank for rank in waiting if self._pulse.location(rank) is None]:
-            if self._pulse.cut_off is not None:
-                raise RankError(f"{self._pulse.cut_off}, so rank {self.rank} cannot meet the other ranks")
-            for rank in waiting:
-                ended = self._pulse.ended(rank)
-                if ended is not None:
-                    raise RankError(f"rank {rank} has ended before it created its engine: {ended}")
-            now = time.monotonic()
-            if now - noticed > _NOTICE:
-                noticed = now
-                logger.warning("rank %d has waited %.0f s for rank %s to initialize", self.rank, now - began, waiting)
-            time.sleep(0.01 if now - began < 1 else 0.2)
-        places = [self._pulse.location(rank) for rank in range(self.size)]
-        return [(place[0], int(place[1])) for place in places if place is not None]
+        mesh = mesh_of(self._shard_size, len(divisions[0]), " with the same part of each divided parameter")
+        if mesh.ranks == 1:
+            return None
+        group = copy.copy(self)
+        group.members = next(tuple(members) for members in divisions if self.rank in members)
+        group.rank, group.size, group.mesh = group.members.index(self.rank), mesh.ranks, mesh
+        group._control, group._groups = make_control(divisions), group._device_groups(divisions)
+        group.sent, group._divisions = Communication(), []
+        self._divisions.append(group)
+        return group
 
     # -- control messages ---------------------------------------------------------------------------
 
@@ -151,7 +163,7 @@ class Ranks:
         if not values.numel():
             return
         content = values.view(-1).view(torch.uint8)
-        start = functools.partial(dist.broadcast, content, source, self._control, async_op=True)
+        start = functools.partial(dist.broadcast, content, self.members[source], self._control, async_op=True)
         nbytes = content.nbytes * (self.size - 1) if source == self.rank else 0
         self._begin(start, "share weights", Kind.MESSAGES, nbytes).wait()
 
@@ -279,12 +291,12 @@ class Ranks:
                 raise self._lost
             # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
             # that ends right after a collective has already contributed to it, hence the grace period.
-            if self._gone(LONGEST, [(self.rank + 1) % self.size]) and not self._ends(work, _GRACE):
+            if self._pulse.gone(LONGEST, [self._pulse.next]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
-            if now - noticed > _NOTICE:
+            if now - noticed > NOTICE:
                 noticed = now
-                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self.rank, now - began, to)
+                logger.warning("rank %d has waited %.0f s for other ranks, to %s", self._pulse.rank, now - began, to)
 
     def _ends(self, work: Any, within: datetime.timedelta) -> bool:
         """Returns True if `work` has succeeded within that time; raises `RankError` if it has failed."""
@@ -306,15 +318,15 @@ class Ranks:
         if self._lost is not None:
             return self._lost
         deadline = time.monotonic() + 2 * _BLAME
-        others = [rank for rank in range(self.size) if rank != self.rank]
+        others = self._pulse.others
         # A connection breaks before its rank has been silent for `_BLAME` seconds, so wait for the silence.
-        while not (gone := self._gone(_BLAME, others)) and time.monotonic() < deadline:
+        while not (gone := self._pulse.gone(_BLAME, others)) and time.monotonic() < deadline:
             time.sleep(0.1)
         who = "; ".join(gone) or f"an unknown rank does not answer ({error})"
         # A rank that could not start would fail in the same way again; one that was killed may run the next time.
         unable = any((self._pulse.ended(rank) or "").startswith(UNABLE) for rank in others)
         self._lost = RankError(
-            f"{who}. Rank {self.rank} cannot continue alone; every rank keeps its last committed step: "
+            f"{who}. Rank {self._pulse.rank} cannot continue alone; every rank keeps its last committed step: "
             f'{"fix that first, then " if unable else ""}start all of them again, with "resume": "auto"'
         )
         if self.on_gpu:  # an NCCL kernel would wait for the lost rank for ever, and block all later copies
@@ -324,23 +336,6 @@ class Ranks:
                     abort(group)
         logger.error("%s", self._lost)  # a launcher may end this process before the error is raised
         return self._lost
-
-    def _gone(self, silence: float, ranks: Sequence[int]) -> list[str]:
-        """Returns a description of each of `ranks` that is lost, or silent for longer than `silence` seconds."""
-        found: list[str] = []
-        for rank in ranks:
-            machine, process = self._places[rank]
-            where = f"rank {rank} (process {process} on {machine.partition('/')[0]})"
-            ended = self._pulse.ended(rank)
-            if self._pulse.cut_off is not None:  # of no rank is anything known then
-                return [f"{self._pulse.cut_off}: this machine, or the one that serves the store, is cut off"]
-            if ended is not None:
-                found.append(f"{where} has ended: {ended}")
-            elif machine == machine_name() and not is_alive(process):
-                found.append(f"{where} was killed or has crashed")
-            elif self._pulse.silent(rank) > silence:
-                found.append(f"{where} has sent no heartbeat for {self._pulse.silent(rank):.0f} s")
-        return found
 
     @property
     def lost(self) -> bool:
@@ -359,21 +354,23 @@ class Ranks:
             return self._lost
         self.close(reason)
         self._lost = RankError(
-            f"rank {self.rank} has stopped, and the others with it: {reason}, after an earlier error; every rank keeps "
-            f'its last committed step: start all of them again, with "resume": "auto"'
+            f"rank {self._pulse.rank} has stopped, and the others with it: {reason}, after an earlier error; every "
+            f'rank keeps its last committed step: start all of them again, with "resume": "auto"'
         )
         return self._lost
 
     def look(self) -> None:
         """Records and logs the loss of a rank whose end is known without a wait. Raises nothing."""
-        if self._lost is None and self._gone(math.inf, [rank for rank in range(self.size) if rank != self.rank]):
+        if self._lost is None and self._pulse.gone(math.inf, self._pulse.others):
             self._blame(None)
 
     def close(self, reason: str) -> None:
         """Publishes the end of this rank with its reason; destroys the groups, unless a rank was lost. Idempotent."""
+        for division in self._divisions:
+            division.close(reason)
         self._pulse.close(reason)
         if self._lost is None:
-            self._lost = RankError(f"rank {self.rank} has ended: {reason}")
+            self._lost = RankError(f"rank {self._pulse.rank} has ended: {reason}")
             for group in (self._control, *self._groups.all):
                 with contextlib.suppress(ValueError, RuntimeError, AssertionError):  # the user may have destroyed them
                     dist.destroy_process_group(group)

@@ -18,7 +18,7 @@ from offload.errors import ConfigError, RankError
 from offload.launch.environment import ranks_environment
 from offload.swapper.memory.device_choice import accelerator_type
 
-_NOTICE = 60.0
+NOTICE = 60.0
 """Seconds between two warnings about a wait for other ranks."""
 
 
@@ -125,7 +125,7 @@ def as_the_first(decide: Callable[[], Any], to: str) -> Any:
         # Polled: a wait on the key would block in C++ with torch's timeout, and would not notice the end of rank 0.
         while (decided := _decided(store, to)) is None:
             now = time.monotonic()
-            if now - noticed > _NOTICE:
+            if now - noticed > NOTICE:
                 noticed = now
                 logger.warning("rank %d has waited %.0f s for rank 0 to %s", dist.get_rank(), now - began, to)
             time.sleep(0.01 if now - began < 1 else 0.2)

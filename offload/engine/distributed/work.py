@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from offload.swapper.memory.device import Event
 
-if TYPE_CHECKING:
-    from offload.engine.distributed.process_group import Ranks
+
+class Waits(Protocol):
+    """The ranks of a collective, which wait for it and look for lost ranks meanwhile."""
+
+    on_gpu: bool
+
+    def wait(self, work: Any, to: str) -> None:
+        """Waits for `work`; raises `RankError` if a rank is lost."""
+        ...
 
 
 class Work:
     """A collective under way, as an `Event`."""
 
-    def __init__(self, ranks: Ranks, work: Any, to: str) -> None:
+    def __init__(self, ranks: Waits, work: Any, to: str) -> None:
         self.work, self._ranks, self._to = work, ranks, to
 
     def done(self) -> bool:

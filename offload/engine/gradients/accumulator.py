@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,7 @@ from offload.engine.gradients.device_to_host import DeviceToHost
 from offload.engine.gradients.device_totals import DeviceTotals
 from offload.engine.gradients.host_gradients import HostGradients, buffers_for
 from offload.engine.gradients.places import GradientPlaces
-from offload.engine.gradients.values import SUMMED, flat, squares_of
+from offload.engine.gradients.values import SUMMED, flat, squares_of, total_of
 from offload.engine.metrics.compute_spans import NO_SPANS, ComputeSpans
 from offload.interrupts import uninterrupted
 from offload.layout.flat_layout import UnitLayout
@@ -251,17 +251,14 @@ class GradientAccumulator:
                 if not summed:
                     self._squares[unit][segment, first + chunk] = squares
 
-    def known(self) -> GradientStats:
-        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device."""
+    def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
+        """Returns the statistics on which a step is decided. Waits until all gradients are copied from the device.
+
+        Parameters of `elsewhere`, as (unit, segment), are left out of the sum of squares: see `total_of`.
+        """
         self.receive_totals()
-        total = 0.0
-        for squares in self._squares:
-            # Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
-            for key in sorted(squares):
-                value = squares[key]
-                assert isinstance(value, float)
-                total += value
-        return GradientStats(sum_squares=total, present=[self.present(unit) for unit, _ in enumerate(self._squares)])
+        present = [self.present(unit) for unit, _ in enumerate(self._squares)]
+        return GradientStats(sum_squares=total_of(self._squares, elsewhere), present=present)
 
     def _send_totals(self, unit: int | None = None, segment: int | None = None) -> None:
         """Starts the copies of all totals that are still on the device, or of those of a unit's segment."""

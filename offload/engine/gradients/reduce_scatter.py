@@ -30,7 +30,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -337,10 +337,10 @@ class ReduceScatterAccumulator(GradientAccumulator):
 
     # -- what needs all that was received ------------------------------------------------------------
 
-    def known(self) -> GradientStats:
+    def known(self, elsewhere: Container[tuple[int, int]] = ()) -> GradientStats:
         """Returns the statistics on which a step is decided, with all that other ranks have reduced until now."""
         self._finish()
-        return super().known()
+        return super().known(elsewhere)
 
     def look(self, unit: int, segment: int, first: int, values: torch.Tensor) -> None:
         """Fills `values` with a gradient, after all exchanges under way."""

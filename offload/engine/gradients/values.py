@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
+
 import torch
 
 from offload import kernels
@@ -22,6 +24,26 @@ def squares_of(values: torch.Tensor) -> torch.Tensor:
         return cuda.sum_squares(values, CHUNK)
     parts = (values[start : start + CHUNK] for start in range(0, len(values), CHUNK))
     return torch.tensor([kernels.sum_squares(part) for part in parts], dtype=torch.float64, device="cpu")
+
+
+def total_of(
+    squares: Sequence[Mapping[tuple[int, int], float | torch.Tensor]], elsewhere: Container[tuple[int, int]] = ()
+) -> float:
+    """Returns the sum of the squares of all gradients, all of which must be numbers by now.
+
+    Added in layout order in float64, so that the norm has the same bits whatever order gradients arrived in.
+
+    Args:
+        squares: sums of squares of each unit's chunks, by (segment, first element).
+        elsewhere: parameters that another process counts, as (unit, segment).
+    """
+    total = 0.0
+    for unit, chunks in enumerate(squares):
+        for key in sorted(chunks):
+            value = chunks[key]
+            assert isinstance(value, float)
+            total += 0.0 if (unit, key[0]) in elsewhere else value
+    return total
 
 
 def flat(gradient: torch.Tensor) -> torch.Tensor:

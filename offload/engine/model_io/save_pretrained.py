@@ -233,6 +233,7 @@ class PretrainedWriter:
             wanted: Arguments of the user.
             step: Number of the step.
         """
+        self._components.refuse_shards("save_pretrained")
         adapter = wanted.file_name is None and hasattr(self._module, "peft_config")
         # Gathered before the meeting below begins: a rank that is in the meeting cannot serve another rank's gather.
         gathered = adapter_state(self._module, self._components) if adapter else {}

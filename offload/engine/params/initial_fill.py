@@ -10,6 +10,7 @@ from torch import nn
 from offload.aio import aligned_empty
 from offload.aio.protocols import Future
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.params.deferred_parameter import forget, origin_of
 from offload.engine.params.local_shards import LocalShards, ResidentShard
 from offload.engine.params.meta_init import materialize
@@ -100,15 +101,16 @@ class InitialFill:
     only: its caches, tiles and staging buffers are not used yet.
     """
 
-    def __init__(self, held: LocalShards, numel: int, ranks: Ranks | None) -> None:
+    def __init__(self, held: LocalShards, numel: int, ranks: Ranks | None, grid: TensorParallel | None = None) -> None:
         """Allocates the buffers.
 
         Args:
             held: the partitions of this rank.
             numel: elements of the partitions of the largest unit.
-            ranks: the ranks of the run; None for a single process.
+            ranks: the ranks among which states are divided; None for a single process.
+            grid: the place of this process in tensor parallelism; None without it.
         """
-        self._held, self._ranks, self._store = held, ranks, held.store
+        self._held, self._ranks, self._grid, self._store = held, ranks, grid, held.store
         self._buffers = {state: aligned_empty(numel * dtype.itemsize) for state, dtype in held.mode.weights.items()}
 
     def fill(
@@ -161,7 +163,17 @@ class InitialFill:
             if self._ranks is not None and given:  # given weights may differ between ranks; drawn ones do not
                 for flat in flats.values():
                     self._ranks.broadcast(flat, 0)
+            if self._grid is not None:
+                self._share_replicated(self._grid, layout, flats)
             self._put(index, flats)
+
+    @staticmethod
+    def _share_replicated(grid: TensorParallel, layout: UnitLayout, flats: Mapping[State, torch.Tensor]) -> None:
+        """Gives all processes the values of process 0 of each parameter that each of them has whole."""
+        for segment in layout.segments:
+            if not grid.is_sharded(segment.parameter):
+                for flat in flats.values():
+                    grid.everyone.broadcast(flat[segment.start : segment.stop], 0)
 
     def _flats(self, unit: int, numel: int) -> dict[State, torch.Tensor]:
         """Returns zeroed (numel,) memory for the weights of a unit and for each further state of its master."""

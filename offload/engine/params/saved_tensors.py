@@ -121,6 +121,7 @@ class SavedTensors:
         pager: Pager,
         compute: ComputeSpans = NO_SPANS,
         inputs: KeptInputs | None = None,
+        wrapped: bool = False,
     ) -> None:
         """Prepares the hooks.
 
@@ -130,10 +131,12 @@ class SavedTensors:
             pager: knows how often the weights of a unit have changed.
             compute: records the unit whose weights a backward uses.
             inputs: keeps the inputs of checkpointed modules off the device; None if they stay there.
+            wrapped: True if modules compute with wrappers of weights, such as DTensors. Torch would not notice that
+                weights have changed in which a graph holds a wrapper.
         """
         self.inputs = inputs
         self._unit_views, self._pager, self._compute = unit_views, pager, compute
-        self._moves = inputs is not None or not all(pager.stays(unit) for unit in range(len(handles)))
+        self._moves = wrapped or inputs is not None or not all(pager.stays(unit) for unit in range(len(handles)))
         """True if weights of any unit come and go, or inputs of checkpointed modules."""
         self.bindings = unit_views.bindings
         # By address, since compiled code passes tensors that have lost their class.

@@ -25,6 +25,7 @@ from offload.engine.metrics.reporter import check_monitor, make_reporter
 from offload.engine.metrics.span_relay import Listener, Relay
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.optimizer import Optimizer
+from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.reshard.reshard import NewRanks, reshard
 from offload.engine.reshard.switch import finish
 from offload.engine.setup.assembly import Recorders, assemble, shown_names
@@ -77,8 +78,8 @@ def build(
         stamps: Stamp of each of the model's own files that the plan reads, by path.
         listener: Receives the spans of the engine; None for none but those that the config asks for.
     """
-    timeline = open_timeline(plan.config.offload.trace, plan.rank, plan.world_size)
-    if plan.rank == 0:
+    timeline = open_timeline(plan.config.offload.trace, plan.process, plan.processes)
+    if plan.process == 0:
         check_monitor(plan.config)
     written = _written(plan)
     inputs_on_disk = plan.config.drives and plan.config.activation_tier in ("cpu", "nvme", "auto")
@@ -143,7 +144,8 @@ def _store(
     )
     new.ranks.by_first(lambda: finish(new.folders))
     line = None
-    if plan.resume and plan.slots == 2:
+    # The columns of tensor parallelism may be at different commits, of which a reshard would keep one each.
+    if plan.resume and plan.slots == 2 and plan.grid is None:
         line = reshard(new, queue, lambda progress: check_fits(progress, model, optimizer))
     store = Store(new.drives, new.run, plan.rank, spec, queue, written, spans)
     store.notices += [] if line is None else [line]
@@ -183,6 +185,10 @@ def _components(
     if plan.tiled_mlps:  # last, as nothing that fails follows before the engine owns the components
         untile = tile_mlps(model, plan.tiled_mlps, plan.config.offload.tile_mlp)
         parts = dataclasses.replace(parts, untile=untile)
+    if plan.grid is not None or plan.sites:
+        # Behind all other hooks on modules and state dicts, as nothing that fails follows here either.
+        views = ShardedViews(plan.sites)
+        parts = dataclasses.replace(parts, tensor_parallel=plan.grid, sharded_views=views)
     return parts
 
 
@@ -268,15 +274,15 @@ def _recorders(
 
 def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter | None:
     """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
-    reporter = make_reporter(plan.config, plan.batch.total) if plan.rank == 0 else None
+    reporter = make_reporter(plan.config, plan.batch.total) if plan.process == 0 else None
     if reporter is None:
         return None
 
     def io_bytes() -> tuple[int, int]:
         return (0, 0) if queue is None else (queue.read_bytes, queue.written_bytes)
 
-    ranks, breakdown = plan.ranks, plan.config.wall_clock_breakdown
-    sent = None if ranks is None else lambda: ranks.sent.total
+    everyone, grid, breakdown = plan.everyone, plan.grid, plan.config.wall_clock_breakdown
+    sent = None if everyone is None else lambda: (everyone.sent if grid is None else grid.sent).total
     return StepMeter(plan.device.torch, io_bytes, written.drives, sent, breakdown, reporter)
 
 
@@ -284,7 +290,7 @@ def _written(plan: Plan) -> Written:
     """Returns the counter of bytes written to the drives, with the drives' endurance from the config."""
     block = plan.config.offload
     # Ranks of one machine share its drives, and each counts only its own bytes.
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.ranks is not None else 1  # set by torchrun
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.everyone is not None else 1  # set by torchrun
     rating = None if block.drive_tbw is None else Rating(block.drive_tbw * 1e12, block.drive_share, local)
     return Written(plan.config.drives, rating)
 
@@ -294,10 +300,10 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
     if not plan.resume:
         return None
     newest = store.newest_serial()
-    if plan.ranks is None:
+    if plan.everyone is None:
         return newest
     # The ranks decide together: a single rank that resumed would wait for the others for ever.
-    everyone: list[int | None] = plan.ranks.share(newest)
+    everyone: list[int | None] = plan.everyone.share(newest)
     if None not in everyone:
         return last_of_all(everyone)
     # If a run was killed while it was created, some ranks have no commit, but then no rank has more than its first.
@@ -314,4 +320,7 @@ def _last_commit_of_all(plan: Plan, store: Store) -> int | None:
 def _store_spec(plan: Plan, model: nn.Module) -> StoreSpec:
     """Returns the layout of the swap files."""
     layout = describe(plan.layouts, plan.mode, plan.mesh.shards, plan.mesh.replicas)
+    # Only where it differs from 1, so that descriptions of other stores have no such key.
+    if plan.grid is not None:
+        layout["tensor_parallel"] = plan.grid.description
     return plan.placement.store(plan.parts, plan.slots, layout, about(model))

@@ -10,16 +10,18 @@ from torch import nn
 
 from offload.config import Batch, Config
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.optim.matrices.directions import in_bf16
 from offload.engine.params.deferred_parameter import is_deferred, origin_of
 from offload.engine.params.opaque.paged_tensor import PagedTensor, is_under_engine
 from offload.engine.params.paged_parameter import PagedParameter
+from offload.engine.params.sharded.find import FoundShards, is_dtensor
 from offload.errors import ConfigError, UsageError
-from offload.layout.flat_layout import UnitLayout
+from offload.layout.flat_layout import Segment, UnitLayout
 from offload.layout.frozen.opaque import is_of_bitsandbytes, is_packed, waits_for_quantization
 from offload.sizes import count_of
 from offload.swapper.memory.device import Device
-from offload.swapper.modes import MUON, Mode, dtype_name
+from offload.swapper.modes import LAMB, MUON, Mode, dtype_name
 from offload.torch_internals import inner_tensors
 
 
@@ -34,28 +36,34 @@ def check_partitioned_activations(config: Config, world_size: int) -> None:
 
 
 def check_same(
-    ranks: Ranks,
+    ranks: Ranks | None,
     config: Config,
     batch: Batch,
     mode: Mode,
     layouts: Sequence[UnitLayout],
     model: nn.Module,
     device: Device,
+    grid: TensorParallel | None,
 ) -> None:
-    """Compares config and model of all ranks. Collective.
+    """Compares config and model of all processes. Collective.
+
+    Called before the disks are inspected: ranks with different configs would look for different runs.
 
     Args:
-        ranks: All ranks.
+        ranks: All processes; None if there is only one.
         config: The whole config.
         batch: Sizes of batches.
         mode: States and dtypes.
         layouts: All units.
         model: The model before it is taken over.
         device: The compute device.
+        grid: The place of this process in tensor parallelism; None without it.
 
     Raises:
         ConfigError: If the ranks differ, on every rank.
     """
+    if ranks is None:
+        return
     # Facts that decide the layout, the collectives or the numbers. Values of weights and buffers are not among them:
     # all ranks receive those of rank 0. Paths may differ: each machine has its own drives.
     facts = {
@@ -71,7 +79,8 @@ def check_same(
         "buffer_dtype": config.data_types.buffer_dtype,
         "seed": config.offload.seed,
         "on_nonfinite": config.offload.on_nonfinite,
-        "run": config.offload.run,
+        # The columns of tensor parallelism have runs of their own.
+        "run": config.offload.run.removesuffix("" if grid is None else grid.suffix),
         "durability": repr(config.offload.durability),
         "resume": config.offload.resume,
         "blocks computed again": [
@@ -79,7 +88,7 @@ def check_same(
             config.activation_checkpointing.number_checkpoints,
         ],
         "units": [layout.name for layout in layouts],
-        "parameters": [[s.name, list(s.shape), s.trainable] for layout in layouts for s in layout.segments],
+        "parameters": [_compared(segment, grid) for layout in layouts for segment in layout.segments],
         "frozen": config.offload.frozen,
         # Ranks send each other matrices of Muon in this dtype.
         "dtype of Muon's products": ("bf16" if in_bf16(device) else "fp32") if mode.optimizer == MUON else None,
@@ -91,7 +100,11 @@ def check_same(
         ],
     }
     # Every rank receives all facts and raises the same error, so that no rank waits for another.
-    everyone = ranks.share(facts)
+    _compare(ranks.share(facts))
+
+
+def _compare(everyone: Sequence[dict[str, Any]]) -> None:
+    """Raises `ConfigError` if the facts of any rank differ from those of rank 0."""
     for name, mine in everyone[0].items():
         for rank, others in enumerate(everyone):
             if others[name] != mine:
@@ -99,6 +112,67 @@ def check_same(
                     f"the {name} of rank {rank} and of rank 0 differ: {_brief(others[name])}, not {_brief(mine)}; "
                     "give every rank the same model and config"
                 )
+
+
+def _compared(segment: Segment, grid: TensorParallel | None) -> list[Any]:
+    """Returns what all processes must have alike of a parameter. Shards of tensor parallelism may differ in size."""
+    sharded = grid is not None and grid.is_sharded(segment.parameter)
+    return [segment.name, "sharded" if sharded else list(segment.shape), segment.trainable]
+
+
+def check_groups(grid: TensorParallel | None, shards: FoundShards, device: torch.device) -> None:
+    """Raises `ConfigError` if the groups of tensor parallelism are not those that an engine forms.
+
+    Args:
+        grid: The place of this process; None without tensor parallelism.
+        shards: What the model and `mpu` say.
+        device: The device on which the model will compute.
+    """
+    for name, form in shards.dtensors.items():
+        if form.mesh.device_type != device.type:
+            raise ConfigError(
+                f"parameter {name} is a DTensor on a mesh of {form.mesh.device_type}, and this engine computes on "
+                f'{device.type}: make the mesh by init_device_mesh("{device.type}", …)'
+            )
+    if grid is None or shards.data_ranks is None:
+        return
+    column = (grid.everyone.rank,) if grid.zero is None else grid.zero.members
+    if set(shards.data_ranks) != set(column):
+        raise ConfigError(
+            f"mpu= has the data-parallel group {list(shards.data_ranks)}; expected {list(column)}, the processes with "
+            "the same place in their groups of model parallelism"
+        )
+
+
+def check_tensor_parallel(
+    grid: TensorParallel | None,
+    mode: Mode,
+    layouts: Sequence[UnitLayout],
+    experts: bool,
+    tiled: bool,
+) -> None:
+    """Raises `ConfigError` for what does not go together with tensor parallelism.
+
+    Args:
+        grid: The place of this process in it; None without it, when all is allowed.
+        mode: States and dtypes.
+        layouts: All units.
+        experts: True if experts of the model are units.
+        tiled: True if the config tiles MLPs.
+    """
+    if grid is None:
+        return
+    segments = [segment for layout in layouts for segment in layout.segments]
+    whole = mode.steps_whole or mode.optimizer == LAMB
+    refused = (
+        (whole, "an optimizer that needs whole parameters", "take AdamW, Adam, Lion, Adagrad or SGD with a kernel"),
+        (any(each.form or each.inner for each in segments), "quantized frozen weights", 'leave "frozen" out'),
+        (experts, "experts that are units of their own", 'name the class of their module in "units"'),
+        (tiled, "tiled MLPs", 'leave "tile_mlp" out'),
+    )
+    for holds, what, cure in refused:
+        if holds:
+            raise ConfigError(f"tensor parallelism does not go together with {what} here: {cure}")
 
 
 def _brief(value: Any) -> str:
@@ -127,6 +201,12 @@ def check_model(model: nn.Module) -> None:
         raise ConfigError(
             f"buffer {lost[0]} is on the meta device, so its values are gone; build the model inside "
             f"offload.init(...), which leaves buffers real"
+        )
+    left = next((name for name, parameter in model.named_parameters() if is_dtensor(parameter)), None)
+    if left is not None:
+        raise ConfigError(
+            f"parameter {left} is a DTensor, which offload.initialize takes alone: give this call a model before "
+            "parallelize_module"
         )
     _check_absent(model)
     if any(isinstance(parameter, PagedParameter) or is_under_engine(parameter) for parameter in model.parameters()):

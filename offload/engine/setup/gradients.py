@@ -120,7 +120,7 @@ def _run_facts(plan: Plan) -> RunFacts:
     return RunFacts(
         wanted=makes_early_updates(plan.config.offload.speculate, plan.device.host_addressable)
         and plan.config.offload.debug.overlap,
-        ranks=1 if plan.ranks is None else plan.ranks.size,
+        ranks=plan.processes,
         one_pass=plan.mode.optimizer != LAMB and not plan.mode.whole_units,
         commits=plan.slots == 2 and plan.commit_every > 0,
         on_disk=any(

@@ -65,7 +65,7 @@ def module_hooks(
         timeline: Records phases.
         compute: Records forwards and backwards of units.
     """
-    saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs)
+    saved = SavedTensors(handles, unit_views, pager, compute, kept.inputs, wrapped=bool(plan.sites))
     hooks = ModuleHooks(
         model,
         plan.units.sites,

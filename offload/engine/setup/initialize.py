@@ -21,20 +21,26 @@ from offload.checkpointing import with_configured
 from offload.config import Config, effective, load_config, resolve_batch
 from offload.engine.distributed.process_group import Ranks, join_ranks
 from offload.engine.distributed.rendezvous import UNABLE, meet_others, stay_away
+from offload.engine.distributed.tensor_parallel import TensorParallel, form_grid
 from offload.engine.engine import Engine
 from offload.engine.keywords import refuse
 from offload.engine.optim import build_optimizer as optimizer_choice
 from offload.engine.optim.optimizer import Optimizer, refuse_others
 from offload.engine.params.opaque.buffers import with_adopted_buffers
+from offload.engine.params.sharded.find import FoundShards, find_shards
+from offload.engine.params.sharded.takeover import TakenShards, taken_over
 from offload.engine.setup.build import STARTING, build
+from offload.engine.setup.checks import check_groups, check_tensor_parallel
 from offload.engine.setup.dtype_choice import warn_if_slow
 from offload.engine.setup.gpu_allocator import let_segments_grow
 from offload.engine.setup.plain_config import PlainKeywords, plain_config
 from offload.engine.setup.plan import Plan, decide
+from offload.engine.setup.resume import check_division
 from offload.engine.training import build_scheduler as schedule_choice
 from offload.engine.training.data_loader import Loader, check_data, load
 from offload.engine.training.snapshot import keep_generators
 from offload.errors import ConfigError
+from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR
 from offload.notices import announce
 from offload.sizes import format_size
 from offload.swapper.memory.device import Device
@@ -91,7 +97,7 @@ def initialize(
         collate_fn: Makes a batch from samples; None for torch's default.
         config: Path of a DeepSpeed JSON file, or its content as a dict.
         config_params: Another name of `config`.
-        mpu: For compatibility with DeepSpeed; must be None.
+        mpu: Megatron's `parallel_state`, whose groups divide the parameters that it has marked; None without it.
         dist_init_required: For compatibility; None or a bool, without effect.
         distributed_port: For compatibility; None or the launcher's port.
         mesh_param: For compatibility; must be None.
@@ -107,8 +113,9 @@ def initialize(
     # First of all: an error raised before this call would leave the other ranks waiting for this one.
     meet_others()
     try:
-        refuse(mpu=mpu, dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
+        refuse(dist_init_required=dist_init_required, distributed_port=distributed_port, mesh_param=mesh_param)
         args, model = _model_of(args, model)
+        shards = find_shards(model, mpu)
         loaded = with_configured(load_config(chosen_config(args, config, config_params, model, plain)))
         check_data(training_data, collate_fn)
         let_segments_grow(loaded.offload.device)  # before CUDA is used
@@ -121,9 +128,8 @@ def initialize(
     try:
         ranks = join_ranks(device, loaded.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
-            return _initialize(
-                loaded, model, device, ranks, optimizer, model_parameters, training_data, lr_scheduler, collate_fn
-            )
+            given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+            return _initialize(loaded, model, device, ranks, shards, *given)
     except BaseException as error:
         if ranks is not None:
             # The other ranks wait for this one, and receive the reason.
@@ -135,7 +141,68 @@ def _initialize(
     loaded: Config,
     model: nn.Module,
     device: Device,
-    ranks: Ranks | None,
+    everyone: Ranks | None,
+    shards: FoundShards,
+    optimizer: Any,
+    model_parameters: Any,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Initialized:
+    """Makes the engine of a model whose DTensors are ordinary parameters; see `_start` for the arguments."""
+    grid = form_grid(everyone, shards.row, shards.sharded)
+    check_groups(grid, shards, device.torch)
+    loaded = _of_a_column(loaded, grid, bool(shards.dtensors))
+    with taken_over(model, shards) as taken:
+        taken.translate_optimizer(optimizer)
+        model_parameters = taken.translated(model_parameters)
+        return _start(
+            loaded,
+            model,
+            device,
+            everyone,
+            grid,
+            taken,
+            optimizer,
+            model_parameters,
+            training_data,
+            lr_scheduler,
+            collate_fn,
+        )
+
+
+def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) -> Config:
+    """Returns the config of a column of the grid of tensor parallelism, which is a run of its own.
+
+    Args:
+        loaded: The config of the user.
+        grid: The place of this process; None without tensor parallelism.
+        dtensors: True if the model computes with DTensors.
+
+    Raises:
+        ConfigError: If micro-batches shall take turns.
+        StoreError: If the run of this name was divided otherwise.
+    """
+    block, own = loaded.offload, "" if grid is None else grid.suffix
+    check_division(loaded.drives, block.run, own, block.resume)
+    if grid is None and not dtensors:
+        return loaded
+    if block.schedule == LAYER_MAJOR:
+        raise ConfigError(
+            '"schedule": "layer_major" runs several micro-batches at once, and a module shows the DTensors of one at a '
+            "time: leave it out with tensor parallelism"
+        )
+    changes = {"schedule": MICRO_BATCH_MAJOR, "run": f"{block.run}{own}"}
+    return loaded.model_copy(update={"offload": block.model_copy(update=changes)})
+
+
+def _start(
+    loaded: Config,
+    model: nn.Module,
+    device: Device,
+    everyone: Ranks | None,
+    grid: TensorParallel | None,
+    taken: TakenShards,
     optimizer: Any,
     model_parameters: Any,
     training_data: Dataset[Any] | None,
@@ -143,12 +210,17 @@ def _initialize(
     collate_fn: Callable[[list[Any]], Any] | None,
 ) -> Initialized:
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
+    ranks = everyone if grid is None else grid.zero
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
     chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
     matrices = optimizer_choice.matrices_by(chosen, model)
-    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices)
+    plan = decide(loaded, batch, model, device, ranks, chosen.rule.name, kept, matrices, grid=grid)
+    check_tensor_parallel(grid, plan.mode, plan.layouts, bool(plan.units.experts), bool(plan.tiled_mlps))
+    plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites))
+    # From now on the weights leave the model, and no error could bring them back.
+    taken.keep()
     schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
     as_trained = (*_as_trained(plan, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
@@ -171,7 +243,7 @@ def _initialize(
             loaded.dataloader_drop_last,
         )
     engine = build(plan, model, chosen, Engine, schedule, loader)
-    if plan.rank == 0:
+    if plan.process == 0:
         warn_if_slow(loaded, device.torch, plan.resume)
         logger.info(effective(loaded, batch, plan.world_size))
         for notice in engine.notices:

@@ -17,6 +17,8 @@ from offload.engine.activations.policy import check_tier
 from offload.engine.activations.unit_checkpoints import blocks_of
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.tensor_parallel import TensorParallel
+from offload.engine.params.sharded.takeover import Site
 from offload.engine.setup.checks import (
     check_batch_norm,
     check_model,
@@ -57,6 +59,7 @@ class Plan:
     batch: Batch
     device: Device
     ranks: Ranks | None
+    """The ranks among which ZeRO divides; None if this process is alone there."""
     mode: Mode
     units: Units
     layouts: tuple[UnitLayout, ...]
@@ -78,6 +81,10 @@ class Plan:
     schedule: Choice
     """Order in which the micro-batches of a step pass through the model, for steps that the engine runs as one call."""
     notices: tuple[str, ...]
+    grid: TensorParallel | None = None
+    """This process's place in tensor parallelism; None without it."""
+    sites: tuple[Site, ...] = ()
+    """The modules that compute with DTensors."""
     images: tuple[UnitImage | None, ...] = ()
     """Each unit as it lies in the model's own files, None for one that is not read there. Empty if none is."""
 
@@ -88,18 +95,33 @@ class Plan:
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
+        """Rank of this process among those that ZeRO divides over."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of those ranks."""
         return 1 if self.ranks is None else self.ranks.size
 
     @property
     def mesh(self) -> Mesh:
         """Arrangement of the ranks."""
         return Mesh() if self.ranks is None else self.ranks.mesh
+
+    @property
+    def everyone(self) -> Ranks | None:
+        """All processes that train together; None if this one trains alone."""
+        return self.ranks if self.grid is None else self.grid.everyone
+
+    @property
+    def process(self) -> int:
+        """Number of this process among all that train together."""
+        return 0 if self.everyone is None else self.everyone.rank
+
+    @property
+    def processes(self) -> int:
+        """Number of all processes that train together."""
+        return 1 if self.everyone is None else self.everyone.size
 
     @property
     def trainable(self) -> tuple[range, ...]:
@@ -124,6 +146,7 @@ def decide(
     kept: Mapping[str, tuple[StateField, ...]],
     matrices: Collection[str] | None,
     find_images: Callable[[Sequence[UnitLayout], Mode], tuple[UnitImage | None, ...]] | None = None,
+    grid: TensorParallel | None = None,
 ) -> Plan:
     """Returns the plan of this rank. Collective. Changes nothing; disks are only inspected.
 
@@ -132,18 +155,19 @@ def decide(
         batch: Sizes of batches, which follow from the config and the number of ranks.
         model: The model with all its parameters, real or deferred.
         device: The compute device.
-        ranks: All ranks; None if there is only one.
+        ranks: The ranks among which ZeRO divides; None if there is only one.
         optimizer: Name of the optimizer's rule.
         kept: States that an optimizer of torch keeps of each parameter.
         matrices: Names of the parameters that the optimizer steps as matrices; None if it has no rule for them.
         find_images: Returns `Plan.images`; None if the weights have the tier of the config.
+        grid: The place of this process in tensor parallelism; None without it.
 
     Raises:
         ConfigError: If model and config do not fit each other.
         BudgetError: If a budget is too small.
         StoreError: If the run on the drives does not fit the configured "resume".
     """
-    mesh = Mesh() if ranks is None else ranks.mesh
+    mesh, everyone = Mesh() if ranks is None else ranks.mesh, ranks if grid is None else grid.everyone
     # Checks that need no other rank come first, so that their error is the one that is reported.
     check_model(model)
     check_partitioned_activations(config, mesh.ranks)
@@ -155,13 +179,11 @@ def decide(
     layouts = laid_out_for(layouts_of(model, units, mesh.shards, kept, stored, matrices), mode, mesh.shards)
     more = (*_frozen_notices(config, layouts, mode), *experts, *tile_notices(tiled_mlps, config.offload.tile_mlp))
     check_batch_norm(model, mode, device.torch, buffers)
-    if ranks is not None:
-        # Before the disks are inspected: ranks with different configs would look for different runs.
-        check_same(ranks, config, batch, mode, layouts, model, device)
+    check_same(everyone, config, batch, mode, layouts, model, device, grid)
     device_kernels, why_not = _device_kernels(device)
     images = () if find_images is None else find_images(layouts, mode)
-    request = _request(config, layouts, optimizer, batch, device, ranks, device_kernels, images)
-    memory, found = _with_disks(place_states(request), ranks)
+    request = _request(config, layouts, optimizer, batch, device, ranks, everyone, device_kernels, images)
+    memory, found = _with_disks(place_states(request), everyone)
     schedule, schedule_notices = _schedule(config, batch, model, memory)
     return Plan(
         config=config,
@@ -181,7 +203,7 @@ def decide(
         device_kernels=device_kernels,
         tiled_mlps=tiled_mlps,
         schedule=schedule,
-        notices=(*_notices(config, found, memory, why_not, ranks), *more, *schedule_notices),
+        notices=(*_notices(config, found, memory, why_not, everyone, mesh), *more, *schedule_notices),
         images=images,
     )
 
@@ -193,6 +215,7 @@ def _request(
     batch: Batch,
     device: Device,
     ranks: Ranks | None,
+    everyone: Ranks | None,
     device_kernels: bool,
     images: tuple[UnitImage | None, ...],
 ) -> MemoryRequest:
@@ -204,7 +227,7 @@ def _request(
         optimizer=optimizer,
         accumulation=batch.accumulation,
         # Units that are not read from the model's files are kept in host memory: there is no store beside the files.
-        machine=_machine(config, device, ranks, device_kernels, bool(config.drives) and not images),
+        machine=_machine(config, device, everyone, device_kernels, bool(config.drives) and not images),
         rank=0 if ranks is None else ranks.shard,
         world_size=mesh.shards,
         replicas=mesh.replicas,
@@ -244,14 +267,18 @@ def _schedule(config: Config, batch: Batch, model: nn.Module, memory: MemoryPlan
 
 
 def _notices(
-    config: Config, found: FoundRun, memory: MemoryPlan, why_not: tuple[str, ...], ranks: Ranks | None
+    config: Config,
+    found: FoundRun,
+    memory: MemoryPlan,
+    why_not: tuple[str, ...],
+    everyone: Ranks | None,
+    mesh: Mesh,
 ) -> tuple[str, ...]:
     """Returns the lines that the plan has for the user, in the order in which they are reported."""
-    if ranks is not None and ranks.rank:
+    if everyone is not None and everyone.rank:
         # Every rank finds the same run, and one notice is enough.
         return (*config.notices, *memory.notices, *why_not)
-    mesh = () if ranks is None else _mesh_notices(ranks.mesh)
-    return (*config.notices, *mesh, *found.replaced, *memory.notices, *why_not, *leftovers(config))
+    return (*config.notices, *_mesh_notices(mesh), *found.replaced, *memory.notices, *why_not, *leftovers(config))
 
 
 def _mesh_notices(mesh: Mesh) -> tuple[str, ...]:

@@ -59,13 +59,13 @@ class NewStore:
             return
         if plan.commit_every:
             scheduler_state(self._lr_scheduler)
-        if plan.ranks is not None:
-            plan.ranks.share(None, "check its start")
+        if plan.everyone is not None:
+            plan.everyone.share(None, "check its start")
         self._made = True
         store.create(over=plan.resume or plan.replace)
-        if plan.ranks is not None:
+        if plan.everyone is not None:
             # A rank commits only after this exchange: no commit exists beside files of an earlier run.
-            plan.ranks.share(None, "create its store")
+            plan.everyone.share(None, "create its store")
 
     def undo(self) -> None:
         """Closes the files after an error. An earlier run keeps its files, and a new one leaves none."""

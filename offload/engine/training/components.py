@@ -8,16 +8,20 @@ from dataclasses import dataclass
 from offload.aio.shared_queue import SharedQueue
 from offload.engine.activations.activations import Activations
 from offload.engine.distributed.agreement import Agreement
+from offload.engine.distributed.communication import Communication
 from offload.engine.distributed.mesh import Mesh
 from offload.engine.distributed.process_group import Ranks
+from offload.engine.distributed.tensor_parallel import TensorParallel
 from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.metrics.step_meter import StepMeter
 from offload.engine.optim.update_worker import UpdateWorker
 from offload.engine.params.local_shards import LocalShards
 from offload.engine.params.module_hooks import ModuleHooks
+from offload.engine.params.sharded.views import ShardedViews
 from offload.engine.params.unit_views import UnitViews
 from offload.engine.params.weight_edits import WeightEdits
 from offload.engine.schedule.layer_major import LayerMajor
+from offload.errors import UsageError
 from offload.layout.flat_layout import UnitLayout
 from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.memory.host_arena import HostArena
@@ -41,7 +45,7 @@ class EngineComponents:
     layer_major: LayerMajor | None
     """None if micro-batches pass through the model one after the other."""
     ranks: Ranks | None
-    """None if this process is alone; then `agreement` is None too."""
+    """The ranks among which ZeRO divides; None if this process is alone there; then `agreement` is None too."""
     agreement: Agreement | None
     store: Store | None
     queue: SharedQueue | None
@@ -57,17 +61,21 @@ class EngineComponents:
     timeline: Timeline = OFF
     meter: StepMeter | None = None
     """None if no metrics are recorded."""
+    tensor_parallel: TensorParallel | None = None
+    """This process's place in the grid of tensor parallelism and ZeRO; None without tensor parallelism."""
+    sharded_views: ShardedViews | None = None
+    """The hooks that show DTensors to modules; None if the model has none."""
     untile: Callable[[], None] | None = None
     """Makes the MLPs that the config tiles compute whole inputs again; None if it tiles none."""
 
     @property
     def rank(self) -> int:
-        """Number of this process among those that train together."""
+        """Number of this process among those that divide states by ZeRO."""
         return 0 if self.ranks is None else self.ranks.rank
 
     @property
     def world_size(self) -> int:
-        """Number of processes that train together."""
+        """Number of processes that divide states by ZeRO."""
         return 1 if self.ranks is None else self.ranks.size
 
     @property
@@ -80,6 +88,27 @@ class EngineComponents:
         """Number of the shard of each unit that this process holds."""
         return self.mesh.shard_of(self.rank)
 
+    @property
+    def everyone(self) -> Ranks | None:
+        """All processes that train together; None if this one trains alone."""
+        return self.ranks if self.tensor_parallel is None else self.tensor_parallel.everyone
+
+    @property
+    def sent(self) -> Communication:
+        """What this process has sent to others."""
+        if self.tensor_parallel is not None:
+            return self.tensor_parallel.sent
+        return Communication() if self.ranks is None else self.ranks.sent
+
+    def refuse_shards(self, call: str) -> None:
+        """Raises `UsageError` for a call that would save or load the shards of one process as if they were all."""
+        if self.tensor_parallel is not None:
+            raise UsageError(
+                f"{call} knows nothing of tensor parallelism, and each process has a part of the weights: save "
+                "engine.module.state_dict(), whose DTensors torch.distributed.checkpoint writes and full_tensor() "
+                'gathers; a run in swap files resumes by "resume": "auto"'
+            )
+
     def closing(self) -> list[Callable[[], object]]:
         """Returns calls that close all but ranks, store, timeline and meter, in order; each may be repeated.
 
@@ -87,6 +116,7 @@ class EngineComponents:
         """
         return [
             *(() if self.untile is None else (self.untile,)),
+            *(() if self.sharded_views is None else (self.sharded_views.remove,)),
             *(() if self.layer_major is None else (self.layer_major.remove,)),
             self.hooks.remove,
             self.weights.remove,

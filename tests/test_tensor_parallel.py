@@ -1,0 +1,353 @@
+"""A model that torch's tensor parallelism divides trains as a whole one, beside ZeRO, and its run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import offload
+from offload.errors import ConfigError, OffloadError, StoreError, UsageError
+from tests.support import rounding_bounds
+from tests.support import tensor_parallel as tp
+from tests.support.oracle import Job, Result, assert_same, assert_same_tensors, config, room_for
+from tests.support.rank_pool import RankPool, rank_and_size, shared_pool, train
+
+DISK, MEMORY = ("nvme", "nvme"), ("none", "none")
+JOB = Job(tp.Net, tp.one_loss, steps=3, lr=3e-4)
+LLAMA = JOB._replace(model=tp.llama)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    with shared_pool(4) as ranks:
+        yield ranks
+
+
+def train_in_memory_and_on_disk(job: Job, name: str, size: int, folder: Path) -> Result:
+    """Both placements have the same bits. The device has room for two units, so that units come and go."""
+    first = tp.train(job, name, size, MEMORY, folder / "memory")
+    assert_same(first, tp.train(job, name, size, DISK, folder / "disk", device_memory=room_for(job, 2)), "disk")
+    return first
+
+
+CASES = {
+    "weights": JOB,
+    "sequence": JOB._replace(accumulation=2, clip=0.05),
+    "transformers": LLAMA,
+}
+
+
+@pytest.mark.works("Several ranks", "tensor parallelism of torch (`parallelize_module`) and of transformers", "right")
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == "sequence" else pytest.mark.slow) for each in CASES]
+)
+@pytest.mark.numeric
+def test_two_divided_ranks_equal_one_rank(name: str, ranks: RankPool, tmp_path: Path) -> None:
+    if name == "transformers":
+        pytest.importorskip("transformers.distributed")
+    job = CASES[name]
+    alone = train(job, DISK, tmp_path / "one")
+    found = ranks.run(train_in_memory_and_on_disk, job, name, 2, tmp_path / "two")
+    assert_same(found[0], found[1], "the two ranks")
+    rounding_bounds.same_training(found[0], alone, job, reordered=True)
+
+
+def train_and_count(job: Job, name: str, folder: Path) -> tuple[Result, list[int], list[int]]:
+    """Returns the training of a grid of rows of two, the ranks of this one's column, and the samples that it loads."""
+    engine = tp.start(job, name, 2, DISK, folder)
+    ranks = engine._core.components.ranks
+    assert ranks is not None and (engine.global_rank, engine.world_size) == rank_and_size()
+    found = tp.steps(engine, job, 2, 0, job.steps)
+    # Data are divided over columns alone: processes of a row compute one batch together.
+    data = TensorDataset(torch.arange(8))
+    rows = [int(row) for batch in engine.deepspeed_io(data, collate_fn=list) for (row,) in batch]
+    sent = engine.communication()
+    # ZeRO's volumes for the gradients of this column, once for each micro-batch: within a replica, then between them.
+    trained = sum(layout.trainable_stop for layout in engine._core.components.layouts) * 4
+    replicas, shards = ranks.mesh
+    once = trained * (shards - 1) // shards + 2 * (trained // shards) * (replicas - 1) // replicas
+    assert sent.gradients.nbytes == job.steps * job.accumulation * once
+    engine.destroy(remove=True)
+    return found, list(ranks.members), rows
+
+
+@pytest.mark.works("Several ranks", "tensor parallelism beside ZeRO, on two by two ranks", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+@pytest.mark.parametrize("shard_size", [-1, 1])
+def test_four_ranks_two_by_two_equal_one_rank(shard_size: int, four: RankPool, tmp_path: Path) -> None:
+    """A column has a mesh of its own: one replica of two shards, or two replicas of one shard."""
+    found = train_beside_zero(four, shard_size, tmp_path)
+    assert [members for _, members, _ in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    rows = [each for _, _, each in found]
+    assert rows[0] == rows[1] and rows[2] == rows[3] and sorted(rows[0] + rows[2]) == list(range(8))
+
+
+@pytest.mark.works("Several ranks", "tensor parallelism beside replicas of shards (`mics_shard_size`)", "right")
+@pytest.mark.numeric
+@pytest.mark.slow
+def test_eight_ranks_as_replicas_of_two_divided_shards_equal_one_rank(tmp_path: Path) -> None:
+    with shared_pool(8) as eight:
+        found = train_beside_zero(eight, 2, tmp_path)
+    assert [members for _, members, _ in found] == [[0, 2, 4, 6], [1, 3, 5, 7]] * 4
+
+
+def train_beside_zero(grid: RankPool, shard_size: int, folder: Path) -> list[tuple[Result, list[int], list[int]]]:
+    """Returns what each rank of a grid has, after a comparison of its training with that of one rank."""
+    job = CASES["sequence"]
+    alone = train(job, DISK, folder / "one")
+    found = grid.run(train_and_count, job._replace(shard_size=shard_size), "sequence", folder / "grid")
+    for result, _, _ in found:
+        assert_same(found[0][0], result, "the ranks")
+    rounding_bounds.same_training(found[0][0], alone, job, reordered=True)
+    return found
+
+
+def stop_and_resume(job: Job, folder: Path) -> str:
+    """The bits of an unbroken run, whose own folders a start without its division, or with another, leaves alone."""
+    unbroken = tp.train(job, "sequence", 2, DISK, folder / "unbroken")
+    engine = tp.start(job, "sequence", 2, DISK, folder / "run")
+    tp.steps(engine, job, 2, 0, 1)
+    engine.destroy()
+    coordinate = rank_and_size()[0]
+    assert (folder / "run" / f"default-tp{coordinate}of2" / "rank0").is_dir()
+    with pytest.raises(StoreError) as whole:
+        train(job, DISK, folder / "run", resume="auto")
+    engine = tp.start(job, "sequence", 2, DISK, folder / "run", resume="must")
+    assert engine.global_steps == 1
+    rest = tp.steps(engine, job, 2, 1, job.steps)
+    engine.destroy(remove=True)
+    assert rest.losses == unbroken.losses[1:]
+    assert_same_tensors(rest.weights, unbroken.weights)
+    return str(whole.value)
+
+
+@pytest.mark.works("Several ranks", "resume of a run with tensor parallelism from its swap files", "right")
+@pytest.mark.slow
+def test_a_run_resumes_with_its_own_tensor_parallelism_alone(ranks: RankPool, tmp_path: Path) -> None:
+    for message in ranks.run(stop_and_resume, JOB, tmp_path):
+        assert "is a run with tensor parallelism of 2, and this start has no tensor parallelism" in message
+
+
+def load_whole_and_divided(folder: Path) -> None:
+    """State dicts have DTensors, and are loaded from DTensors, from whole tensors, and from shards."""
+    from torch.distributed.tensor import DTensor
+
+    engine = tp.start(JOB, "sequence", 2, ("cpu", "cpu"), folder)
+    state = engine.module.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    given = {name: tp.whole(value) for name, value in state.items()}
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.zero_()
+    assert not tp.whole(engine.module.state_dict()["head.weight"]).any()
+    engine.module.load_state_dict(given)
+    for source in (state, {name: value.to_local() for name, value in state.items()}):
+        assert_same_tensors({name: tp.whole(value) for name, value in engine.module.state_dict().items()}, given)
+        engine.module.load_state_dict(source)
+    assert_same_tensors({name: tp.whole(value) for name, value in engine.module.state_dict().items()}, given)
+    call_a_layer(engine, given)
+    with torch.no_grad():
+        engine(torch.zeros(1, 2, dtype=torch.long))
+    call_a_layer(engine, given)  # which has lost the engine's own hooks
+    for refused in (engine.save_checkpoint, engine.load_checkpoint, engine.save_pretrained, engine.save_16bit_model):
+        with pytest.raises(UsageError, match=r"knows nothing of tensor parallelism.*state_dict"):
+            refused(str(folder))
+    engine.destroy(remove=True)
+
+
+def go_back_through_an_old_graph(folder: Path) -> None:
+    engine = tp.start(JOB, "sequence", 2, MEMORY, folder)
+    old, new = (tp.row_loss(engine, 0, 0, 2) for _ in range(2))
+    engine.backward(new)
+    engine.step()
+    with pytest.raises(UsageError, match="through a graph made before step"):
+        engine.backward(old)
+    engine.destroy(remove=True)
+
+
+def test_a_graph_of_before_a_step_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+    """A DTensor in a graph has a version of its own: torch alone would not notice that its weights have changed."""
+    ranks.run(go_back_through_an_old_graph, tmp_path)
+
+
+def call_a_layer(engine: offload.Engine, given: dict[str, torch.Tensor]) -> None:
+    """A layer by itself, outside of any forward of the model. The plan divides its input by the sequence."""
+    found = engine.module.blocks[0].up(torch.ones(1, 2, 32))
+    weight, bias = (given[f"blocks.0.up.{name}"] for name in ("weight", "bias"))
+    expected = torch.nn.functional.linear(torch.ones(1, 4, 32), weight, bias)
+    assert torch.allclose(found, expected.chunk(2, -1)[rank_and_size()[0]], atol=1e-6)
+
+
+def test_state_dicts_are_divided_and_whole_ones_are_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(load_whole_and_divided, tmp_path)
+
+
+def on_both_dimensions(model: nn.Module) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    two = tp.mesh(2)
+    model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), two, [Replicate(), Shard(0)]))
+
+
+def as_a_sum(model: nn.Module) -> None:
+    from torch.distributed.tensor import DTensor, Partial
+
+    weight = DTensor.from_local(model.head.weight.detach(), tp.mesh(2)["tp"], [Partial()])
+    model.head.weight = nn.Parameter(weight)
+
+
+def with_a_hook(model: nn.Module) -> None:
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
+def on_one_rank_alone(model: nn.Module) -> None:
+    if rank_and_size()[0]:
+        for block in model.blocks:
+            for layer in (block.up, block.down):
+                for name, each in list(layer.named_parameters()):
+                    setattr(layer, name, nn.Parameter(each.full_tensor()))
+    else:
+        for block in model.blocks:
+            for each in (*block.up.parameters(), *block.down.parameters()):
+                each.full_tensor()
+
+
+def unchanged(_: nn.Module) -> None:
+    """Leaves the model as the plan has made it."""
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Module], None], dict[str, Any], str]] = {
+    "both dimensions": (on_both_dimensions, {}, r"head\.weight is a DTensor over 2 dimensions"),
+    "a sum": (as_a_sum, {}, r"head\.weight is a DTensor with the placements \[Partial"),
+    "a hook": (with_a_hook, {}, r"up\.weight is a DTensor with gradient hooks"),
+    "one rank": (on_one_rank_alone, {}, r"divides 2 processes into \[\(\), \(0, 1\)\]; expected groups of one size"),
+    "replicas of more than a column": (unchanged, {"shard_size": 2}, r"1 rank with the same part of each divided"),
+    "LAMB": (unchanged, {"optimizer": "Lamb"}, "does not go together with an optimizer that needs whole parameters"),
+}
+
+
+def refuse(case: str, folder: Path) -> str:
+    """Returns the message of a start that fails, after which the model is as it was."""
+    change, job, _ = REFUSED[case]
+    model = tp.divided(tp.Net(), "weights", 2)
+    change(model)
+    before = dict(model.named_parameters())
+    with pytest.raises(ConfigError) as error:
+        offload.initialize(model=model, config=config(JOB._replace(**job), DISK, folder))
+    assert all(before[name] is parameter for name, parameter in model.named_parameters())
+    assert not list(folder.glob("*"))
+    return str(error.value)
+
+
+@pytest.mark.works(
+    "Several ranks", "a mesh, a placement or an optimizer that tensor parallelism cannot have here", "refused"
+)
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_anything_changes(case: str, ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for message in ranks.run(refuse, case, tmp_path / "run"):
+        assert_matches(message, REFUSED[case][2])
+
+
+def assert_matches(message: str, pattern: str) -> None:
+    import re
+
+    assert re.search(pattern, message), message
+
+
+# -- Megatron ------------------------------------------------------------------------------------------
+
+
+class Sum(torch.autograd.Function):
+    """The sum over the ranks, in the forward or in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forwards: bool) -> torch.Tensor:
+        ctx.backwards = not forwards
+        return summed(x) if forwards else x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (summed(gradient) if ctx.backwards else gradient), None
+
+
+def summed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    torch.distributed.all_reduce(x)
+    return x
+
+
+class MegatronBlock(tp.Block):
+    """The shards of a block as ordinary parameters, marked as Megatron marks them."""
+
+    def __init__(self, whole: tp.Block) -> None:
+        super().__init__(32)
+        self.load_state_dict(whole.state_dict())
+        rank, size = rank_and_size()
+        for layer, name, dim in ((self.up, "weight", 0), (self.up, "bias", 0), (self.down, "weight", 1)):
+            part = nn.Parameter(getattr(layer, name).detach().chunk(size, dim)[rank].clone())
+            part.tensor_model_parallel = True  # type: ignore[attr-defined]
+            setattr(layer, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inside = torch.nn.functional.gelu(self.up(Sum.apply(self.norm(x), False)))
+        return x + Sum.apply(torch.nn.functional.linear(inside, self.down.weight), True) + self.down.bias
+
+
+class Mpu:
+    """Megatron's parallel_state of two ranks, both of which compute one layer together."""
+
+    def __init__(self) -> None:
+        size = rank_and_size()[1]
+        self._model = torch.distributed.new_group(list(range(size)))
+        self._data, _ = torch.distributed.new_subgroups_by_enumeration([[each] for each in range(size)])
+
+    def get_model_parallel_group(self) -> Any:
+        return self._model
+
+    def get_data_parallel_group(self) -> Any:
+        return self._data
+
+
+def train_as_megatron(job: Job, folder: Path) -> Result:
+    torch.manual_seed(job.seed)
+    model: Any = job.model()
+    model.blocks = nn.ModuleList(map(MegatronBlock, model.blocks))
+    mpu = Mpu()
+    engine = offload.initialize(model=model, mpu=mpu, config=config(job, DISK, folder))[0]
+    found = tp.steps(engine, job, 2, 0, job.steps)
+    engine.destroy(remove=True)
+    return found
+
+
+@pytest.mark.works("Several ranks", "Megatron's `mpu` in `initialize`: shards that it has marked", "right")
+@pytest.mark.numeric
+def test_shards_of_megatron_equal_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    job = JOB._replace(clip=0.05)
+    alone = train(job, DISK, tmp_path / "one")
+    parts = ranks.run(train_as_megatron, job, tmp_path / "two")
+    assert parts[0].norms == parts[1].norms
+    joined = {name: join(name, [part.weights[name] for part in parts]) for name in alone.weights}
+    rounding_bounds.same_training(parts[0]._replace(weights=joined), alone, job, reordered=True)
+
+
+def join(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """Returns a whole parameter of the shards of all ranks, or the one that all of them have."""
+    if name.endswith((".up.weight", ".up.bias")):
+        return torch.cat(parts)
+    if name.endswith(".down.weight"):
+        return torch.cat(parts, 1)
+    assert torch.equal(parts[0], parts[1]), name
+    return parts[0]
+
+
+def test_an_mpu_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OffloadError, match=r"mpu= expects Megatron's parallel_state.*got object without"):
+        offload.initialize(model=nn.Linear(2, 2), mpu=object(), config=config(JOB, MEMORY, tmp_path))
