@@ -12,14 +12,14 @@ from offload.config.schema import Config
 
 _INTRODUCTION = """# Configuration
 
-A DeepSpeed JSON file works unchanged, unless it has a key of [the last section](#refused-unless-switched-off). This page
-lists every key that has an effect, with its default, and every key that is accepted without an effect. An unknown key is an error that names the nearest known key. At the top level, where
-other tools keep their blocks, a key that resembles no known key is named in a log line instead. `"auto"` and `null`
-mean the default; integers may be written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are
-allowed; quotes and commas, which HJSON leaves out, are required. Instead of a path, the content may be passed in
-base64, as DeepSpeed's autotuner does. A learning rate of `"auto"` must come from `--lr`, from the arguments of a
-Trainer, or from an optimizer that is passed to `offload.initialize`. Older names are accepted; the end of
-this page lists them.
+A DeepSpeed JSON file works unchanged, unless it has a key of [the last section](#refused-unless-switched-off). This
+page lists every key that has an effect, with its default, and every key that is accepted without an effect. An
+unknown key is an error that names the nearest known key. At the top level, where other tools keep their blocks, a key
+that resembles no known key is named in a log line instead. `"auto"` and `null` mean the default; integers may be
+written as `1e8`. Comments (`//`, `#`, `/* */`) and a comma after the last item are allowed; quotes and commas, which
+HJSON leaves out, are required. Instead of a path, the content may be passed in base64, as DeepSpeed's autotuner does.
+A learning rate of `"auto"` must come from `--lr`, from the arguments of a Trainer, or from an optimizer that is
+passed to `offload.initialize`. Older names are accepted; the end of this page lists them.
 
 `python -m offload.config` writes this page from `offload/config`.
 """
