@@ -65,6 +65,16 @@ class Initialized(NamedTuple):
     """The given schedule or that of the config, which `engine.step()` advances; None without one."""
 
 
+class Given(NamedTuple):
+    """What the user hands over beside the model and the config; see `initialize`."""
+
+    optimizer: Any
+    model_parameters: Any
+    training_data: Dataset[Any] | None
+    lr_scheduler: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -128,8 +138,8 @@ def initialize(
     try:
         ranks = join_ranks(device, loaded.zero_optimization.mics_shard_size)
         with STARTING, with_adopted_buffers(model):
-            given = (optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
-            return _initialize(loaded, model, device, ranks, shards, *given)
+            given = Given(optimizer, model_parameters, training_data, lr_scheduler, collate_fn)
+            return _initialize(loaded, model, device, ranks, shards, given)
     except BaseException as error:
         if ranks is not None:
             # The other ranks wait for this one, and receive the reason.
@@ -143,32 +153,16 @@ def _initialize(
     device: Device,
     everyone: Ranks | None,
     shards: FoundShards,
-    optimizer: Any,
-    model_parameters: Any,
-    training_data: Dataset[Any] | None,
-    lr_scheduler: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    given: Given,
 ) -> Initialized:
     """Makes the engine of a model whose DTensors are ordinary parameters; see `_start` for the arguments."""
     grid = form_grid(everyone, shards.row, shards.sharded)
     check_groups(grid, shards, device.torch)
     loaded = _of_a_column(loaded, grid, bool(shards.dtensors))
     with taken_over(model, shards) as taken:
-        taken.translate_optimizer(optimizer)
-        model_parameters = taken.translated(model_parameters)
-        return _start(
-            loaded,
-            model,
-            device,
-            everyone,
-            grid,
-            taken,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            collate_fn,
-        )
+        taken.translate_optimizer(given.optimizer)
+        given = given._replace(model_parameters=taken.translated(given.model_parameters))
+        return _start(loaded, model, device, everyone, grid, taken, given)
 
 
 def _of_a_column(loaded: Config, grid: TensorParallel | None, dtensors: bool) -> Config:
@@ -203,16 +197,12 @@ def _start(
     everyone: Ranks | None,
     grid: TensorParallel | None,
     taken: TakenShards,
-    optimizer: Any,
-    model_parameters: Any,
-    training_data: Dataset[Any] | None,
-    lr_scheduler: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    given: Given,
 ) -> Initialized:
     """Makes the plan and carries it out; for the arguments see `initialize`. The caller holds `STARTING`."""
     ranks = everyone if grid is None else grid.zero
     batch = resolve_batch(loaded, 1 if ranks is None else ranks.size)
-    chosen = optimizer_choice.choose(loaded.optimizer, model, optimizer, model_parameters)
+    chosen = optimizer_choice.choose(loaded.optimizer, model, given.optimizer, given.model_parameters)
     with keep_generators(device.torch):  # the optimizer's own code may draw in its dry run
         kept = optimizer_choice.kept_by(chosen, model)
     matrices = optimizer_choice.matrices_by(chosen, model)
@@ -221,24 +211,24 @@ def _start(
     plan = dataclasses.replace(plan, grid=grid, sites=tuple(taken.sites))
     # From now on the weights leave the model, and no error could bring them back.
     taken.keep()
-    schedule, notices = schedule_choice.choose(loaded.scheduler, lr_scheduler, chosen)
+    schedule, notices = schedule_choice.choose(loaded.scheduler, given.lr_scheduler, chosen)
     as_trained = (*_as_trained(plan, model), *let_segments_grow(loaded.offload.device))
     plan = dataclasses.replace(plan, notices=(*plan.notices, *as_trained, *notices, *chosen.notices()))
     if not device.host_addressable:
         kernels.leave_cores()
     # The user's object wins over the config, as in DeepSpeed.
-    if optimizer is not None and loaded.optimizer is not None:
+    if given.optimizer is not None and loaded.optimizer is not None:
         unused = f"the optimizer {loaded.optimizer.type} of the config is not used, because optimizer= is given"
         plan = dataclasses.replace(plan, notices=(*plan.notices, unused))
     loader = None
-    if training_data is not None:
+    if given.training_data is not None:
         loader = load(
-            training_data,
+            given.training_data,
             batch.micro,
             plan.rank,
             plan.world_size,
             loaded.offload.seed,
-            collate_fn,
+            given.collate_fn,
             device.torch,
             loaded.dataloader_drop_last,
         )
