@@ -18,8 +18,12 @@ from typing import Any
 
 from offload.interrupts import interruptible, uninterrupted
 
-LONGEST = 120.0
-"""Seconds for one call of the store, and without a heartbeat of a rank that lives."""
+LONGEST = 150.0
+"""Seconds for one call of the store.
+
+More than the silence after which a rank is taken for lost (`heartbeat.SILENT`): the ranks that still reach the store
+name the one behind a cut cable before it ends by itself, after which a launcher may end them.
+"""
 
 _MOST_CALLS = 8
 """Calls that may wait for the thread. Each thread waits for its call, so there are as many as threads that call."""

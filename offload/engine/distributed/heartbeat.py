@@ -25,6 +25,8 @@ logger = logging.getLogger("offload")
 
 PULSE = 1.0
 """Seconds between two counts."""
+SILENT = 120.0
+"""Seconds without a count, after which a rank is taken for lost."""
 
 
 class Heartbeat:

@@ -28,10 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from offload.engine.distributed.bounded_store import LONGEST
 from offload.engine.distributed.communication import Communication, Kind
 from offload.engine.distributed.groups import LONG, DeviceGroups, make_control, make_groups
-from offload.engine.distributed.heartbeat import Heartbeat
+from offload.engine.distributed.heartbeat import SILENT, Heartbeat
 from offload.engine.distributed.mesh import check_same, mesh_of
 from offload.engine.distributed.rendezvous import NOTICE, UNABLE, device_backend, ranks_store
 from offload.engine.distributed.work import AllDone, Work
@@ -291,7 +290,7 @@ class Ranks:
                 raise self._lost
             # Each rank watches its neighbour only, so that the news of a lost rank travels from rank to rank. A rank
             # that ends right after a collective has already contributed to it, hence the grace period.
-            if self._pulse.gone(LONGEST, [self._pulse.next]) and not self._ends(work, _GRACE):
+            if self._pulse.gone(SILENT, [self._pulse.next]) and not self._ends(work, _GRACE):
                 raise self._blame(None)
             now = time.monotonic()
             if now - noticed > NOTICE:
