@@ -13,7 +13,7 @@ import torch
 
 from offload.engine.training import model_inputs
 from offload.errors import BudgetError
-from offload.layout.device_need import DeviceNeed, growth
+from offload.layout.budgets.device_need import DeviceNeed, growth
 from offload.sizes import GIB, MIB, PAGE, format_size
 from offload.swapper.memory.accelerator import AcceleratorDevice
 from offload.swapper.memory.cuda_host_side import CudaHostSide

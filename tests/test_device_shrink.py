@@ -16,7 +16,7 @@ import offload
 from offload.engine.training import device_growth
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import UsageError
-from offload.layout.device_need import ArenaHistory, DeviceNeed, growth, next_growth
+from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, growth, next_growth
 from offload.sizes import GIB, MIB, PAGE
 from offload.swapper.memory import torch_allocator
 from offload.swapper.memory.device import DONE, DeviceRoom

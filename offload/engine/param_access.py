@@ -26,12 +26,12 @@ from offload.engine.param_values import check_room, check_values
 from offload.engine.params.paged_parameter import ParamHandle
 from offload.engine.training.components import EngineComponents
 from offload.errors import UsageError
+from offload.layout.budgets.machine import CHUNK
 from offload.layout.flat_layout import Segment, SegmentShard, segment_shards
 from offload.layout.master_weights import join, sources
 from offload.layout.opaque_state import unpack
 from offload.layout.optimizers import moment_values
 from offload.layout.optimizers.matrices import states_of
-from offload.layout.placement import CHUNK
 from offload.states import State
 
 # Weak, so that an engine that the user has dropped is not kept alive.

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from offload.config import Config
 from offload.errors import ConfigError
+from offload.layout.budgets.machine import Machine
 from offload.layout.config_request import gradient_dtype, mode_of, placement_request, reduction_of
 from offload.layout.flat_layout import UnitLayout
-from offload.layout.placement import Machine, Placement, place
+from offload.layout.placement import Placement, place
 from offload.layout.tiers import Partitions, partitions
 from offload.states import State
 from offload.swapper.in_place.image import UnitImage

@@ -7,11 +7,11 @@ its backward needs is computed in the forward, which leaves the gradients of the
 
     bytes = chunk_tokens * words * (4 + s)     one chunk: logits in fp32, and in the model's dtype
           + tokens * features * size           gradient of the hidden states
-          + words * features * (4 + s)         gradient of the head, summed in fp32
+          + words * features * (4 + s)         gradient of the head, summed in fp32, and that of a chunk
 
-with `size` the bytes of an element of the model's dtype, and s the same, but 0 in fp32. A softcap takes another
-chunk_tokens * words * 4. The backward scales the gradients, for which it takes as much as they do once more, after the
-chunk's memory was freed.
+with `size` the bytes of an element of the model's dtype, and s the same, but 0 in fp32. Where one chunk has all tokens
+there is nothing to sum, and its gradient of the head stays as it is. A softcap takes another chunk_tokens * words * 4.
+The backward scales the gradients into new memory of the model's dtype, after the chunk's memory was freed.
 
 Gradients are stored without the division by the number of tokens and without the loss scale. So in fp16 they do not
 vanish, and the same numbers serve any scale.
@@ -31,6 +31,9 @@ from offload.errors import UsageError
 
 CHUNK_TOKENS = 1024
 """Default tokens of a chunk: enough for the matrix units of a GPU, half a GiB of logits at 128 thousand words."""
+
+_SCALED_NUMEL = 1 << 24
+"""Elements of a gradient that are scaled at a time."""
 
 
 class _Terms(NamedTuple):
@@ -123,9 +126,11 @@ class _Loss(torch.autograd.Function):
         # A view of paged weights keeps them on the device for as long as it lives: they are brought once.
         weight, bias = weight.detach(), None if bias is None else bias.detach()
         needs = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        # Of a single chunk the product itself is the sum: in 16 bits it has the same values in half of the memory.
+        alone = len(hidden) <= chunk_tokens and weight.dtype != torch.float32
         sums = _Gradients(
             torch.empty_like(hidden) if needs[0] else None,
-            torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if needs[1] and not alone else None,
             torch.zeros_like(bias, dtype=torch.float32) if needs[2] and bias is not None else None,
         )
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -135,6 +140,8 @@ class _Loss(torch.autograd.Function):
             total += losses.sum()
             if gradient is not None:
                 _add(sums, gradient, hidden[of], weight, of)
+                if needs[1] and alone:
+                    sums = sums._replace(weight=gradient.t() @ hidden)
             del gradient  # otherwise it would be in memory beside the next chunk's logits
         ctx.save_for_backward(*sums)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -145,10 +152,20 @@ class _Loss(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Not in place: a graph that is retained may be walked again.
         scaled = [
-            None if each is None else (each * scale).to(dtype)
+            None if each is None else _scaled(each, scale, dtype)
             for each, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
+
+
+def _scaled(sums: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns `sums * scale`, computed in fp32, in new memory of `dtype`."""
+    result = torch.empty_like(sums, dtype=dtype)
+    # By rows, since the products in fp32 of the head's gradient would take twice its memory.
+    rows = max(_SCALED_NUMEL // max(sums[:1].numel(), 1), 1)
+    for of, into in zip(sums.split(rows), result.split(rows), strict=True):
+        into.copy_(of.float() * scale)
+    return result
 
 
 def _losses(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from offload.config import load_config
 from offload.errors import BudgetError, ConfigError
-from offload.layout.device_need import growth
+from offload.layout.budgets.device_need import growth
 from offload.layout.schedule import MICRO_BATCH_MAJOR, Choice
 from offload.planner.activations import room as activation_room
 from offload.planner.activations.budgets import beside_weights, host_peak

@@ -91,7 +91,7 @@ MUTANTS = (
     ),
     Mutant(
         "let weights go for totals of gradients",
-        "offload.layout.device_need",
+        "offload.layout.budgets.device_need",
         "return that_fit(self.totals, nbytes - self.weights)",
         "return that_fit(self.totals, nbytes - self.least)",
         "tests/test_tiers.py",

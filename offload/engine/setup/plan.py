@@ -29,6 +29,7 @@ from offload.engine.setup.resume import FoundRun, find_run, leftovers, no_room
 from offload.engine.tiles.known_mlps import choose as choose_mlps
 from offload.engine.tiles.known_mlps import notices as tile_notices
 from offload.kernels import cuda
+from offload.layout.budgets.machine import Machine
 from offload.layout.config_request import buffer_dtype, mode_of
 from offload.layout.experts.division import divide, division_of
 from offload.layout.experts.stacks import rows_of
@@ -37,7 +38,7 @@ from offload.layout.frozen.choice import stored_weights
 from offload.layout.memory_plan import MemoryPlan, MemoryRequest, PlacedStates, place_states, plan_memory, wanted_slots
 from offload.layout.opaque_state import StateField
 from offload.layout.optimizers.state_pages import laid_out_for
-from offload.layout.placement import Machine, Placement
+from offload.layout.placement import Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units

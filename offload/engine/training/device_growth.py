@@ -28,7 +28,7 @@ from offload.engine.gradients.accumulator import GradientAccumulator
 from offload.engine.training.snapshot import GeneratorStates
 from offload.errors import BudgetError
 from offload.interrupts import uninterrupted
-from offload.layout.device_need import ArenaHistory, DeviceNeed, next_growth
+from offload.layout.budgets.device_need import ArenaHistory, DeviceNeed, next_growth
 from offload.sizes import format_size
 from offload.swapper.memory.device import Device
 from offload.swapper.memory.torch_allocator import empty_cache, shortages

@@ -9,7 +9,7 @@ import torch
 from offload.config import Config
 from offload.engine.training.loss_scale import LossScaler
 from offload.errors import UsageError
-from offload.layout.device_need import DeviceNeed
+from offload.layout.budgets.device_need import DeviceNeed
 
 
 @dataclass(frozen=True, kw_only=True)

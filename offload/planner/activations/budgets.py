@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+from offload.layout.budgets.host import beside_arenas
 from offload.planner.activations.formulas import need
 from offload.planner.activations.load import Load
 from offload.planner.hardware import Hardware
 from offload.planner.memory import Memory
 from offload.planner.model_shape import Shape
-from offload.sizes import MIB
 from offload.states import State, Tier
-
-_LIBRARIES = 32 * MIB
-"""Bytes of libraries that are loaded in the first step, and of threads' stacks."""
 
 
 def activations(shape: Shape, load: Load) -> int:
@@ -51,5 +48,4 @@ def host_peak(memory: Memory, shape: Shape, hardware: Hardware, load: Load) -> i
     parts = memory.parts
     # A unit that is used twice has tied weights.
     tied = len({use.unit for use in shape.uses}) < len(shape.uses)
-    beside = (1 + tied) * parts.largest_gradient + parts.largest_unit + _LIBRARIES
-    return touched + memory.device + needed.device + needed.host + beside
+    return touched + memory.device + needed.device + needed.host + beside_arenas(parts, tied)

@@ -10,7 +10,8 @@ block         what it saves + the gradient of its output + the larger of 2 times
               norm's in fp32, for which what the MLP saved has gone
 block, tiled  the same without what its MLP saves, for all tokens + its MLP for one tile + sums of its gradients
 head          what the norm before it saves + the logits that the loss saves + 2 times the logits in fp32
-head, chunked logits of one chunk + gradients of the hidden states and of the head, once more while they are scaled
+head, chunked gradients of the hidden states and of the head, in fp32 where there are several chunks + the larger of the
+              logits and the head's gradient of one chunk, and of the same gradients, scaled
 layer-major   what stands before and in the blocks, and the inputs, of all micro-batches of a step; the head and the
               work of a backward of one; T * hidden * size for each further one, for the hidden states or their
               gradients at the border of two blocks
@@ -29,6 +30,8 @@ from offload.sizes import align_up
 
 CHUNK_TOKENS = 1024
 """Tokens of a chunk of the loss, as `offload.losses.chunked.CHUNK_TOKENS`."""
+SCALED_NUMEL = 1 << 24
+"""Elements of a gradient that the loss scales at a time, in fp32, as `offload.losses.chunked`."""
 IN_FLIGHT = 2
 """Inputs on the device, beside the newest: one that leaves it or is ahead of the backward, and one that is in use."""
 STAGED_INPUTS = 4
@@ -189,6 +192,9 @@ def _head(shape: Shape, load: Load) -> int:
     of_token = head.largest // shape.sequence
     logits = min(CHUNK_TOKENS, tokens) * (of_token + (of_token * size // _FP32 if size < _FP32 else 0))
     numel, hidden = shape.layouts[head.unit].numel, load.batch * head.boundary
-    # The head's input stays; gradients are summed in fp32, and later scaled into new memory of the model's dtype.
-    summed = numel * _FP32 + hidden
-    return hidden + summed + max(logits + numel * size, summed + numel * size)
+    # The head's input stays. Gradients of the head are summed in fp32 if there are several chunks, and later scaled
+    # into new memory of the model's dtype, a piece at a time.
+    several = tokens > CHUNK_TOKENS or size == _FP32
+    summed = numel * (_FP32 if several else size) + hidden
+    chunk = numel * size if several and size < _FP32 else 0
+    return hidden + summed + max(logits + chunk, hidden + numel * size + min(SCALED_NUMEL, numel) * _FP32)
