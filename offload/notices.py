@@ -1,9 +1,10 @@
-"""Words for a user: notices at the start of a run, and commands that a message suggests."""
+"""Words for a user: notices at the start of a run, lines while it trains, and commands that a message suggests."""
 
 from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import textwrap
 import traceback
 
@@ -15,6 +16,10 @@ _LONGEST_LINE = 300
 
 class Remark(str):
     """A notice that only informs. A notice that is a plain `str` warns of a request not fulfilled, or of a risk."""
+
+
+class Headline(Remark):
+    """A remark that a user sees without any configuration of logging: where states are, and where a run resumes."""
 
 
 def shell_command(*words: object) -> str:
@@ -29,12 +34,41 @@ def shell_command(*words: object) -> str:
 def announce(notice: str) -> None:
     """Logs a notice.
 
-    A warning appears on stderr without any configuration of logging; a remark does not.
+    A warning and a headline appear on stderr without any configuration of logging; another remark does not.
 
     Args:
         notice: the text; a `Remark` is logged as information, any other string as a warning.
     """
-    logger.log(logging.INFO if isinstance(notice, Remark) else logging.WARNING, "offload: %s", notice)
+    # A console without handlers shows warnings alone, and nobody configures one in order to learn that a run resumed.
+    if isinstance(notice, Headline):
+        show(f"offload: {notice}", logger)
+    else:
+        logger.log(logging.INFO if isinstance(notice, Remark) else logging.WARNING, "offload: %s", notice)
+
+
+def show(line: str, log: logging.Logger) -> None:
+    """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level.
+
+    Args:
+        line: the line.
+        log: the logger `offload`, or one below it.
+    """
+    # The user's own handlers have the line once, in their format.
+    if log.isEnabledFor(logging.INFO) and log.hasHandlers():
+        log.info(line)
+    elif not _silenced(log):
+        print(line, file=sys.stderr, flush=True)
+
+
+def _silenced(log: logging.Logger) -> bool:
+    """Returns True if the user has set a level above INFO for a logger of this library."""
+    each: logging.Logger | None = log
+    # The level of the root is the one of all libraries, WARNING by default.
+    while each is not None and each.name != "root":
+        if each.level:
+            return each.level > logging.INFO
+        each = each.parent
+    return False
 
 
 def exception_line(error: BaseException) -> str:

@@ -88,7 +88,7 @@ def test_stopped_again_and_again() -> None:
             break
         assert result.exit_code == 128 + number, result.output
         assert "--resume auto" in result.stderr and "offload rm" in result.stderr
-        resumed = re.search(r"resuming after step (\d+)\n", result.stdout)
+        resumed = re.search(r"resuming after step (\d+) of the run", result.stdout)
         assert (int(resumed[1]) if resumed else 0) == reached, "store and log do not agree"
         assert log()[-1][0] >= reached
         reached = log()[-1][0]
@@ -113,7 +113,7 @@ def test_stopped_within_a_window_of_commits(number: int) -> None:
     assert 0 < reached < STEPS
     result = train("--config", "every.json", "--resume", "must")
     assert result.exit_code == 0
-    resumed = re.search(r"resuming after step (\d+)\n", result.stdout)
+    resumed = re.search(r"resuming after step (\d+) of the run", result.stdout)
     assert resumed is not None and int(resumed[1]) == reached
     assert log() == unbroken
 

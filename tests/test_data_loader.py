@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from offload.engine.training.data_loader import Loader, Position, RankBatches, check_data, load
 from offload.engine.training.snapshot import read_generators
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("length", "micro", "size"), [(103, 4, 2), (64, 2, 3), (7, 4, 2)])
@@ -169,8 +172,41 @@ def test_every_rank_has_as_many_samples_of_each_batch(length: int) -> None:
 
 @pytest.mark.parametrize(("length", "drop_last"), [(0, False), (0, True), (7, True)])
 def test_data_of_no_batch_are_an_error(length: int, drop_last: bool) -> None:
-    with pytest.raises(ConfigError, match=rf"at least . samples .* the data contain {length}"):
+    words = "contains no samples" if not length else "contains 7 samples, and a batch takes 8.*gpu is 4 on 2 ranks"
+    with pytest.raises(ConfigError, match=rf"training_data= {words}"):
         load(TensorDataset(torch.arange(length)), 4, 0, 2, 0, None, torch.device("cpu"), drop_last)
+
+
+class Rows(Dataset[Any]):
+    """Samples of the given fields, row by row."""
+
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+
+def test_samples_that_make_no_batch_are_an_error_with_the_way_out() -> None:
+    texts = Rows(*({"input_ids": torch.arange(length)} for length in (3, 5)))
+    with pytest.raises(UsageError, match=r"samples of training_data: stack expects .*DataCollatorWithPadding"):
+        next(iter(load(texts, 2, 0, 1, 0, None, CPU, False)))
+    padded = load(texts, 2, 0, 1, 0, lambda rows: torch.tensor([len(row["input_ids"]) for row in rows]), CPU, False)
+    assert sorted(next(iter(padded)).tolist()) == [3, 5], "one's own collate_fn may know how"
+
+
+def test_lists_of_numbers_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """torch takes the positions of a list apart, so a model receives a list of tensors."""
+    rows = [{"input_ids": [1, 2, 3], "labels": torch.tensor(1), "name": "one"}] * 4
+    loader = load(Rows(*rows), 2, 0, 1, 0, None, CPU, False)
+    assert [len(batch["input_ids"]) for batch in loader] == [3, 3]
+    (told,) = [each.getMessage() for each in caplog.records]
+    assert "training_data: 'input_ids' of a sample is a list of numbers" in told and "default_data_collator" in told
+    list(load(Rows(*({**row, "input_ids": torch.arange(3)} for row in rows)), 2, 0, 1, 0, None, CPU, False))
+    assert len(caplog.records) == 1, "tensors are what it expects"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,21 @@ if __name__ == "__main__":
         print(pool.map(version, [1]))
 """
 
+_AS_PROGRAMS = """
+import pkgutil, runpy, sys, warnings
+import offload.deepspeed
+for name in [name for name in sys.modules if name.split(".")[0] in ("accelerate", "transformers")]:
+    del sys.modules[name]  # they have asked already
+offload.deepspeed.install()
+warnings.simplefilter("ignore", RuntimeWarning)  # that a module is imported already, and runs a second time
+found = [each for each in pkgutil.walk_packages(offload.deepspeed.__path__, "deepspeed.") if not each.ispkg]
+for each in found:
+    ours = runpy.run_module("offload." + each.name, run_name="program")
+    theirs = runpy.run_module(each.name, run_name="program")
+    assert ours.keys() == theirs.keys() and ours["__file__"] == theirs["__file__"], each.name
+print("right" if "deepspeed.utils.zero_to_fp32" in [each.name for each in found] else found)
+"""
+
 
 def test_the_name_is_given_once_asked_for_and_is_the_package_itself() -> None:
     for code in (_QUESTIONS, _BESIDE):
@@ -136,6 +151,24 @@ def test_the_processes_of_a_command_find_the_package_and_so_do_spawned_workers(t
         [sys.executable, tmp_path / "spawns.py"], capture_output=True, text=True, check=False, env=environment
     )
     assert done.stdout == f"{[found]}\n", done.stderr
+
+
+def test_every_module_runs_as_a_program_by_both_names() -> None:
+    done = warm_process.python(_AS_PROGRAMS)
+    assert done.stdout == "right\n", done.stderr
+
+
+@pytest.mark.parametrize("name", ["offload.deepspeed.utils.zero_to_fp32", "deepspeed.utils.zero_to_fp32"])
+def test_a_module_that_is_a_command_says_what_is_wrong(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", name, str(tmp_path), str(tmp_path / "weights")]
+    if name.startswith("deepspeed"):
+        command = [str(Path(sys.executable).with_name("offload")), "run", "-m", *command[2:]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    assert (
+        done.stderr
+        == f"error: {tmp_path} contains no checkpoint of an engine: expected the folder of save_checkpoint\n"
+    )
 
 
 @pytest.mark.numeric

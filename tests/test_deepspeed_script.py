@@ -242,7 +242,7 @@ def _saved(value: Any) -> bytes:
     return out.getvalue()
 
 
-def test_a_checkpoint_becomes_fp32_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_fp32_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = net()
     model[2].bias.requires_grad_(False)
     engine, *_ = deepspeed.initialize(
@@ -263,6 +263,13 @@ def test_a_checkpoint_becomes_fp32_weights(tmp_path: Path) -> None:
     assert (tmp_path / "safe" / "model.safetensors").is_file()
     with pytest.raises(offload.StoreError, match="contains no checkpoint of an engine"):
         tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    # As a program, with the arguments of DeepSpeed's.
+    tools.main([str(tmp_path / "saved"), str(tmp_path / "program"), "-t", "one", "-d"])
+    assert same(torch.load(tmp_path / "program" / "pytorch_model.bin", weights_only=True), wanted)
+    assert capsys.readouterr().out == f"the fp32 weights of {tmp_path / 'saved'} are in {tmp_path / 'program'}\n"
+    with pytest.raises(SystemExit, match="1"):
+        tools.main([str(tmp_path), str(tmp_path / "program")])
+    assert "error: " in capsys.readouterr().err
     assert engine.save_16bit_model(tmp_path / "files")
     assert same(torch.load(tmp_path / "files" / "pytorch_model.bin", weights_only=True), engine.state_dict())
     engine.destroy()

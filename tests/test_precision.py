@@ -280,7 +280,10 @@ def test_a_slow_dtype_is_warned_of_once(
     for _ in range(2):
         begin(tmp_path, dtype)
     begin(tmp_path, "fp32")
-    cure = f'give --dtype fp32, or leave the block "{dtype}" out of the config'
+    cure = (
+        f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
+        f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+    )
     slow = f"offload: {dtype} products are 7.1 times slower than fp32 on this processor: {cure}"
     assert warnings_of(caplog) == [slow]
     assert caplog.records[0].levelno == logging.WARNING and caplog.records[0].name == "offload"

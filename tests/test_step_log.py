@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import offload
+from offload.engine.metrics import step_meter
+from offload.engine.metrics.reporter import Reporter
+from offload.engine.metrics.step_meter import StepMeter, Stepped
 from offload.report.figures import figures
 from offload.report.log import read_log
 from tests.support.oracle import config, train_step
@@ -49,3 +56,81 @@ def test_numbers_of_the_last_step_can_be_asked_for(tmp_path: Path) -> None:
     loss = train_step(engine, JOB, 0)
     assert engine.measured["loss"] == loss and engine.measured["forward_seconds"] > 0
     engine.destroy(remove=True)
+
+
+def test_an_evaluation_is_a_line_behind_its_step(tmp_path: Path) -> None:
+    """A resumed loop trains some steps again, and their evaluations are those of the second time."""
+    path, csv = tmp_path / "log.jsonl", {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "run"}
+
+    def run(steps: range, **more: Any) -> None:
+        content = config(JOB, DISK, tmp_path / "a", durability={"every": 2}, log=str(path), **more)
+        engine = offload.initialize(model=JOB.model(), config=content | {"csv_monitor": csv}).engine
+        for step in steps:
+            train_step(engine, JOB, step)
+            with engine.evaluation() as found:
+                found.loss = torch.tensor(step + len(more) / 2)
+            with engine.evaluation():
+                pass  # without a loss there is nothing to write
+        engine._core.components.meter.close()
+        engine._core.shutdown.abandon(remove=False)
+
+    run(range(3))
+    run(range(2, 4), resume="must")
+    log = read_log(path)
+    assert [(line["step"], line["eval_loss"]) for line in log.steps] == [(1, 0.0), (2, 1.0), (3, 2.5), (4, 3.5)]
+    assert all(line["eval_seconds"] >= 0 for line in log.steps) and figures(log)["eval_loss"]["last"] == 3.5
+    assert (tmp_path / "csv" / "run" / "Offload_eval_loss.csv").read_text() == (
+        "step,eval_loss\n1,0.0\n2,1.0\n3,2.5\n4,3.5\n"
+    )
+
+
+def test_an_evaluation_before_the_first_step_is_in_no_file(tmp_path: Path) -> None:
+    """That step cuts the files: what is in them before it belongs to an earlier run."""
+    engine = begin(tmp_path, log=str(tmp_path / "log.jsonl"))
+    with engine.evaluation() as found:
+        found.loss = 1.0
+    train_step(engine, JOB, 0)
+    engine.destroy(remove=True)
+    log = read_log(tmp_path / "log.jsonl")
+    assert len(log.steps) == 1 and "eval_loss" not in log.steps[0] and log.truncated_lines == 0
+
+
+def test_what_an_evaluation_costs_is_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    spent = {"read": 0, "nanoseconds": 0}
+    monkeypatch.setattr(step_meter, "now", lambda: spent["nanoseconds"])
+
+    def spend(read: int, seconds: int) -> None:
+        spent["read"] += read
+        spent["nanoseconds"] += seconds * 10**9
+
+    reporter = Reporter(None, {})
+    meter = StepMeter(torch.device("cpu"), lambda: (spent["read"], 0), tuple, None, False, reporter)
+    meter.begin()
+    for step in range(1, 3):
+        spend(10, 1)
+        with meter.pause():
+            spend(1000, 60)
+        meter.end_step(Stepped(step, step, 0.1, 1.0, 0))
+        assert meter.last is not None and meter.last.values["read_bytes"] == 10 and meter.last.values["seconds"] == 1
+    meter.close()
+
+
+def test_a_start_and_a_resume_are_told_without_any_configuration_of_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = begin(tmp_path)
+    train_step(engine, JOB, 0)
+    engine.destroy()
+    begun = capsys.readouterr().err
+    assert re.search(r"^offload: fp32 on cpu: weights on disk, states on disk; host ", begun, re.MULTILINE)
+    assert "resuming" not in begun
+    engine = begin(tmp_path, resume="auto")
+    assert f"offload: resuming after step 1 of the run in {tmp_path}/a/default\n" in capsys.readouterr().err
+    train_step(engine, JOB, 1)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+    assert f"offload: loaded {tmp_path}/saved/global_step2: its weights alone\n" in capsys.readouterr().err
+    engine.destroy(remove=True)
+    logging.getLogger("offload").setLevel(logging.ERROR)
+    begin(tmp_path).destroy(remove=True)
+    assert capsys.readouterr().err == ""

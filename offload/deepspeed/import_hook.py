@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
+from typing import cast
 
 from offload.errors import UsageError
 
@@ -93,7 +94,7 @@ class _Finder(DistributionFinder, MetaPathFinder):
             )
         return ModuleSpec(
             fullname,
-            _Alias(ours),
+            _Alias(found),
             origin=found.origin,
             is_package=found.submodule_search_locations is not None,
         )
@@ -107,12 +108,16 @@ class _Finder(DistributionFinder, MetaPathFinder):
         return [Distribution.at(STAND_IN / f"{_NAME}-{VERSION}.egg-info")]
 
 
-class _Alias(Loader):
-    """Loader that gives a module of this package a second name."""
+class _Alias(InspectLoader):
+    """Loader that gives a module of this package a second name.
 
-    def __init__(self, ours: str) -> None:
-        """Keeps the name of the module."""
-        self._ours = ours
+    Python asks it for code only to run the module as a program, such as `python -m deepspeed.utils.zero_to_fp32`.
+    """
+
+    def __init__(self, ours: ModuleSpec) -> None:
+        """Keeps the spec of the module."""
+        # The loader of a file of Python is one, and so is what an editable install wraps it in, but not by its class.
+        self._ours, self._loader = ours.name, cast(InspectLoader, ours.loader)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Returns None: the module that Python makes is replaced as soon as it is loaded."""
@@ -121,3 +126,15 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Puts the module of this package in the place of the new one; the import system returns what is there."""
         sys.modules[module.__name__] = import_module(self._ours)
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Returns the code of the module, whichever of its names is asked for."""
+        return self._loader.get_code(self._ours)
+
+    def get_source(self, fullname: str) -> str | None:
+        """Returns the source of the module, whichever of its names is asked for."""
+        return self._loader.get_source(self._ours)
+
+    def is_package(self, fullname: str) -> bool:
+        """Returns True if the module is a package."""
+        return self._loader.is_package(self._ours)

@@ -13,9 +13,12 @@ Threads. All methods belong to the thread that runs the model. In a forked child
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +30,14 @@ from offload.errors import UsageError
 from offload.timeline import Row
 
 logger = logging.getLogger("offload")
+
+
+@dataclass
+class Evaluation:
+    """The result of an evaluation; see `Engine.evaluation`."""
+
+    loss: float | None = None
+    """The mean loss; None for an evaluation without one."""
 
 
 class Engine(MicroBatchesApi):
@@ -314,6 +325,32 @@ class Engine(MicroBatchesApi):
         """
         with self._core.components.timeline.span(Row.COMPUTE, "synchronize"):  # the meter counts it as part of the step
             self._core.enter_between_steps("synchronize")
+
+    @contextlib.contextmanager
+    def evaluation(self) -> Iterator[Evaluation]:
+        """Yields an object for the loss of an evaluation, which then goes where the numbers of steps go.
+
+            with engine.evaluation() as found:
+                found.loss = mean_loss(engine, held_out)
+
+        The destinations are those of the config: "log", and from there the page of `offload report`, TensorBoard, CSV
+        files, Weights & Biases. Seconds and bytes of the context count for no step. Every rank calls it, between steps;
+        the first one's loss is written.
+
+        Yields:
+            An object whose `loss` the caller sets; None writes nothing.
+
+        Raises:
+            UsageError: if a forward or a backward is running.
+        """
+        # An update that still runs belongs to the last step, not to the evaluation.
+        self.synchronize()
+        found, meter = Evaluation(), self._core.components.meter
+        began = time.perf_counter()
+        with contextlib.nullcontext() if meter is None else meter.pause():
+            yield found
+        if meter is not None and found.loss is not None:
+            meter.evaluated(self.global_steps, self.global_samples, float(found.loss), time.perf_counter() - began)
 
     def empty_partition_cache(self) -> int:
         """Gives device memory back before an evaluation or a generation that needs much of it, between steps.

@@ -54,6 +54,15 @@ def has_engine(folder: Path) -> bool:
     return False
 
 
+def has_adapters(model: Any) -> bool:
+    """Returns True if a model has adapters of peft: only these are saved, since frozen weights are the base model's.
+
+    Args:
+        model: the Trainer's model.
+    """
+    return hasattr(model, "peft_config")
+
+
 def _check_complete(folder: Path, args: Any) -> None:
     """Checks the files that the Trainer itself reads. Missing random states cause only a warning.
 

@@ -41,7 +41,8 @@ from offload.errors import ConfigError
 from offload.hf.accelerator import Accelerator
 from offload.hf.arguments import check_arguments, check_kinds, check_model, check_optim, values_of_arguments
 from offload.hf.auto_values import schedule_values
-from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_engine
+from offload.hf.checkpoint_folder import SCHEDULER, check_resumable, has_adapters, has_engine
+from offload.hf.last_checkpoint import LastCheckpoint, announced_end
 from offload.hf.loss import evaluation_of, loss_of, resumed, state_of
 from offload.hf.micro_batches import StepAtOnce, losses_to_hand_over
 from offload.losses.choice import ChosenLoss
@@ -115,8 +116,9 @@ class OffloadMixin(_Base):
         self._content = content_of(offload_config)
         self._schedule: Any = None
         self._chunked_loss, self._loss = chunked_loss, ChosenLoss(chunked=False)
-        self._step_at_once = StepAtOnce()
+        self._step_at_once, self._last_checkpoint = StepAtOnce(), LastCheckpoint()
         super().__init__(*args, **kwargs)
+        self.add_callback(self._last_checkpoint)
         for block, given in (
             ("optimizer", self.optimizer or self.optimizer_cls_and_kwargs),
             ("scheduler", self.lr_scheduler),
@@ -131,6 +133,19 @@ class OffloadMixin(_Base):
         """The engine, from the first `train()`, `evaluate()` or `predict()` on; None before."""
         engine: Engine | None = self.accelerator.engine
         return engine
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains as the Trainer does, and says what is kept if a Ctrl-C or an error ends the training.
+
+        Args:
+            *args: as in the Trainer.
+            **kwargs: as in the Trainer.
+
+        Returns:
+            The output of the Trainer's method.
+        """
+        with announced_end(self, self._last_checkpoint):
+            return super().train(*args, **kwargs)
 
     # -- beginning ----------------------------------------------------------------------------------
 
@@ -274,7 +289,12 @@ class OffloadMixin(_Base):
             else:
                 config = self.accelerator.beside_references(self.accelerator.offload_config)
                 self.accelerator.use(initialize(model=self.model, config=config).engine)
-        return super().evaluation_loop(*args, **kwargs)
+        assert self.engine is not None
+        with self.engine.evaluation() as evaluation:
+            output = super().evaluation_loop(*args, **kwargs)
+            # A prediction, and each of several data sets, has names of its own, which are not in the log.
+            evaluation.loss = (output.metrics or {}).get("eval_loss")
+        return output
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a batch, without logits if only the loss is asked for.
@@ -327,7 +347,7 @@ class OffloadMixin(_Base):
         """Writes the engine's checkpoint and the schedule's state into the Trainer's checkpoint `output_dir`."""
         assert self.engine is not None
         self.engine.save_checkpoint(
-            output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=_has_adapters(self.model)
+            output_dir, client_state=state_of(self._loss), exclude_frozen_parameters=has_adapters(self.model)
         )
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
@@ -356,6 +376,7 @@ class OffloadMixin(_Base):
             super()._load_from_checkpoint(checkpoint)
             return
         _, state = self.engine.load_checkpoint(checkpoint)
+        self._last_checkpoint.folder = Path(checkpoint)
         self._loss = resumed(self._loss, self._chunked_loss, state)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         if hasattr(self.lr_scheduler, "get_last_lr"):
@@ -373,8 +394,3 @@ class OffloadMixin(_Base):
 
 class OffloadTrainer(OffloadMixin, Trainer):
     """transformers' `Trainer`, with weights, gradients and optimizer states placed as `offload_config` says."""
-
-
-def _has_adapters(model: Any) -> bool:
-    """Returns True if the model has adapters of peft: only these are saved, frozen weights are the base model's."""
-    return hasattr(model, "peft_config")

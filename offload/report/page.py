@@ -254,13 +254,21 @@ def _time(log: Log, found: Mapping[str, Any]) -> list[Block]:
         log.resumed,
         "The worker costs time only while the model waits for it.",
     )
-    return [_parts_table(found), parted, whole, _speed(log), beside]
+    return [_parts_table(found), parted, whole, _speed(log, found), beside]
 
 
-def _speed(log: Log) -> Block:
-    """Returns the chart of tokens a second; empty for a log without tokens."""
-    speed = [_series(log, "tokens", "--green", "tokens", "seconds")]
-    return lines("Tokens a second", _steps(log), speed, resumed=log.resumed)
+def _speed(log: Log, found: Mapping[str, Any]) -> Block:
+    """Returns the chart of tokens a second, or of samples a second for a log without tokens; empty without both."""
+    steps, marks = _steps(log), log.resumed
+    tokens = _series(log, "tokens", "--green", "tokens", "seconds")
+    if any(value is not None for value in tokens.values):
+        return lines("Tokens a second", steps, [tokens], resumed=marks)
+    size = found["about"].get("samples_a_step")
+    if not isinstance(size, int):
+        return Markup()
+    seconds = [number(values, "seconds") for values in log.steps]
+    samples = Series("samples", "--green", [size / each if each else None for each in seconds])
+    return lines("Samples a second", steps, [samples], resumed=marks)
 
 
 def _legend(name: str) -> str:

@@ -190,8 +190,6 @@ class Training:
         ended = engine.global_steps >= job.steps
         if ended:
             self.console.print(f"already at step {engine.global_steps} of {job.steps}; nothing to do", markup=False)
-        elif engine.global_steps:
-            self.console.print(f"resuming after step {engine.global_steps}", markup=False)
         self.console.print(f"{options.model}: {_count(engine)}", markup=False)
         with (
             self._ended_on_error(job),

@@ -1,12 +1,15 @@
 """`deepspeed.utils.zero_to_fp32`: the exact fp32 weights of a checkpoint that an engine has written.
 
-The checkpoint is read as by `offload export`, whatever its placement and number of ranks.
+The checkpoint is read as by `offload export`, whatever its placement and number of ranks. As a program, `python -m
+offload.deepspeed.utils.zero_to_fp32 CHECKPOINT FOLDER` takes the arguments of DeepSpeed's script of this name.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +23,7 @@ from offload.engine.checkpoint.files import find
 from offload.engine.model_io.weight_plan import Plan, make_plan, shard_size
 from offload.engine.model_io.weight_source import Source
 from offload.engine.model_io.weight_stream import stream
-from offload.errors import StoreError
+from offload.errors import OffloadError, StoreError
 from offload.fileio.safetensors_stream import Tensor, shard
 from offload.runs.export import export, open_source
 
@@ -194,3 +197,33 @@ def _pickle(state: dict[str, torch.Tensor], out: Path, limit: int) -> None:
     for name, tensors in zip(names, cut or [{}], strict=True):
         # A copy of each, since a view would be saved with the memory of all.
         torch.save({each: state[each].clone() for each in tensors}, out / name)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Writes the fp32 weights of a checkpoint, and ends the process with 1 if that fails, with 2 for wrong arguments.
+
+    Args:
+        arguments: those of DeepSpeed's `zero_to_fp32.py`.
+    """
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32", description="Writes the exact fp32 weights of a checkpoint of save_checkpoint."
+    )
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint received")
+    parser.add_argument("output_dir", help="the folder to write")
+    parser.add_argument("--max_shard_size", default="5GB", help="upper bound of one file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, in place of pickles")
+    parser.add_argument("-t", "--tag", help="name of the checkpoint; the latest by default")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out frozen parameters")
+    parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except (OffloadError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    print(f"the fp32 weights of {given['checkpoint_dir']} are in {given['output_dir']}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -17,6 +17,7 @@ from offload.engine.keywords import refuse
 from offload.engine.model_io.save_pretrained import SaveOptions
 from offload.engine.training.snapshot import persistent_buffers
 from offload.errors import UsageError
+from offload.notices import Headline, announce
 
 logger = logging.getLogger("offload")
 
@@ -217,6 +218,9 @@ class PersistenceApi(DeepSpeedApi):
         if not options.module_only:
             self._core.optimizer_step.forget_norm()
         self.notices += loaded.notices
+        if self.global_rank == 0:
+            told = "its weights alone" if options.module_only else f"training goes on after step {self.global_steps}"
+            announce(Headline(f"loaded {loaded.folder}: {told}"))
         return loaded.folder, loaded.client_state
 
     # -- files that others load ---------------------------------------------------------------------

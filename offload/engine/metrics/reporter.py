@@ -23,16 +23,17 @@ import importlib.util
 import logging
 import os
 import queue
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from offload.config import Config
-from offload.engine.metrics.writers import CsvFiles, JsonLines, Record, TensorBoard, Wandb, Writer
+from offload.engine.metrics.writers import CsvFiles, Evaluated, JsonLines, Record, TensorBoard, Wandb, Writer
 from offload.errors import ConfigError
 from offload.fileio.jsonl import check_log
+from offload.notices import show
 from offload.sizes import format_size
 
 logger = logging.getLogger("offload")
@@ -73,7 +74,10 @@ class Line:
             mean = {name: total / self._steps for name, total in self._since.items()}
             self._since.clear()
             self._steps = 0
-            _print(line(record, mean, mean["samples"], self._memory))
+            show(line(record, mean, mean["samples"], self._memory), logger)
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Does nothing: the loop that evaluates shows its result itself."""
 
     def close(self) -> None:
         """Does nothing: every line is written at once."""
@@ -106,14 +110,6 @@ def line(record: Record, mean: Mapping[str, float], samples: float, memory: bool
         peaks = [f"{texts} {format_size(int(values[name]))}" for name, texts in names.items() if name in values]
         parts.append(f"peak of {', '.join(peaks)}")
     return "; ".join(parts)
-
-
-def _print(texts: str) -> None:
-    """Logs a line at level INFO, or prints it to stderr if that logs nothing and the user has set no higher level."""
-    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-        logger.info(texts)
-    elif logger.level <= logging.INFO:  # the user has not silenced this library
-        print(texts, file=sys.stderr, flush=True)
 
 
 # -- from a config ------------------------------------------------------------------------------------
@@ -156,12 +152,13 @@ def _folder(config: Config, key: str) -> Path:
     return Path(block.output_path, job).absolute()
 
 
-def make_reporter(config: Config, samples: int) -> Reporter | None:
+def make_reporter(config: Config, samples: int, facts: Mapping[str, Any]) -> Reporter | None:
     """Returns the reporter for everything that the config names, or None if nothing is to be measured.
 
     Args:
         config: the config.
         samples: samples of a step.
+        facts: facts on the run for the log.
     """
     writers: dict[str, Callable[[], Writer]] = {}
     if config.tensorboard.enabled:
@@ -171,10 +168,9 @@ def make_reporter(config: Config, samples: int) -> Reporter | None:
     if config.wandb.enabled:
         block = config.wandb
         writers["wandb"] = lambda: Wandb(project=block.project, entity=block.team, group=block.group, name=block.name)
-    ours, log = config.offload, config.offload.log
+    log = config.offload.log
     if log is not None:
-        about = {"run": ours.run, "drive_tbw": ours.drive_tbw, "drive_share": ours.drive_share}
-        writers["log"] = lambda: JsonLines(Path(log).absolute(), {**about, "samples_a_step": samples})
+        writers["log"] = lambda: JsonLines(Path(log).absolute(), facts)
     every = config.steps_per_line
     shown = Line(every, samples, config.memory_breakdown) if every else None
     return Reporter(shown, writers) if shown is not None or writers or config.wall_clock_breakdown else None
@@ -199,7 +195,7 @@ class Reporter:
         """
         self._shown, self._makers = shown, writers
         # None ends the thread.
-        self._records: queue.Queue[Record | None] = queue.Queue(_MOST_PENDING)
+        self._records: queue.Queue[Record | Evaluated | None] = queue.Queue(_MOST_PENDING)
         self._thread: threading.Thread | None = None
 
     def open(self) -> None:
@@ -231,6 +227,11 @@ class Reporter:
         if self._thread is not None:
             self._records.put(record)
 
+    def report_evaluation(self, evaluation: Evaluated) -> None:
+        """Queues an evaluation for the writers."""
+        if self._thread is not None:
+            self._records.put(evaluation)
+
     def close(self) -> None:
         """Waits until everything is written, and closes the writers. Idempotent."""
         if self._thread is not None:
@@ -244,12 +245,15 @@ class Reporter:
             # A copy of the items, since a writer that fails is removed in the loop.
             for name, writer in list(writers.items()):
                 try:
-                    writer.write(record)
+                    if isinstance(record, Record):
+                        writer.write(record)
+                    else:
+                        writer.write_evaluation(record)
                 except Exception as error:
                     logger.warning(
                         'writing to "%s" stopped after step %d, training continues: %s',
                         name,
-                        record.step - 1,
+                        record.step - isinstance(record, Record),
                         error,
                     )
                     del writers[name]

@@ -16,13 +16,14 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from offload.engine.metrics.reporter import Reporter
-from offload.engine.metrics.writers import Record
+from offload.engine.metrics.writers import Evaluated, Record
 from offload.swapper.store import DriveWrites
 from offload.timeline import Phase, Row
 
@@ -175,6 +176,25 @@ class StepMeter:
         drives = {each.path: each.life_bytes for each in self._drives()}
         self.last = Record(stepped.step, stepped.samples, values, drives)
         self._reporter.report(self.last)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leaves all that the context costs out of the next step. No update may be in progress when it begins."""
+        before = self._taken()
+        yield
+        after = self._taken()
+        self._last = {name: last + after[name] - before[name] for name, last in self._last.items()}
+
+    def evaluated(self, step: int, samples: int, loss: float, seconds: float) -> None:
+        """Passes an evaluation to the reporter.
+
+        Args:
+            step: steps before the evaluation.
+            samples: samples of these steps, on all ranks.
+            loss: the mean loss.
+            seconds: duration of the evaluation.
+        """
+        self._reporter.report_evaluation(Evaluated(step, samples, loss, seconds))
 
     def _taken(self) -> dict[str, int]:
         """Returns every sum at this moment."""

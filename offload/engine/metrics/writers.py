@@ -30,11 +30,30 @@ class Record(NamedTuple):
     """Bytes that the run has written to each drive so far, including those before a resume."""
 
 
+class Evaluated(NamedTuple):
+    """The numbers of an evaluation between two steps."""
+
+    step: int
+    """Steps before the evaluation."""
+    samples: int
+    """Samples of these steps, on all ranks."""
+    loss: float
+    seconds: float
+
+    @property
+    def values(self) -> Mapping[str, float]:
+        """The numbers by plain names, as those of a step."""
+        return {"eval_loss": self.loss, "eval_seconds": self.seconds}
+
+
 class Writer(Protocol):
     """Interface of a destination of records. All calls come from one thread; another thread may create the writer."""
 
     def write(self, record: Record) -> None:
         """Writes one more record. An exception ends this writer, and nothing else."""
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation, behind the record of its step. Exceptions are as those of `write`."""
 
     def close(self) -> None:
         """Flushes and closes; no record follows."""
@@ -51,7 +70,7 @@ _DEEPSPEED: dict[str, tuple[str, float]] = {
 """Numbers that DeepSpeed writes too: DeepSpeed's name, and the factor to its unit."""
 
 
-def events(record: Record) -> dict[str, float]:
+def events(record: Record | Evaluated) -> dict[str, float]:
     """Returns the numbers of a record by event name: DeepSpeed's name if it has one, otherwise `Offload/` and ours."""
     named: dict[str, float] = {}
     for name, value in record.values.items():
@@ -83,11 +102,19 @@ class TensorBoard:
             # Imported on first use: the package is optional, and its import is slow.
             board = importlib.import_module("torch.utils.tensorboard")
             self._files = board.SummaryWriter(str(self._folder), purge_step=_replaces(record))
+        self._add(record)
+        self._last = record.samples
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: the viewer would drop it."""
+        if self._files is not None:
+            self._add(evaluation)
+
+    def _add(self, record: Record | Evaluated) -> None:
         for name, value in events(record).items():
             self._files.add_scalar(name, value, record.samples)
         # Flushed after each step, so that the viewer follows and a kill loses little.
         self._files.flush()
-        self._last = record.samples
 
     def close(self) -> None:
         """Closes the event file."""
@@ -109,6 +136,15 @@ class CsvFiles:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in sorted(self._folder.glob("*.csv")):
                 cut(path, _replaces(record))
+        self._add(record)
+        self._last = record.samples
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: that record cuts the files."""
+        if self._last is not None:
+            self._add(evaluation)
+
+    def _add(self, record: Record | Evaluated) -> None:
         for event, value in events(record).items():
             path, header = self._folder / f"{event.replace('/', '_')}.csv", ("step", event.rpartition("/")[2])
             # Opened for each record, so that a kill loses at most one line.
@@ -117,7 +153,6 @@ class CsvFiles:
                 if file.tell() == 0:
                     lines.writerow(header)
                 lines.writerow((record.samples, value))
-        self._last = record.samples
 
     def close(self) -> None:
         """Does nothing: each record closes its files."""
@@ -172,11 +207,23 @@ class JsonLines:
         more: dict[str, Any] = {} if self._last is not None else {"about": self._about}
         if self._last is None or record.step <= self._last:
             cut_log(self._path, record.step - 1)
-        # Opened for each record, so that a kill loses at most one line.
-        with self._path.open("a", encoding="utf-8") as file:
-            head = {"step": record.step, "samples": record.samples, "time": time.time()}
-            file.write(json_line({**head, **record.values, "drives": dict(record.drives), **more}) + "\n")
+        self._add(
+            {"step": record.step, "samples": record.samples, "time": time.time()},
+            record.values,
+            drives=dict(record.drives),
+            **more,
+        )
         self._last = record.step
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation. One before the first record of this process is left out: that record cuts the file."""
+        if self._last is not None:
+            self._add({"step": evaluation.step, "time": time.time()}, evaluation.values)
+
+    def _add(self, head: Mapping[str, Any], values: Mapping[str, float], **more: Any) -> None:
+        # Opened for each line, so that a kill loses at most one.
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json_line({**head, **values, **more}) + "\n")
 
     def close(self) -> None:
         """Does nothing: each record closes its file."""
@@ -204,6 +251,10 @@ class Wandb:
     def write(self, record: Record) -> None:
         """Writes a record at `step=samples`."""
         self._run.log(events(record), step=record.samples)  # wandb ignores a step below its newest
+
+    def write_evaluation(self, evaluation: Evaluated) -> None:
+        """Writes an evaluation at `step=samples`."""
+        self._run.log(events(evaluation), step=evaluation.samples)
 
     def close(self) -> None:
         """Ends the run if we began it."""

@@ -42,6 +42,7 @@ from offload.errors import StoreError
 from offload.fileio.stamp import Stamp
 from offload.hardware.probe import kept_window
 from offload.layout.fingerprint import about, describe
+from offload.notices import Headline
 from offload.sizes import format_size
 from offload.swapper.in_place.model_files import ModelFiles
 from offload.swapper.store import Rating, Store, StoreSpec, Written
@@ -89,7 +90,7 @@ def build(
     store: Store | None = None
     files = NewStore(plan, None, False, lr_scheduler)
     try:
-        recorders = _recorders(plan, timeline, queue, written, listener)
+        recorders = _recorders(plan, model, timeline, queue, written, listener)
         progress: Snapshot | None = None
         if queue is not None and plan.slots:
             store = _store(plan, model, optimizer, queue, written, recorders.spans)
@@ -212,6 +213,8 @@ def _begin(plan: Plan, core: EngineCore, progress: Snapshot | None) -> tuple[str
     store = core.components.store
     if progress is not None:
         notices = tuple(core.state.restore(progress))
+        folder = os.path.join(plan.config.drives[0], plan.config.offload.run)
+        notices = (Headline(f"resuming after step {core.state.global_steps} of the run in {folder}"), *notices)
     elif store is not None and plan.commit_every:
         # Step 0: a kill during the first step then resumes from the initial weights.
         store.commit(0, core.state.take().pack())
@@ -259,10 +262,15 @@ def _settings(plan: Plan) -> StepSettings:
 
 
 def _recorders(
-    plan: Plan, timeline: Timeline, queue: SharedQueue | None, written: Written, listener: Listener | None
+    plan: Plan,
+    model: nn.Module,
+    timeline: Timeline,
+    queue: SharedQueue | None,
+    written: Written,
+    listener: Listener | None,
 ) -> Recorders:
     """Returns the recorders of the components; for a breakdown of steps the meter also receives spans."""
-    meter = _meter(plan, queue, written)
+    meter = _meter(plan, model, queue, written)
     if listener is None and plan.config.wall_clock_breakdown:
         listener = meter
     return Recorders(
@@ -272,9 +280,30 @@ def _recorders(
     )
 
 
-def _meter(plan: Plan, queue: SharedQueue | None, written: Written) -> StepMeter | None:
+def _facts(plan: Plan, model: nn.Module) -> dict[str, Any]:
+    """Returns the facts on the run for the first line of a log."""
+    config = plan.config
+    return {
+        "run": config.offload.run,
+        "model": type(model).__name__,
+        "parameters": sum(segment.value_numel for layout in plan.layouts for segment in layout.segments),
+        "dtype": config.dtype,
+        "moments": config.moments,
+        "master": config.offload.master,
+        "device": str(plan.device.torch),
+        "ranks": plan.processes,
+        "samples_a_step": plan.batch.total,
+        "host_budget_bytes": sum(plan.placement.classes),
+        "device_budget_bytes": plan.placement.device_nbytes,
+        "drive_tbw": config.offload.drive_tbw,
+        "drive_share": config.offload.drive_share,
+    }
+
+
+def _meter(plan: Plan, model: nn.Module, queue: SharedQueue | None, written: Written) -> StepMeter | None:
     """Returns the meter of steps, or None if the config does not ask for one, or on any rank but 0."""
-    reporter = make_reporter(plan.config, plan.batch.total) if plan.process == 0 else None
+    facts = _facts(plan, model)
+    reporter = make_reporter(plan.config, plan.batch.total, facts) if plan.process == 0 else None
     if reporter is None:
         return None
 

@@ -149,7 +149,11 @@ def warn_if_slow(config: Config, device: torch.device, goes_on: bool) -> None:
 
 def _emulated(gpu: str, config: Config, goes_on: bool) -> str:
     """Returns the warning for a GPU without arithmetic in bf16, with its advice."""
-    cure = 'set "fp16": {"enabled": true} in place of "bf16"'
+    # Whoever reads this knows which of the ways is theirs; the config that arrives here does not tell.
+    cure = (
+        'choose fp16 where bf16 was chosen: "fp16": {"enabled": true} in the config, fp16=True in TrainingArguments, '
+        'mixed_precision="fp16" in Accelerator, dtype="fp16" in initialize; offload train: --dtype fp16'
+    )
     if config.torch_autocast.enabled:
         cure = 'leave the block "torch_autocast" out of the config, and set "fp16": {"enabled": true}'
     elif goes_on:
@@ -166,7 +170,12 @@ def _slow(dtype: str, slower: float, block: str, kept: bool) -> str:
         block: Block of the config that chooses the dtype.
         kept: True if a resumed run must keep the dtype.
     """
-    cure = f'give --dtype fp32, or leave the block "{block}" out of the config'
+    cure = f'leave the block "{block}" out of the config'
+    if block == dtype:
+        cure = (
+            f'leave out what chose it: the block "{dtype}" of the config, {dtype}=True of TrainingArguments, '
+            f'mixed_precision="{dtype}" of Accelerator, dtype="{dtype}" of initialize; offload train: --dtype fp32'
+        )
     if kept:
         cure = "a resumed run keeps its dtype; start another run in fp32, or resume this run on another machine"
     return f"{dtype} products are {slower:.1f} times slower than fp32 on this processor: {cure}"

@@ -42,7 +42,7 @@ from offload.layout.placement import Placement
 from offload.layout.schedule import LAYER_MAJOR, MICRO_BATCH_MAJOR, Choice, choose_schedule
 from offload.layout.tiers import Partitions
 from offload.layout.units import Units
-from offload.notices import Remark
+from offload.notices import Headline, Remark
 from offload.sizes import count_of, format_size
 from offload.states import State
 from offload.swapper.in_place.image import UnitImage
@@ -393,7 +393,7 @@ def summary(plan: Plan) -> str:
         clipped = f"; gradients clipped to a norm of {clip:g}" if clip else "; gradients not clipped"
         tiers = placement.tiers_of(*(state for state in plan.mode.states if state is not State.WEIGHT))
         states = f", states on {tiers or 'nothing'}{', gradients on disk' if placement.spilled else ''}"
-    return Remark(
+    return Headline(
         f"{plan.mode.name} on {plan.device.torch}: weights on {placement.tiers_of(State.WEIGHT) or 'nothing'}{states}; "
         f"host {format_size(sum(placement.classes))}, device {format_size(placement.device_nbytes)}, swap files "
         f"{format_size(stored)}{_durability(plan)}{clipped}"

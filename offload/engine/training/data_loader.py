@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from offload.engine.training.model_inputs import to_device
 from offload.engine.training.snapshot import read_generators, write_generators
-from offload.errors import ConfigError
+from offload.errors import ConfigError, UsageError
+from offload.notices import announce
+from offload.sizes import count_of
 
 
 def load(
@@ -54,12 +56,14 @@ def load(
     assert isinstance(data, Sized), "see check_data"
     batches = RankBatches(len(data), micro, rank, world_size, seed, drop_last)
     if not len(batches):
-        advice = "; give more samples, smaller batches, or leave dataloader_drop_last out" if batches.length else ""
+        if not batches.length:
+            raise ConfigError("training_data= contains no samples: give a data set that has some")
         raise ConfigError(
-            f"the loader expects at least {batches.samples if batches.length else 1} samples for a batch of all "
-            f"ranks, the data contain {batches.length}{advice}"
+            f"training_data= contains {count_of(batches.length, 'sample')}, and a batch takes {batches.samples}: "
+            f"train_micro_batch_size_per_gpu is {micro} on {count_of(world_size, 'rank')}. Give more samples, a "
+            "smaller train_micro_batch_size_per_gpu, or leave dataloader_drop_last out, which drops an incomplete batch"
         )
-    return Loader(data, batches, collate_fn, device)
+    return Loader(data, batches, _DefaultCollate() if collate_fn is None else collate_fn, device)
 
 
 def check_data(data: Any, collate_fn: Any) -> None:
@@ -82,6 +86,40 @@ def check_data(data: Any, collate_fn: Any) -> None:
             f"training_data is a {type(data).__name__}, which has no length and cannot be shuffled; make a DataLoader "
             "from the data set yourself and leave training_data out"
         )
+
+
+class _DefaultCollate:
+    """torch's `collate_fn`, with words for a user whose samples it does not make a batch of."""
+
+    def __init__(self) -> None:
+        self._reported = False
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Returns the batch; raises `UsageError` for samples that cannot be put together."""
+        try:
+            batch = default_collate(samples)
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            raise UsageError(
+                f"torch's default collate_fn cannot make a batch of the samples of training_data: {error}. Give "
+                "collate_fn= to the call, such as transformers.DataCollatorWithPadding(tokenizer) for texts of several "
+                "lengths, or samples of tensors of one shape"
+            ) from error
+        if not self._reported and (names := _lists_in(samples[0])):
+            self._reported = True
+            announce(
+                f"training_data: {', '.join(map(repr, names))} of a sample is a list of numbers, and torch's default "
+                'collate_fn makes one tensor for each position of it: give tensors, as dataset.with_format("torch") '
+                "does, or collate_fn=transformers.default_data_collator"
+            )
+        return batch
+
+
+def _lists_in(sample: Any) -> list[str]:
+    """Returns the names in a sample whose values are lists of numbers."""
+    if not isinstance(sample, Mapping):
+        return []
+    lists = {str(name): value for name, value in sample.items() if isinstance(value, list) and value}
+    return [name for name, value in lists.items() if isinstance(value[0], int | float)]
 
 
 class Position(NamedTuple):
